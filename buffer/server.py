@@ -1,0 +1,185 @@
+"""The buffer's socket: a ZeroMQ ROUTER in one event loop, in front of `buffer/desk.py`. Run by `python -m buffer`.
+
+Waits for messages or for the desk's next deadline. Takes all messages that are there, has the desk apply them, commits
+what they changed in one transaction, and only then sends the answers: what is acknowledged is on disk. While the disk
+is full nothing is answered and nothing further is received; the commit is tried again until there is room.
+"""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from buffer.desk import Desk
+from buffer.keys import ServerKeys, is_loopback, split
+from buffer.records import Transaction
+
+log = logging.getLogger(__name__)
+MESSAGES, BYTES = 1024, 64 * 2**20
+"""What one commit gathers at most."""
+COPIED = 2**16
+"""Answers beyond this are sent from where they are."""
+RETRY_S = 1.0, 15.0
+"""First and longest wait before a failed commit is tried again."""
+PASSING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
+"""Errors of a commit that end by themselves, or once somebody makes room."""
+
+OPTIONS = {
+    zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
+    zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
+    zmq.LINGER: 1000,
+    zmq.BACKLOG: 1024,
+    zmq.HEARTBEAT_IVL: 5000,
+    zmq.HEARTBEAT_TIMEOUT: 15000,
+}
+
+
+class ListenError(ValueError):
+    """The address cannot be listened on; the text names it and the remedy."""
+
+
+class Server:
+    """Async context manager: bound once entered, closed when left. `address` is the bound one."""
+
+    def __init__(self, address: str, max_message: int, keys: ServerKeys | None = None) -> None:
+        if keys is None and not is_loopback(address):
+            raise ListenError(
+                f"buffer.address {address} is beyond loopback and there are no keys: make them with "
+                "`python -m buffer keys CONFIG`, or listen on tcp://127.0.0.1:PORT"
+            )
+        self.address, self.keys = address, keys
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._plain = zmq.Socket.shadow(self._socket)
+        """The same socket, for what is done without waiting: a future for each message would cost more than it."""
+        self._failing = False
+        """The last commit failed and is being tried again."""
+        self._auth: AsyncioAuthenticator | None = None
+        for option, value in OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # the desk refuses, in words, from max_message on
+
+    async def __aenter__(self) -> "Server":
+        try:
+            if self.keys:
+                self._lock(self.keys)
+            self._bind()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._auth:
+            self._auth.stop()
+        self._socket.close()
+        self._context.term()
+
+    def _lock(self, keys: ServerKeys) -> None:
+        self._auth = AsyncioAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback("*", keys)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+
+    def _bind(self) -> None:
+        host, port = split(self.address)
+        try:
+            self._socket.bind(f"tcp://127.0.0.1:{port}" if host == "localhost" else self.address)
+        except zmq.ZMQError as error:
+            busy = error.errno == zmq.EADDRINUSE
+            advice = (
+                "another process listens there: stop it, or choose another port"
+                if busy
+                else "it must be of this machine"
+            )
+            raise ListenError(f"buffer.address {self.address}: {error.strerror}; {advice}") from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def serve(self, desk: Desk) -> None:
+        """Serve until cancelled. It has committed and answered everything it received then, unless the disk is full."""
+        deadline: float | None = None
+        writing: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await self._wake(deadline, writing)
+                if writing and writing.done():
+                    writing = writing.result()
+                received, more = self._receive()
+                now = time.monotonic()
+                for frames in received:
+                    desk.receive(frames, now)
+                if not more:  # a server is silent only if nothing of it waits to be read
+                    deadline = desk.expire(now)
+                desk.settle(now)
+                if writing and more:  # as much as one commit gathers is waiting already
+                    await asyncio.wait([writing])
+                    writing = writing.result()
+                if not writing:
+                    transaction, answers = desk.changes(), desk.answers()
+                    if transaction or answers:
+                        writing = asyncio.create_task(self._write(desk, transaction, answers))
+        except asyncio.CancelledError:
+            await self._finish(desk, writing)
+            raise
+
+    async def _wake(self, deadline: float | None, writing: "asyncio.Task[None] | None") -> None:
+        """Wait for a message, for `deadline`, or for the end of what is being written."""
+        if self._plain.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            return await asyncio.sleep(0)
+        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        polling = asyncio.ensure_future(self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1))
+        try:
+            await asyncio.wait([polling, writing] if writing else [polling], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            polling.cancel()
+
+    async def _finish(self, desk: Desk, writing: "asyncio.Task[None] | None") -> None:
+        if writing and self._failing:  # no answer is owed that could be given
+            writing.cancel()
+            return
+        if writing:
+            await asyncio.wait([writing])
+            writing.result()
+        await self._write(desk, desk.changes(), desk.answers())
+
+    def _receive(self) -> tuple[list[list[bytes]], bool]:
+        """All messages that are there, up to what one commit gathers; and whether there may be more."""
+        received: list[list[bytes]] = []
+        size = 0
+        while len(received) < MESSAGES and size < BYTES:
+            try:
+                frames = self._plain.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return received, False
+            received.append(frames)
+            size += sum(map(len, frames))
+        return received, True
+
+    async def _write(self, desk: Desk, transaction: Transaction | None, answers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Commit in a thread, so that the loop goes on receiving; then answer."""
+        wait_s, longest_s = RETRY_S
+        while transaction:
+            try:
+                await asyncio.to_thread(desk.write, transaction)
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in PASSING and error.sqlite_errorcode not in PASSING:
+                    raise
+                where = desk.means.store.path
+                log.error("%s: %s; nothing is acknowledged until this ends: make room on its disk", where, error)
+                self._failing = True
+                await asyncio.sleep(wait_s)  # no event tells of free space
+                wait_s = min(2 * wait_s, longest_s)
+        self._failing = False
+        for answer in answers:
+            self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPIED)

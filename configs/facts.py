@@ -1,0 +1,44 @@
+"""What can be known about a model from its folder without loading it: parameters, attention heads, longest context.
+
+Used by `configs.explain` and `configs.contradictions` for the arithmetic. A model named by its hub name has no folder
+here and no facts. Reads `config.json` and the headers of the safetensors files, never a tensor.
+"""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of one model folder, None where unknown. Example: Qwen2.5-1.5B has 1_543_714_304 parameters, 12 heads, "
+    "32_768 positions."""
+
+    parameters: int | None = None
+    heads: int | None = None
+    positions: int | None = None
+
+
+def model_facts(path: str) -> ModelFacts:
+    """Facts of the model in folder `path`; none of them known for a hub name or a folder that cannot be read."""
+    folder = Path(path)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        sizes = [_parameters(file) for file in sorted(folder.glob("*.safetensors"))]
+    except (OSError, ValueError):
+        return ModelFacts()
+    config = config.get("text_config", config)
+    # with scaled rotary embeddings the usable context is not max_position_embeddings
+    positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
+    return ModelFacts(sum(sizes) or None, config.get("num_attention_heads"), positions)
+
+
+def _parameters(file: Path) -> int:
+    """Number of elements of all tensors in a safetensors file: 8 bytes of length, then a JSON header with shapes."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > 100_000_000:  # the format's own bound: not a safetensors file
+            raise ValueError(f"{file}: no safetensors header")
+        header = json.loads(stream.read(length))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,167 @@
+"""Every key of the run file in words: type, default, meaning, and which key somebody meant who wrote another.
+
+Read off the JSON schema of `configs.schema.Config`, so it cannot differ from what is validated. `configs.load` uses it
+for `--help` and for its errors. Pure functions, no files.
+"""
+
+import difflib
+import json
+import textwrap
+from functools import cache
+from typing import Any, NamedTuple
+
+from configs.schema import Config
+
+EXAMPLES = {
+    "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "data.train": "data/countdown/train.parquet",
+    "reward.function": "countdown",
+}
+"""What a required key may look like."""
+
+ELSEWHERE = {
+    "eval_files": "data.eval",
+    "experiment_name": "run.name",
+    "gpu_memory_utilization": "rollout.engine.gpu_memory_utilization",
+    "group_size": "batch.samples",
+    "kl_coef": "algorithm.reference_kl",
+    "learning_rate": "learner.lr",
+    "max_model_len": "rollout.engine.max_model_len",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "max_steps": "run.versions",
+    "n": "batch.samples",
+    "ppo_max_token_len_per_gpu": "learner.tokens_per_microbatch",
+    "rollout_n": "batch.samples",
+    "staleness": "batch.max_staleness",
+    "steps": "run.versions",
+    "tensor_model_parallel_size": "rollout.tensor_parallel",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "total_epochs": "data.epochs",
+    "total_training_steps": "run.versions",
+    "train_batch_size": "batch.groups",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+}
+"""What other systems call our keys."""
+
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
+
+
+class Key(NamedTuple):
+    """A key of the run file. Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.", "
+    "{})`"""
+
+    name: str
+    type: str
+    default: str
+    required: bool
+    meaning: str
+    schema: dict[str, Any]
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """All keys by dotted name, in the order of the schema."""
+    schema = Config.model_json_schema()
+    table = {}
+    for section, place in schema["properties"].items():
+        model = schema["$defs"][place["$ref"].rpartition("/")[2]]
+        for name, field in model["properties"].items():
+            dotted, required = f"{section}.{name}", name in model.get("required", ())
+            default = show(field.get("default"))
+            meaning = " ".join(field["description"].split())
+            table[dotted] = Key(dotted, _type(field), default, required, meaning, field)
+    return table
+
+
+def sections() -> tuple[str, ...]:
+    """Names of the sections, in the order of the schema."""
+    return tuple(Config.model_fields)
+
+
+def show(value: Any) -> str:
+    """`value` as it stands in YAML, on one line, cut when long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def takes_truth(key: Key) -> bool:
+    """Whether true and false are values of `key`; YAML's `on` and `yes` must not become the number 1."""
+    kinds = {one.get("type") for one in key.schema.get("anyOf", [key.schema])}
+    return not kinds & {"integer", "number"}
+
+
+def suggest(wrong: str) -> str:
+    """What to do about the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
+    section, _, leaf = wrong.rpartition(".")
+    names = list(keys())
+    here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
+    if near := difflib.get_close_matches(leaf, here, 1, 0.6):
+        return f"did you mean {section}.{near[0]}?"
+    if same := [name for name in names if name.endswith(f".{leaf}")]:
+        return f"did you mean {' or '.join(same)}?"
+    if leaf in ELSEWHERE:
+        return f"did you mean {ELSEWHERE[leaf]}?"
+    if near := difflib.get_close_matches(wrong, names, 1, 0.75):
+        return f"did you mean {near[0]}?"
+    leaves = ELSEWHERE | {name.rpartition(".")[2]: name for name in names}
+    if near := difflib.get_close_matches(leaf, leaves, 1, 0.7) or _short(leaf, leaves):
+        return f"did you mean {leaves[near[0]]}?"
+    return f"{section} has {', '.join(here)}" if here else f"the sections are {', '.join(sections())}"
+
+
+def _short(leaf: str, leaves: dict[str, str]) -> list[str]:
+    """Keys of two letters and one too many, which difflib's ratio scores low: `lrr` for `lr`."""
+    return [name for name in leaves if len(name) == 2 and leaf.startswith(name) and len(leaf) == 3]
+
+
+def text(width: int) -> str:
+    """All keys grouped by section, with type, default and meaning: what `--help` prints."""
+    lines = []
+    for section in sections():
+        lines += ["", f"{section}:"]
+        for key in keys().values():
+            if key.name.partition(".")[0] != section:
+                continue
+            default = "required" if key.required else f"default {key.default}"
+            lines += _wrap(f"--{key.name}  {key.type}; {default}", width, "  ")
+            lines += _wrap(key.meaning, width, "      ")
+    return "\n".join(lines)
+
+
+def _wrap(words: str, width: int, indent: str) -> list[str]:
+    """Lines of at most `width`, except for what has no blank, such as a pattern: keys are to be found by searching."""
+    wrapper = textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(words)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON schema in words, e.g. `a whole number >= 1 or null`."""
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type", "object")
+    if kind in ("integer", "number"):
+        bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]
+        return " ".join(["a whole number" if kind == "integer" else "a number", " and ".join(bounds)]).strip()
+    if kind == "string":
+        return _text_type(schema)
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}, each {_type(schema['prefixItems'][0])}"
+    if kind == "array":
+        return f"a list, each {_type(schema['items'])}"
+    return TYPES[kind]
+
+
+def _text_type(schema: dict[str, Any]) -> str:
+    if examples := schema.get("examples"):
+        return f"text like {examples[0]}"
+    if pattern := schema.get("pattern"):
+        return f"text matching {pattern}"
+    return "a path" if schema.get("format") == "path" else "text"

@@ -1,0 +1,282 @@
+"""Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
+
+Used by every process at its start, and cheap: no torch, no sockets. Files are merged left to right, then the overrides;
+OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pydantic judges. All problems are reported
+at once, one line each, with the key, the value, where it stands and what is allowed.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from configs.keys import EXAMPLES, keys, sections, show, suggest, takes_truth, text
+from configs.schema import Config
+
+LOCAL: dict[str, bool | set[str]] = {
+    "buffer": True,
+    "learner": {
+        *("ranks", "device", "threads", "attention", "tokens_per_microbatch", "head_chunk_tokens"),
+        *("activation_checkpointing", "compile", "cpu_offload", "timeout_s"),
+        *("checkpoint_every", "keep_checkpoints", "keep_every", "keep_best", "export_every"),
+    },
+    "log": True,
+    "reward": {"workers"},
+    "rollout": {"servers", "tensor_parallel", "device", "groups_in_flight", "attempts", "heartbeat_s", "engine"},
+    "run": {"folder"},
+    "weights": {"host", "deadline_s"},
+}
+"""Left out of the fingerprint: where things are, how fast and how often. Machines may differ in these, and a process
+may be restarted with another value while the rest of the run goes on; neither changes what is sampled or learned."""
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # what OmegaConf takes: the two differ in what they forgive
+
+
+class ConfigError(ValueError):
+    """The run file is wrong. `problems` has one line each, for people; the text is all of them."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class _Merged:
+    """The merged tree, and where each of its leaves stands (`run.yaml:12`, `--batch.groups`)."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.places: dict[str, str] = {}
+
+    def add(self, tree: dict[str, Any], place: Callable[[str], str]) -> None:
+        """Lay `tree` over what is there: maps are merged, everything else is replaced."""
+        _lay(self.tree, tree)
+        self.places.update({key: place(key) for key, _ in _leaves(tree)})
+
+    def where(self, key: str) -> str:
+        """` (run.yaml:12)` for a key that somebody wrote, else nothing."""
+        place = next((self.places[known] for known in self.places if known == key or known.startswith(f"{key}.")), None)
+        return f" ({place})" if place else ""
+
+
+def load(argv: Sequence[str]) -> Config:
+    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`.
+
+    Raises ConfigError with every problem found, one line each.
+    """
+    files, overrides = _split(argv)
+    merged = _Merged()
+    problems: list[str] = []
+    for file in files:
+        try:
+            merged.add(*_read_file(file))
+        except ConfigError as error:
+            problems += error.problems
+    for name, value in overrides:
+        try:
+            merged.add(_read_override(name, value), lambda _, name=name: f"--{name}")  # type: ignore[misc]
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return _validate(_resolve(merged), merged)
+
+
+def read(argv: Sequence[str], prog: str, checks: Callable[[Config], None] | None = None) -> Config:
+    """`load` for an entry point such as `python -m buffer` (`prog`): what is wrong goes to stderr, then exit code 2.
+
+    `--help` prints every key and exits 0. `checks` is further judgement that raises ConfigError, e.g.
+    `configs.explain.check`.
+    """
+    width = min(max(shutil.get_terminal_size().columns, 40), 120)
+    usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
+    if "-h" in argv or "--help" in argv:
+        print(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
+        print(f"${{section.key}} refers to another key.\n{text(width)}")
+        sys.exit(0)
+    if not argv:
+        print(f"{usage}\n{prog} --help lists every key", file=sys.stderr)
+        sys.exit(2)
+    try:
+        config = load(argv)
+        if checks:
+            checks(config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    return config
+
+
+def fingerprint(config: Config) -> str:
+    """16 hex digits over what all processes of a run must share: everything but LOCAL."""
+    shared = config.model_dump(mode="json", exclude=LOCAL)
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write(config: Config, path: Path) -> None:
+    """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or "
+    "nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(OmegaConf.to_yaml(OmegaConf.create(_literal(config.model_dump(mode="json")))), encoding="utf-8")
+    draft.replace(path)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Files and (key, value) overrides of a command line."""
+    files, overrides, rest = [], [], iter(range(len(argv)))
+    problems = []
+    for at in rest:
+        word = argv[at]
+        if not word.startswith("-"):
+            files.append(word)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not all(name.split(".")):
+            problems.append(f"{word}: not an option; overrides are written --section.key=value")
+        elif equals:
+            overrides.append((name, value))
+        elif at + 1 < len(argv) and not argv[at + 1].startswith("--"):
+            overrides.append((name, argv[next(rest)]))
+        else:
+            problems.append(f"{word}: no value; write {word}=true, or whatever it should be")
+    if problems:
+        raise ConfigError(problems)
+    return files, overrides
+
+
+def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
+    """The tree of a YAML file, and a function that tells where in it a dotted key stands."""
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{file}: no such file"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file}: cannot be read as text: {error}"]) from None
+    tree = _parse(source, file)
+    lines = dict(_lines(yaml.compose(source, Loader=LOADER)))
+    return tree, lambda key: f"{file}:{lines[key]}" if key in lines else file
+
+
+def _parse(source: str, name: str) -> dict[str, Any]:
+    """YAML to a plain tree, interpolations left as they are."""
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.create(source), resolve=False) if source.strip() else {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise ConfigError([f"{place}: not YAML: {error.problem or error.context}"]) from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError([f"{name}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}"]) from None
+    if not isinstance(parsed, dict) or (len(parsed) == 1 and parsed == {source.strip(): None}):
+        raise ConfigError([f"{name}: must be a map of sections ({', '.join(sections())}), is {show(source.strip())}"])
+    # a section whose lines are all commented out is an empty section
+    return {str(key): {} if value is None and key in sections() else value for key, value in parsed.items()}
+
+
+def _read_override(name: str, value: str) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError([f"--{name}: {show(value)} is not a YAML value: {reason}"]) from None
+    assert isinstance(tree, dict)
+    return {str(key): inner for key, inner in tree.items()}
+
+
+def _lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    for key, value in over.items():
+        below = under.get(key)
+        if isinstance(value, dict):
+            value = _lay(below if isinstance(below, dict) else {}, value)
+        under[key] = value
+    return under
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _lines(value, f"{prefix}{key.value}.")
+
+
+def _resolve(merged: _Merged) -> dict[str, Any]:
+    """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default."""
+    tree: dict[str, Any] = {section: {} for section in sections()}
+    for known in keys().values():
+        if not known.required:
+            section, name = known.name.split(".")
+            tree[section][name] = copy.deepcopy(known.schema.get("default"))  # `_lay` writes into maps
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(_lay(tree, merged.tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        key, reason = error.full_key or "the run file", str(error).splitlines()[0]
+        remedy = "${section.key} must name a key that has a value"
+        raise ConfigError([f"{key}: {reason}{merged.where(str(key))}; {remedy}"]) from None
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _validate(tree: dict[str, Any], merged: _Merged) -> Config:
+    problems = {}
+    for name, key in keys().items():
+        section, leaf = name.split(".")
+        value = tree[section].get(leaf) if isinstance(tree[section], dict) else None
+        if isinstance(value, bool) and not takes_truth(key):
+            problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        for found in error.errors(include_url=False):
+            problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
+        raise ConfigError(list(problems.values())) from None
+    if problems:
+        raise ConfigError(list(problems.values()))
+    return config
+
+
+def _problems(kind: str, loc: str, value: Any, merged: _Merged) -> dict[str, str]:
+    """A pydantic error in our words, by dotted key; several for an unknown section."""
+    if kind == "extra_forbidden":
+        wrong = [key for key, _ in _leaves(value, f"{loc}.")] if isinstance(value, dict) and value else [loc]
+        return {key: f"{key}: no such key{merged.where(key)}; {suggest(key)}" for key in wrong}
+    if kind == "missing":
+        return {loc: f"{loc}: missing; set it, e.g. {loc}: {EXAMPLES[loc]}"}
+    name = ".".join(loc.split(".")[:2])
+    if name not in keys():
+        remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
+        return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
+    whole = merged.tree
+    for part in name.split("."):
+        whole = whole[part]
+    quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
+    return {name: f"{name}: {show(whole)} is not {keys()[name].type}{merged.where(name)}{quote}"}
+
+
+def _literal(value: Any) -> Any:
+    """`value` with `${` escaped in all texts, so that OmegaConf reads them back as they are."""
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_literal(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

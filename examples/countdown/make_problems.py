@@ -1,0 +1,140 @@
+"""Write Countdown problems, `train.parquet` and `eval.parquet`, as rows TinyZero and verl read.
+
+`python -m examples.countdown.make_problems --out DIR` makes the quickstart's: three numbers from 1 to 9, + and -,
+targets 1 to 27. Every problem has a solution by construction and stands once; those in `eval.parquet` are in no
+other file. Consumes nothing; the same arguments give the same rows, and rows that are already there are kept.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PROMPTS = {
+    "short": "{numbers}={target}\n",
+    "words": "Using the numbers [{numbers}], create an equation that equals {target}. You can use basic arithmetic "
+    "operations (+, -, *, /) and each number exactly once. Show your work in <think> </think> tags. And return the "
+    "final answer in <answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>.",
+}
+BARREN = 50_000
+"""Draws without a new problem after which there are none left to find."""
+MOST = 100_000
+Problem = tuple[tuple[int, ...], int]
+
+
+def draw(random: random.Random, args: argparse.Namespace) -> Problem | None:
+    """Numbers, sorted, and the value of a random expression over all of them; None if that is not a target."""
+    numbers = tuple(sorted(random.randint(1, args.largest) for _ in range(args.numbers)))
+    values = [Fraction(number) for number in numbers]
+    while len(values) > 1:
+        random.shuffle(values)
+        a, b = values.pop(), values.pop()
+        operation = random.choice(args.operations)
+        if operation == "/" and b == 0:
+            return None
+        values.append({"+": a + b, "-": a - b, "*": a * b}[operation] if operation != "/" else a / b)
+    value = values[0]
+    return (numbers, int(value)) if value.denominator == 1 and 1 <= value <= args.target else None
+
+
+def collect(random: random.Random, args: argparse.Namespace) -> list[Problem]:
+    """`args.count` distinct problems in random order; without it all there are, up to MOST."""
+    found: dict[Problem, None] = {}
+    barren = 0
+    while barren < BARREN and len(found) < (args.count or MOST):
+        problem = draw(random, args)
+        barren = barren + 1 if problem is None or problem in found else 0
+        if problem is not None:
+            found[problem] = None
+    if args.count is not None and len(found) < args.count:
+        raise ValueError(
+            f"--count {args.count}: only {len(found)} distinct problems were found; ask for fewer, or leave it out"
+        )
+    if len(found) <= args.eval:
+        raise ValueError(f"--eval {args.eval}: there are only {len(found)} problems, and some must be left to train on")
+    problems = sorted(found)
+    random.shuffle(problems)
+    return problems
+
+
+def render(prompt: str, numbers: Sequence[int], target: int) -> str:
+    """The prompt's text. Example: `render("short", [8, 6, 4], 2)` -> `"8 6 4=2\\n"`."""
+    return PROMPTS[prompt].format(numbers=" ".join(map(str, numbers)), target=target)
+
+
+def row(problem: Problem, index: int, split: str, random: random.Random, prompt: str) -> dict[str, Any]:
+    """One row; the numbers stand in random order.
+
+    Example: `{"data_source": "countdown", "prompt": [{"role": "user", "content": "8 6 4=2\\n"}], "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": {"target": 2, "numbers": [8, 6, 4]}},
+    "extra_info": {"split": "train", "index": 0}}`
+    """
+    numbers, target = random.sample(problem[0], len(problem[0])), problem[1]
+    return {
+        "data_source": "countdown",
+        "prompt": [{"role": "user", "content": render(prompt, numbers, target)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"target": target, "numbers": numbers}},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def write(args: argparse.Namespace) -> str:
+    """Make both files unless files of the same arguments are there; returns one line for people."""
+    asked = {key: value for key, value in vars(args).items() if key != "out"}
+    made = args.out / "problems.json"
+    files = {split: args.out / f"{split}.parquet" for split in ("train", "eval")}
+    if made.exists() and all(file.exists() for file in files.values()) and json.loads(made.read_text()) == asked:
+        return f"{args.out}: problems kept, made before with the same arguments"
+    source = random.Random(args.seed)
+    problems = collect(source, args)
+    parts = {"eval": problems[: args.eval], "train": problems[args.eval :]}
+    args.out.mkdir(parents=True, exist_ok=True)
+    made.unlink(missing_ok=True)
+    for split, part in parts.items():
+        rows = [row(problem, index, split, source, args.prompt) for index, problem in enumerate(part)]
+        pq.write_table(pa.Table.from_pylist(rows), files[split])
+    made.write_text(json.dumps(asked) + "\n")
+    return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} kept out"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; a wrong one exits with code 2."""
+    parser = argparse.ArgumentParser(prog="python -m examples.countdown.make_problems", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and eval.parquet")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--numbers", type=int, default=3, choices=range(2, 7), help="numbers of a problem")
+    parser.add_argument("--largest", type=int, default=9, help="numbers are 1 to this")
+    parser.add_argument("--operations", default="+-", help="any of +-*/")
+    parser.add_argument("--target", type=int, default=27, help="targets are 1 to this")
+    parser.add_argument("--count", type=int, help=f"problems in all; left out: as many as there are, up to {MOST}")
+    parser.add_argument("--eval", type=int, default=80, help="of these, kept out of training")
+    parser.add_argument(
+        "--prompt", default="short", choices=PROMPTS, help="wording: short for the toy, words for real models"
+    )
+    args = parser.parse_args(argv)
+    if not args.operations or set(args.operations) - set("+-*/"):
+        parser.error(f"--operations {args.operations!r}: give one or more of + - * /")
+    for name in ("largest", "target", "count", "eval"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: give at least 1")
+    return args
+
+
+def main() -> None:
+    """Run by `python -m examples.countdown.make_problems`."""
+    args = parse()
+    try:
+        print(write(args))
+    except ValueError as error:
+        raise SystemExit(f"make_problems: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`make quickstart`: problems, model, training, evaluation and report of the Countdown toy, one after another.
+
+`python -m examples.countdown.quickstart [--seed N] [--section.key=value ...]` runs the commands a person would type
+and prints each before it runs. Data and model are kept in `runs/countdown` and not made twice; each call trains in a
+folder of its own. Waits for each command in turn; Ctrl-C goes to the one that is running.
+"""
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RUNS = Path("runs")
+
+
+def python(*words: str | Path) -> None:
+    """Run `python -m WORDS` and wait; a failure ends the quickstart with the command's exit code."""
+    line = ["-m", *map(str, words)]
+    print(f"\n$ python {shlex.join(line)}", flush=True)
+    if code := subprocess.run([sys.executable, *line]).returncode:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+def fresh(stem: str) -> str:
+    """`stem`, or `stem-2`, `stem-3` ...: the first name without a folder of a run."""
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 10_000))]
+    return next(name for name in names if not (RUNS / name).exists())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run by `make quickstart`."""
+    parser = argparse.ArgumentParser(prog="python -m examples.countdown.quickstart", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of problems, model and run")
+    args, overrides = parser.parse_known_args(argv)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal tells the running command, and its exit code us
+    began = time.monotonic()
+    toy, name = RUNS / "countdown", fresh(f"quickstart-seed{args.seed}" if args.seed else "quickstart")
+    data, model, run = toy / f"data-seed{args.seed}", toy / f"model-seed{args.seed}", RUNS / name
+    train, seed = data / "train.parquet", str(args.seed)
+    python("examples.countdown.make_problems", "--out", data, "--seed", seed)
+    python("examples.countdown.make_model", "--problems", train, "--out", model, "--seed", seed)
+    places = [f"--model.path={model}", f"--data.train={train}", f"--data.eval={data / 'eval.parquet'}"]
+    settings = [f"--run.name={name}", f"--run.seed={args.seed}", *places, *overrides]
+    python("actors", "launch", HERE / "quickstart.yaml", "--no-report", *settings)
+    final = max((run / "checkpoints").glob("v*/huggingface"))
+    python("rollout", "evaluate", run / "config.yaml", "--models", model, final, "--out", run / "evaluation.json")
+    python("actors", "report", run)
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{minutes:.1f} minutes in all; the run is in {run}, the picture in {run / 'report.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The mathematics of the learner: advantages, losses, corrections, and the measures that tell when staleness hurts.
+
+Pure functions of tensors, one per paper; docs/algorithms.md has the table. Consumes packed one-dimensional tensors;
+waits for nothing; the learner's step calls it. Imports torch and configs.schema only.
+
+A batch, on each rank:
+    1. `moments` -> all-reduce (sum) -> `ADVANTAGES[name](rewards, groups, moments=...)`     once a batch
+    2. if `needs_proximal(config)`: log-probabilities of all microbatches without gradient; for `m2po` then
+       `m2_squares` of each -> gather from all ranks -> `m2_limit`                            once a batch
+    3. `LOSSES[name](inputs, config)` and `backward()`                                        each microbatch
+    4. `combine` over microbatches, all-reduce (sum; max for `is_max` keys), `summary`, `alerts`   once a batch
+"""
+
+from configs.schema import AlgorithmConfig
+from learner.algorithms.advantages import ADVANTAGES, mask_overlong, moments, soft_overlong
+from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES, needs_entropy_gradient, needs_proximal, needs_reference
+from learner.algorithms.measures import alerts, combine, group_sums, is_max, sample_sums, summary
+
+__all__ = [
+    "ADVANTAGES",
+    "LOSSES",
+    "AlgorithmConfig",
+    "LossInputs",
+    "alerts",
+    "combine",
+    "group_sums",
+    "is_max",
+    "m2_limit",
+    "m2_squares",
+    "mask_overlong",
+    "moments",
+    "needs_entropy_gradient",
+    "needs_proximal",
+    "needs_reference",
+    "sample_sums",
+    "soft_overlong",
+    "summary",
+]

@@ -1,0 +1,106 @@
+"""What keeps stale or mismatched tokens from hurting: ratios, trust regions, masks, and the KL terms.
+
+Pure functions of packed [tokens] tensors that `LossInputs.clean` has been through; waits for nothing; the losses call
+them, and the learner calls `m2_squares` and `m2_limit` before the losses of a batch.
+"""
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.inputs import LossInputs
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut to +-20 before exp: beyond, a float32 square overflows and nothing is left to learn."""
+
+
+def ratio(new: Tensor, old: Tensor) -> Tensor:
+    """exp(new - old), with gradient to `new` inside the cut."""
+    return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def outside_trust_region(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float | None, high: float | None
+) -> Tensor:
+    """Where a probability has moved in its advantage's direction by more than the bound (DPPO, arXiv:2602.04879).
+
+    One-sided binary total variation of a token: pi - mu > high for A > 0, mu - pi > low for A < 0; None is no bound.
+    """
+    moved = logprobs.detach().exp() - behaviour.exp()
+    outside = torch.zeros_like(moved, dtype=torch.bool)
+    if high is not None:
+        outside = outside | ((advantages > 0) & (moved > high))
+    if low is not None:
+        outside = outside | ((advantages < 0) & (moved < -low))
+    return outside
+
+
+def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
+    """Tokens of samples with A < 0 whose mean log mu - log pi exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
+    if delta is None:
+        return torch.zeros_like(inputs.sampled)
+    drift = inputs.sequence_mean((inputs.behaviour - inputs.logprobs).detach())
+    return (inputs.advantages < 0) & (drift > delta)
+
+
+def log_linear_proximal(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
+    """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
+
+    log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1], 0 for tokens fresh at v.
+    """
+    age = (version - versions).clamp(min=1)
+    alpha = (age - 1).to(logprobs.dtype) / age
+    return behaviour + alpha * (logprobs.detach() - behaviour)
+
+
+def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Weight prox/mu of decoupled PPO, and where it exceeds `cap`: `clamp` cuts it, `mask` leaves it to be masked."""
+    weight = ratio(proximal, behaviour).detach()
+    if cap is None:
+        return weight, torch.zeros_like(weight, dtype=torch.bool)
+    return (weight.clamp(max=cap) if mode == "clamp" else weight), weight > cap
+
+
+def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor]:
+    """1 for positive samples, pi/mu of the sample cut to [0, 1] for others; where cut (TOPR, arXiv:2503.14286)."""
+    log_ratio = inputs.per_sequence((inputs.logprobs - inputs.behaviour).detach())[inputs.sequence]
+    return torch.where(positive, 1, log_ratio.clamp(max=0).exp()), ~positive & (log_ratio > 0)
+
+
+def m2_tokens(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:
+    """Tokens whose ratio has already moved in their advantage's direction: those that M2PO may drop."""
+    return (advantages * (logprobs - behaviour)).detach() > 0
+
+
+def m2_squares(inputs: LossInputs) -> Tensor:
+    """Squared log-ratios, of any number, of the tokens that M2PO may drop in this part; to be gathered from all parts.
+
+    `inputs.logprobs` may come from any pass under the weights at the start of the step, without gradient.
+    """
+    inputs = inputs.clean()
+    chosen = m2_tokens(inputs.logprobs, inputs.behaviour, inputs.advantages)
+    return ((inputs.logprobs - inputs.behaviour).detach() ** 2)[chosen]
+
+
+def m2_limit(squares: Tensor, budget: float) -> Tensor:
+    """Smallest squared log-ratio that is dropped, inf if none: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
+
+    The algorithm drops the largest while the mean of the rest exceeds the budget. Of equal ones it would drop some;
+    here all go, so that the result depends on no order.
+    """
+    ordered = squares.detach().sort().values
+    means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)
+    padded = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
+    return padded[(means <= budget).sum()]
+
+
+def behaviour_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
+    """(log pi - log mu)^2 of each token, masked ones too: pulls the learner back to where the data are (prime-rl)."""
+    return (logprobs - behaviour) ** 2
+
+
+def reference_kl(logprobs: Tensor, behaviour: Tensor, reference: Tensor, cap: float) -> Tensor:
+    """min(pi/mu, cap) (log pi - log ref)^2 / 2: k2 as a loss, importance-weighted.
+
+    Its gradient is that of KL(pi | ref); that of k1 as a loss is 0, that of k3 is of KL(ref | pi) (arXiv:2506.09477).
+    """
+    return ratio(logprobs, behaviour).detach().clamp(max=cap) * (logprobs - reference) ** 2 / 2

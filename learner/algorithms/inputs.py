@@ -1,0 +1,103 @@
+"""What a loss sees of one part (a microbatch of a rank), and how its tokens are averaged over the whole batch.
+
+Consumes what the learner packed; waits for nothing; every loss and measure begins here. Whatever stands at positions
+that were not sampled is replaced before any arithmetic, so that NaN there reaches neither value nor gradient.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One part of a batch, packed: every tensor is [tokens] long and every array is indexed by the token it scores.
+
+    Example: samples of 1 and 2 sampled tokens after prompts of one token, on the second of two equal ranks:
+    `sampled` [F, T, F, T, T], `sequence` [0, 0, 1, 1, 1], `num_sequences` 4, `num_tokens` 6.
+    """
+
+    logprobs: Tensor
+    """float: learner's log-probability of the token, with gradient."""
+    behaviour: Tensor
+    """float: log-probability recorded by the server that sampled it."""
+    advantages: Tensor
+    """float: advantage of the token's sample."""
+    sampled: Tensor
+    """bool: sampled by the policy, hence trained. All else is context."""
+    sequence: Tensor
+    """int64: which sample the token is of, numbered from 0 in this part or in the batch. A sample is never split."""
+    num_sequences: int
+    """Samples in the whole batch, over all microbatches and ranks."""
+    num_tokens: int
+    """Sampled tokens in the whole batch, before any mask."""
+    proximal: Tensor | None = None
+    """float: log-probability under the weights at the start of the step; None: those of `logprobs`, which is the same
+    as long as a batch is one optimizer step."""
+    reference: Tensor | None = None
+    """float: log-probability under the frozen initial model."""
+    entropy: Tensor | None = None
+    """float: entropy of the learner's distribution, with gradient if there is a bonus."""
+    versions: Tensor | None = None
+    """int: version that sampled the token."""
+    version: int = 0
+    """Version being trained."""
+    num_prompts: int | None = None
+    """Groups in the whole batch; needed by `aggregation: prompt`."""
+    prompt_tokens: Tensor | None = None
+    """int64: sampled tokens of the token's whole group, over all ranks; needed by `aggregation: prompt`."""
+    m2_limit: Tensor | None = None
+    """[] float: `corrections.m2_limit` of the whole batch; None: of this part, right only if it is the whole batch."""
+
+    def clean(self) -> "LossInputs":
+        """The same with zeros (for versions: the version being trained) wherever nothing was sampled."""
+        changes: dict[str, Tensor] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.dim() == 1 and field.name != "sampled":
+                changes[field.name] = torch.where(self.sampled, value, self.version if field.name == "versions" else 0)
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """Sums of `values` [tokens] over the sampled tokens of each sequence: [sequences or more]. No device sync."""
+        size = max(values.numel(), self.num_sequences)
+        values = torch.where(self.sampled, values, 0)
+        return values.new_zeros(size).index_add(0, self.sequence, values)
+
+    def lengths(self) -> Tensor:
+        """Sampled tokens of each sequence, same shape as `per_sequence`."""
+        return self.per_sequence(self.sampled.to(self.logprobs.dtype))
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Mean of `values` over the sampled tokens of each token's sequence: [tokens]."""
+        return (self.per_sequence(values) / self.lengths().clamp(min=1))[self.sequence]
+
+
+def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: int | None) -> Tensor:
+    """[tokens] weights w such that the loss of the batch is the sum of w times the loss of each token.
+
+    token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L)
+    (Dr. GRPO).
+    The counts are of the whole batch and keep masked tokens. Raises ValueError when a count that it needs is missing.
+    """
+    ones = torch.ones_like(inputs.logprobs)
+    if aggregation == "token":
+        weights = ones / max(inputs.num_tokens, 1)
+    elif aggregation == "sequence":
+        weights = ones / inputs.lengths().clamp(min=1)[inputs.sequence] / max(inputs.num_sequences, 1)
+    elif aggregation == "prompt":
+        if inputs.prompt_tokens is None or inputs.num_prompts is None:
+            raise ValueError(
+                "algorithm.aggregation is prompt, but LossInputs has no prompt_tokens or num_prompts: give both"
+            )
+        weights = ones / inputs.prompt_tokens.clamp(min=1) / max(inputs.num_prompts, 1)
+    elif aggregation == "constant":
+        if constant_length is None:
+            raise ValueError(
+                "algorithm.constant_length is null, aggregation is constant: set it, e.g. to sampling.max_tokens"
+            )
+        weights = ones / (constant_length * max(inputs.num_sequences, 1))
+    else:
+        raise ValueError(f"algorithm.aggregation is {aggregation!r}: use token, sequence, prompt or constant")
+    return torch.where(inputs.sampled, weights, 0)

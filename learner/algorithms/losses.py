@@ -1,0 +1,188 @@
+"""The policy losses. Each is a short function giving the loss of each token; `_complete` makes a batch's loss of it.
+
+Consumes `LossInputs` of one part; waits for nothing; the learner calls `LOSSES[config.loss](inputs, config)` for each
+microbatch. The loss is the sum over the part divided by counts of the whole batch, and the returned sums are of the
+part: microbatches and ranks only add. Below, mu is the behaviour policy, pi the learner, rho = pi/mu, A the advantage,
+and sg() stops the gradient.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from configs.schema import AlgorithmConfig
+from learner.algorithms.corrections import (
+    behaviour_kl,
+    behaviour_weight,
+    log_linear_proximal,
+    m2_limit,
+    m2_squares,
+    m2_tokens,
+    off_policy_sequences,
+    outside_trust_region,
+    ratio,
+    reference_kl,
+    tapered_weight,
+)
+from learner.algorithms.inputs import LossInputs, aggregation_weights
+from learner.algorithms.measures import limit_sums, mismatch_sums
+
+Loss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Terms(NamedTuple):
+    """What a loss says of each token: [tokens] each."""
+
+    loss: Tensor
+    masked: Tensor
+    """bool: no gradient. Stays in every denominator."""
+    capped: Tensor
+    """bool: weight cut, gradient kept."""
+
+
+def dppo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's one-sided total-variation trust region (arXiv:2602.04879)."""
+    loss, _, capped = cispo(inputs, config)
+    masked = outside_trust_region(inputs.logprobs, inputs.behaviour, inputs.advantages, config.tv_low, config.tv_high)
+    return Terms(torch.where(masked, 0, loss), masked, capped & ~masked)
+
+
+def cispo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """-sg(min(rho, cap)) A log pi (MiniMax-M1, arXiv:2506.13585; no lower bound, as LlamaRL's AIPO and ScaleRL)."""
+    rho = ratio(inputs.logprobs, inputs.behaviour).detach()
+    loss = -rho.clamp(max=config.is_cap) * inputs.advantages * inputs.logprobs
+    return Terms(loss, _none(loss), rho > config.is_cap)
+
+
+def ppo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """max(-A rho, -A clip(rho, 1 - low, 1 + high)); `dual_clip` bounds it by -A c where A < 0.
+
+    arXiv:1707.06347, dual clip arXiv:1912.09729. The behaviour policy is its old policy: right when data are fresh, the
+    negative control when they are not.
+    """
+    return _clipped(ratio(inputs.logprobs, inputs.behaviour), inputs.advantages, config)
+
+
+def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """sg(prox/mu) times PPO's loss of pi/prox (Hilton, arXiv:2110.00641; AReaL, arXiv:2505.24298 eq. 5)."""
+    if config.proximal == "loglinear":
+        if inputs.versions is None:
+            raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions: give them or recompute")
+        proximal = log_linear_proximal(inputs.logprobs, inputs.behaviour, inputs.versions, inputs.version)
+    else:
+        proximal = (inputs.logprobs if inputs.proximal is None else inputs.proximal).detach()
+    weight, beyond = behaviour_weight(proximal, inputs.behaviour, config.behaviour_mode, config.behaviour_cap)
+    loss, masked, _ = _clipped(ratio(inputs.logprobs, proximal), inputs.advantages, config)
+    if config.behaviour_mode == "mask":
+        return Terms(torch.where(beyond, 0, weight * loss), masked | beyond, _none(loss))
+    return Terms(weight * loss, masked, beyond & ~masked)
+
+
+def gspo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """PPO's loss of the geometric mean of a sample's rho, the same for all its tokens (arXiv:2507.18071, GSPO-token).
+
+    A mean over samples whatever `aggregation` says. The gradient reaches each token through log pi - sg(log pi).
+    """
+    log_ratio = inputs.sequence_mean((inputs.logprobs - inputs.behaviour).detach())
+    sequence_ratio = (log_ratio + inputs.logprobs - inputs.logprobs.detach()).clamp(max=10).exp()
+    return _clipped(sequence_ratio, inputs.advantages, config)
+
+
+def m2po(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """-keep A rho, without the largest (log rho)^2 until their mean is in budget (arXiv:2510.01161 Algorithm 1)."""
+    limit = m2_limit(m2_squares(inputs), config.m2_budget) if inputs.m2_limit is None else inputs.m2_limit
+    squares = (inputs.logprobs - inputs.behaviour).detach() ** 2
+    dropped = m2_tokens(inputs.logprobs, inputs.behaviour, inputs.advantages) & (squares >= limit)
+    loss = -inputs.advantages * ratio(inputs.logprobs, inputs.behaviour)
+    return Terms(torch.where(dropped, 0, loss), dropped, _none(loss))
+
+
+def topr(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """-sg(weight) A log pi, weight 1 for A > 0 and min(pi/mu of the sample, 1) for others (arXiv:2503.14286)."""
+    weight, capped = tapered_weight(inputs, inputs.advantages > 0)
+    loss = -weight * inputs.advantages * inputs.logprobs
+    return Terms(loss, _none(loss), capped)
+
+
+def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
+    """-A log pi: right on fresh data only."""
+    loss = -inputs.advantages * inputs.logprobs
+    return Terms(loss, _none(loss), _none(loss))
+
+
+def _clipped(rho: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Terms:
+    """PPO's pessimistic surrogate of the ratio `rho`, and where its gradient is 0."""
+    loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - config.clip_low, 1 + config.clip_high))
+    masked = ((advantages > 0) & (rho > 1 + config.clip_high)) | ((advantages < 0) & (rho < 1 - config.clip_low))
+    if config.dual_clip is not None:
+        bound = -advantages * config.dual_clip
+        beyond = (advantages < 0) & (loss > bound)
+        loss, masked = torch.where(beyond, bound, loss), masked | beyond
+    return Terms(loss, masked, _none(loss))
+
+
+def _none(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.bool)
+
+
+def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
+    """What is added to the policy loss of each token, masked or not. Raises ValueError for a missing input."""
+    parts: dict[str, Tensor] = {}
+    if config.behaviour_kl > 0:
+        parts["behaviour_kl"] = config.behaviour_kl * behaviour_kl(inputs.logprobs, inputs.behaviour)
+    if config.reference_kl > 0:
+        if inputs.reference is None:
+            raise ValueError(f"algorithm.reference_kl is {config.reference_kl}, but LossInputs has no reference")
+        divergence = reference_kl(inputs.logprobs, inputs.behaviour, inputs.reference, config.is_cap)
+        parts["reference_kl"] = config.reference_kl * divergence
+    if config.entropy_bonus > 0:
+        if inputs.entropy is None:
+            raise ValueError(f"algorithm.entropy_bonus is {config.entropy_bonus}, but LossInputs has no entropy")
+        parts["entropy"] = -config.entropy_bonus * inputs.entropy
+    return parts
+
+
+def _complete(policy: Callable[[LossInputs, AlgorithmConfig], Terms], aggregation: str | None = None) -> Loss:
+    """The loss of a part from that of its tokens: OPSM, penalties and bonus, aggregation; with the part's sums."""
+
+    def loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = inputs.clean()
+        terms = policy(inputs, config)
+        dropped = off_policy_sequences(inputs, config.opsm_delta)
+        parts = {"policy": torch.where(dropped, 0, terms.loss)} | _penalties(inputs, config)
+        weights = aggregation_weights(inputs, aggregation or config.aggregation, config.constant_length)
+        losses = {f"loss/{name}": (weights * part).sum() for name, part in parts.items()}
+        sums = {name: value.detach().double() for name, value in losses.items()}
+        sums |= mismatch_sums(inputs) | limit_sums(inputs, terms.masked | dropped, terms.capped & ~dropped)
+        return torch.stack(list(losses.values())).sum(), sums
+
+    return loss
+
+
+LOSSES: dict[str, Loss] = {
+    "dppo": _complete(dppo),
+    "cispo": _complete(cispo),
+    "ppo": _complete(ppo),
+    "decoupled": _complete(decoupled),
+    "gspo": _complete(gspo, aggregation="sequence"),
+    "m2po": _complete(m2po),
+    "topr": _complete(topr),
+    "reinforce": _complete(reinforce),
+}
+
+
+def needs_proximal(config: AlgorithmConfig) -> bool:
+    """Whether the loss needs log-probabilities of the whole batch under the weights at the start of the step."""
+    return config.loss == "m2po" or (config.loss == "decoupled" and config.proximal == "recompute")
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    """Whether the loss needs a frozen copy of the initial model."""
+    return config.reference_kl > 0
+
+
+def needs_entropy_gradient(config: AlgorithmConfig) -> bool:
+    """Whether `LossInputs.entropy` must carry a gradient."""
+    return config.entropy_bonus > 0

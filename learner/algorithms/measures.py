@@ -1,0 +1,222 @@
+"""How far the data are from the policy, as sums that add over microbatches and ranks; then metrics; then warnings.
+
+Consumes cleaned `LossInputs` and the facts of the batch's samples; waits for nothing. The losses return `mismatch_sums`
+and `limit_sums`; the learner adds `sample_sums` and `group_sums`, all-reduces, and logs `summary` and `alerts` once a
+version. A sum whose key ends in `_max` combines by maximum. All are [] float64; the keys never depend on the data.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.inputs import LossInputs
+
+AGES = (0, 1, 2, 4, 8, 16, 32, 64)
+"""Lower ends of the age buckets: 0, 1, 2-3, 4-7, ..., 64 and more versions."""
+BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
+SIGNS = ("positive", "negative")
+MAX_LOG_WEIGHT = 350.0
+"""Bound of a sample's log-weight: the square of its exp must stay within float64. No cap in any other sense."""
+
+
+def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
+    """Divergence of learner and behaviour, by age of the token if versions are known, and sums behind effective size.
+
+    With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
+    """
+    log_ratio = (inputs.logprobs - inputs.behaviour).detach().double()
+    sampled = inputs.sampled.double()
+    weight = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() * sampled
+    k3 = torch.expm1(log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)) - log_ratio
+    table = torch.stack([sampled, -log_ratio, k3, log_ratio**2], dim=1) * sampled[:, None]
+    sums = dict(zip(("tokens", "all/k1", "all/k3", "all/m2"), table.sum(0).unbind(), strict=True))
+    sums |= {"weight": weight.sum(), "weight_squared": (weight**2).sum(), "ratio_max": _largest(weight)}
+    sums |= _sequence_sums(inputs, log_ratio)
+    if inputs.entropy is not None:
+        sums["entropy"] = inputs.entropy.detach().double().sum()
+    if inputs.reference is not None:
+        x = (inputs.logprobs.detach() - inputs.reference).double()
+        sums["reference/k3"] = (torch.expm1((-x).clamp(max=MAX_LOG_WEIGHT)) + x).sum()
+    return sums | (_age_sums(inputs, table) if inputs.versions is not None else {})
+
+
+def _sequence_sums(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
+    present = inputs.lengths() > 0
+    log_weight = inputs.per_sequence(log_ratio).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    weight = torch.where(present, log_weight.exp(), 0)
+    return {
+        "sequences": present.double().sum(),
+        "sequence_weight": weight.sum(),
+        "sequence_weight_squared": (weight**2).sum(),
+    }
+
+
+def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
+    """Rows of `table` [tokens, 4] added up by age bucket."""
+    assert inputs.versions is not None
+    age = torch.where(inputs.sampled, inputs.version - inputs.versions, 0).clamp(min=0)
+    bucket = torch.bucketize(age, torch.tensor(AGES, device=age.device), right=True) - 1
+    rows = table.new_zeros(len(AGES), table.shape[1]).index_add(0, bucket, table)
+    sums = {"token_age": age.double().sum(), "token_age_max": _largest(age.double())}
+    for name, row in zip(BUCKETS, rows.unbind(), strict=True):
+        sums |= dict(zip((f"age/{name}/{what}" for what in ("tokens", "k1", "k3", "m2")), row.unbind(), strict=True))
+    return sums
+
+
+def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, Tensor]:
+    """Tokens that lost their gradient and tokens whose weight was cut, by sign of the advantage."""
+    sums: dict[str, Tensor] = {}
+    for name, side in zip(SIGNS, (inputs.advantages > 0, inputs.advantages < 0), strict=True):
+        side = side & inputs.sampled
+        sums[f"{name}/tokens"] = side.double().sum()
+        sums[f"{name}/masked"] = (side & masked).double().sum()
+        sums[f"{name}/capped"] = (side & capped).double().sum()
+    return sums
+
+
+def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor, num_versions: Tensor) -> dict[str, Tensor]:
+    """Facts of this rank's samples, [samples] each: reward, sampled tokens, whether cut, number of its versions."""
+    rewards, lengths, num_versions = rewards.double(), lengths.double(), num_versions.double()
+    return {
+        "samples": torch.ones_like(rewards).sum(),
+        "reward": rewards.sum(),
+        "reward_squared": (rewards**2).sum(),
+        "length": lengths.sum(),
+        "length_max": _largest(lengths),
+        "truncated": truncated.double().sum(),
+        "versions": num_versions.sum(),
+        "versions_max": _largest(num_versions),
+    }
+
+
+def group_sums(rewards: Iterable[Sequence[float]], solved: float = 1.0) -> dict[str, Tensor]:
+    """Of whole groups' rewards: in how many all samples, in how many none reached `solved`.
+
+    Each group must be counted by one rank: the one that holds its first sample.
+    """
+    groups = [[reward >= solved for reward in group] for group in rewards]
+    counts = (len(groups), sum(map(all, groups)), sum(not any(group) for group in groups))
+    names = ("groups", "solved_all", "solved_none")
+    return {name: torch.tensor(count, dtype=torch.float64) for name, count in zip(names, counts, strict=True)}
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Maximum of values that are never negative; 0 if there are none."""
+    return torch.cat([values.new_zeros(1), values]).max()
+
+
+def is_max(key: str) -> bool:
+    """Whether sums of this key combine by maximum."""
+    return key.endswith("_max")
+
+
+def combine(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums of several parts, as one."""
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key not in total:
+                total[key] = value
+            else:
+                total[key] = torch.maximum(total[key], value) if is_max(key) else total[key] + value
+    return total
+
+
+def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Metrics of a version from the sums of all its parts; names in docs/algorithms.md. Without data, no metric."""
+    get = {key: float(value) for key, value in sums.items()}
+    metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
+    for name, (over, under) in MEANS.items():
+        if over in get and get.get(under, 0) > 0:
+            metrics[name] = get[over] / get[under]
+    metrics |= {name: get[key] for name, key in MAXIMA.items() if key in get}
+    for what, prefix, count in (("token", "", "tokens"), ("sequence", "sequence_", "sequences")):
+        squares = get.get(f"{prefix}weight_squared", 0) * get.get(count, 0)
+        if squares > 0:
+            metrics[f"ess/{what}"] = get[f"{prefix}weight"] ** 2 / squares
+    if "reward/mean" in metrics:
+        metrics["reward/std"] = max(get["reward_squared"] / get["samples"] - metrics["reward/mean"] ** 2, 0) ** 0.5
+    return metrics
+
+
+MEANS: dict[str, tuple[str, str]] = {
+    "offpolicy/k1": ("all/k1", "tokens"),
+    "offpolicy/k3": ("all/k3", "tokens"),
+    "offpolicy/m2": ("all/m2", "tokens"),
+    "mismatch/k1_fresh": ("age/0/k1", "age/0/tokens"),
+    "mismatch/k3_fresh": ("age/0/k3", "age/0/tokens"),
+    "mismatch/m2_fresh": ("age/0/m2", "age/0/tokens"),
+    **{f"offpolicy/{m}_age_{b}": (f"age/{b}/{m}", f"age/{b}/tokens") for b in BUCKETS[1:] for m in ("k1", "k3", "m2")},
+    **{f"age/share_{b}": (f"age/{b}/tokens", "tokens") for b in BUCKETS},
+    "age/token_mean": ("token_age", "tokens"),
+    "ratio/mean": ("weight", "tokens"),
+    **{f"limit/{what}_{sign}": (f"{sign}/{what}", "tokens") for what in ("masked", "capped") for sign in SIGNS},
+    "entropy/mean": ("entropy", "tokens"),
+    "reference/k3": ("reference/k3", "tokens"),
+    "reward/mean": ("reward", "samples"),
+    "length/mean": ("length", "samples"),
+    "length/truncated": ("truncated", "samples"),
+    "age/versions_per_sample": ("versions", "samples"),
+    "groups/solved_all": ("solved_all", "groups"),
+    "groups/solved_none": ("solved_none", "groups"),
+}
+"""Metric: sum and count that it is the quotient of."""
+
+MAXIMA = {
+    "ratio/max": "ratio_max",
+    "age/token_max": "token_age_max",
+    "length/max": "length_max",
+    "age/versions_per_sample_max": "versions_max",
+}
+
+
+Rule = Callable[[float, float], bool]
+"""(value, median of the history) -> whether to warn."""
+
+
+def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
+    """One line, with a remedy, for each sign that training is about to suffer.
+
+    `history`: metrics of earlier versions, the last 20 of which count; what is judged against them needs `least`.
+    """
+    lines = []
+    for key, relative, rule, remedy in ALERTS:
+        past = [record[key] for record in history[-20:] if key in record]
+        if key not in metrics or (relative and len(past) < least):
+            continue
+        usual = median(past) if past else 0.0
+        if rule(metrics[key], usual):
+            against = f", {usual:.3g} in the median of {len(past)} versions" if relative else ""
+            lines.append(f"{key} is {metrics[key]:.3g}{against}: {remedy}")
+    return lines
+
+
+ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
+    ("mismatch/k3_fresh", True, lambda now, usual: now > 2 * usual and now > 1e-5,
+     "servers and learner drift apart on fresh tokens; check with weights.probe_every 1, lower learner.lr"),
+    ("offpolicy/k3", False, lambda now, usual: now > 0.05,
+     "the data are far off-policy; lower batch.max_staleness or learner.lr, or take algorithm.loss m2po"),
+    ("ess/sequence", True, lambda now, usual: now < usual / 2,
+     "few samples carry the batch; lower learner.lr or batch.max_staleness, raise batch.groups"),
+    ("ess/token", False, lambda now, usual: now < 0.5,
+     "few tokens carry the batch; lower batch.max_staleness or learner.lr"),
+    ("limit/masked_positive", False, lambda now, usual: now > 0.03,
+     "good tokens lose their gradient; lower batch.max_staleness or learner.lr, or widen the bound of the loss"),
+    ("limit/masked_negative", False, lambda now, usual: now > 0.03,
+     "bad tokens lose their gradient; lower batch.max_staleness or learner.lr, or widen the bound of the loss"),
+    ("limit/capped_positive", False, lambda now, usual: now > 0.03,
+     "weights are cut; lower batch.max_staleness or learner.lr, or raise algorithm.is_cap"),
+    ("length/truncated", False, lambda now, usual: now > 0.1,
+     "answers are cut; raise sampling.max_tokens, or set algorithm.overlong to soft or mask"),
+    ("entropy/mean", True, lambda now, usual: now < 0.3 * usual,
+     "exploration ends; set algorithm.entropy_bonus, raise algorithm.clip_high or sampling.temperature"),
+    ("gradient/norm", True, lambda now, usual: now > 10 * usual,
+     "an update out of proportion; look at the batch's samples, lower learner.max_grad_norm"),
+    ("groups/solved_all", False, lambda now, usual: now > 0.8,
+     "most problems teach nothing; take harder ones, or set batch.skip_zero_variance"),
+    ("groups/solved_none", False, lambda now, usual: now > 0.8,
+     "most problems teach nothing; take easier ones, or raise batch.samples"),
+)  # fmt: skip
+"""Metric, whether it is judged against its history, rule, remedy. Sources of the thresholds: docs/algorithms.md."""

@@ -1,0 +1,120 @@
+"""Variable-length attention over packed documents, registered with transformers under our own names.
+
+A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
+the end) and `max_length_q` reach these functions as keyword arguments of the model's forward. transformers builds no
+mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. Used by `learner.policy`; waits for
+nothing.
+"""
+
+import inspect
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+PREFIX = "headrace_"
+Answer = tuple[Tensor, None]
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ValueError."""
+    missing = {name: _missing(name, device, dtype) for name in ("flash", "varlen", "sdpa")}
+    if wanted == "auto":
+        return next(name for name, why in missing.items() if why is None)
+    if missing[wanted] is not None:
+        raise ValueError(f"learner.attention: {wanted} {missing[wanted]}; use auto, or sdpa, which works everywhere")
+    return wanted
+
+
+def _missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What `name` lacks here, in words; None when it works."""
+    if name == "sdpa":
+        return None
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, and the learner is on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs model.dtype bfloat16, and it is {str(dtype).removeprefix('torch.')}"
+    if name == "flash" and find_spec("flash_attn") is None:
+        return "is not installed"
+    return None
+
+
+def flash(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Answer:
+    """flash-attn's variable-length kernel. `query` [1, heads, tokens, head_dim]; others may have fewer heads."""
+    from flash_attn import flash_attn_varlen_func  # an extra of ours, absent on CPU machines
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    starts, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    scale, window = kwargs.get("scaling"), _window(kwargs, none=(-1, -1))
+    out = flash_attn_varlen_func(
+        q, k, v, starts, starts, longest, longest, softmax_scale=scale, causal=True, window_size=window
+    )
+    return out[None], None
+
+
+def varlen(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Answer:
+    """torch's own variable-length kernel; shapes as in `flash`."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    starts, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], _window(kwargs, none=(-1, 0))
+    if GROUPED:
+        out = varlen_attn(
+            q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"), window_size=window, enable_gqa=True
+        )
+    else:  # torch 2.11 has no grouped heads here
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"), window_size=window)
+    assert isinstance(out, Tensor)
+    return out[None], None
+
+
+def sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Answer:
+    """torch's causal SDPA on [documents, longest], padded on the right inside attention only; works on any device.
+
+    Needs no mask: in causal attention a real token never sees what stands to its right.
+    """
+    starts, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    window = kwargs.get("sliding_window")
+    if window is not None and longest > window:
+        raise ValueError(f"learner.attention: sdpa knows no sliding window, the model has one of {window}; use varlen")
+    place = torch.arange(longest, device=query.device)
+    lengths = starts.diff()
+    real = place < lengths[:, None]
+    index = starts[:-1, None] + place.minimum(lengths[:, None] - 1)  # [documents, longest]
+    q, k, v = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # [documents, heads, longest, head_dim]
+    groups = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=groups)
+    return out.transpose(1, 2)[real][None], None
+
+
+def _window(kwargs: dict[str, Any], none: tuple[int, int]) -> tuple[int, int]:
+    """A model's sliding window as (left, right) for the kernels; `none` where it has none."""
+    window = kwargs.get("sliding_window")
+    return none if window is None else (window - 1, 0)
+
+
+def products() -> list[Any]:
+    """The operations worth keeping for the backward pass, where the rest is computed again: products and attention."""
+    aten = torch.ops.aten
+    return [
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+        *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
+        *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
+        torch.ops.torch_attn._varlen_attn.default,
+    ]
+
+
+ATTENTIONS = {"flash": flash, "varlen": varlen, "sdpa": sdpa}
+
+for _name, _attention in ATTENTIONS.items():
+    AttentionInterface.register(PREFIX + _name, _attention)

@@ -1,0 +1,141 @@
+"""The log-probability head: fp32 log-probabilities and entropies of given tokens, never a [tokens, vocabulary] tensor.
+
+Logits exist for `chunk` tokens at a time; the backward pass computes them again. Consumes hidden states and the output
+embedding, gathered by FSDP; waits for nothing. Used by `learner.policy`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[targets] and the entropy of that softmax.
+
+    `hidden` [tokens, width], `weight` [vocabulary, width], `targets` [tokens] int64; both answers [tokens] float32
+    (float64 for float64 input). The gradient goes through the log-probabilities, and through the entropies with
+    `entropy_gradient`.
+    """
+    logprobs, entropy = _Head.apply(hidden, weight, targets, temperature, chunk, entropy_gradient)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _Head(torch.autograd.Function):
+    """With z the logits over the temperature T, p = softmax(z), H = logsumexp(z) - p.z:
+
+    d logprob / dz = onehot - p,   dH / dz = -p (log p + H),   dz / dlogits = 1 / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _precision(hidden)
+        logprobs, entropy, norms = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        wide = _widened(weight, dtype)
+        for part in _chunks(len(hidden), chunk):
+            z = _matmul(hidden[part], wide.T, dtype)
+            logprobs[part], norms[part], entropy[part] = _scores(z, targets[part], temperature)
+            del z  # before the next one is made
+        ctx.save_for_backward(hidden, weight, targets, norms, entropy)
+        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, norms, entropy = ctx.saved_tensors
+        by_logprob, by_entropy = (grad.contiguous() for grad in grads)
+        dtype = _precision(hidden)
+        wide = _widened(weight, dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        for part in _chunks(len(hidden), ctx.chunk):
+            z = _matmul(hidden[part], wide.T, dtype)
+            by = by_logprob[part], by_entropy[part] if ctx.entropy_gradient else None
+            dz = _slope(z, targets[part], norms[part], entropy[part], *by, ctx.temperature, wide.dtype)
+            del z
+            grad_hidden[part] = dz @ wide
+            grad_weight += _matmul(dz.T, hidden[part], dtype)
+            del dz
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _scores(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, log-normalisers and entropies of `z`, [tokens, vocabulary], which it uses up."""
+    if _fused(z):
+        from learner import kernels  # triton is there where CUDA is
+
+        return kernels.scores(z, targets, temperature)
+    z.div_(temperature)
+    norms = z.logsumexp(-1)
+    logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - norms
+    p = (z - norms[:, None]).exp_()
+    return logprobs, norms, norms - p.mul_(z).sum(-1)
+
+
+def _slope(
+    z: Tensor,
+    targets: Tensor,
+    norms: Tensor,
+    entropy: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of the loss by `z` before temperature, which it uses up; in `dtype` at once where that saves a pass."""
+    if _fused(z):
+        from learner import kernels
+
+        return kernels.slope(z, targets, norms, entropy, by_logprob, by_entropy, temperature, dtype)
+    logp = z.div_(temperature).sub_(norms[:, None])
+    p = logp.exp()
+    if by_entropy is None:
+        dz = torch.zeros_like(p)
+    else:
+        dz = logp.add_(entropy[:, None]).mul_(p).mul_(-by_entropy[:, None])
+    dz.addcmul_(p, by_logprob[:, None], value=-1)
+    dz.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+    return dz.div_(temperature).to(dtype)
+
+
+def _fused(z: Tensor) -> bool:
+    """Whether `learner.kernels` takes it."""
+    return z.is_cuda and z.dtype == torch.float32
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+
+
+def _precision(hidden: Tensor) -> torch.dtype:
+    """Logits are float32 whatever the model computes in, and float64 in float64 tests."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight as `_matmul` wants it: on GPU as it is, for bf16 kernels accumulate and answer in fp32."""
+    return weight if weight.is_cuda else weight.to(dtype)
+
+
+def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left @ right` in `dtype`, products and sums in that precision."""
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)

@@ -1,0 +1,36 @@
+"""The learner's loop: take a batch, train on it, publish the policy. `learner/__main__.py` builds and runs it.
+
+Waits for: `batches.take`, until the buffer has formed batch `version`. Everything else is its own work.
+"""
+
+from learner.interfaces import Algorithm, Batches, Checkpoints, Metrics, Policy, Weights
+
+
+def run(
+    policy: Policy,
+    algorithm: Algorithm,
+    batches: Batches,
+    weights: Weights,
+    checkpoints: Checkpoints,
+    metrics: Metrics,
+    versions: int,
+) -> None:
+    """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
+    version = checkpoints.restore(policy)
+    batches.rewind(version)
+    weights.publish(policy, version)
+    while version < versions:
+        with metrics.span("wait"):
+            batch = batches.take(version)
+        if batch is None:
+            break
+        with metrics.span("train"):
+            stats = algorithm.step(policy, batch)
+        version += 1
+        with metrics.span("publish"):
+            weights.publish(policy, version)
+        with metrics.span("checkpoint"):
+            oldest = checkpoints.save(policy, version)
+        batches.trained(version - 1, oldest)
+        metrics.log(version, stats | weights.stats())
+    checkpoints.finish(policy, version)

@@ -1,0 +1,170 @@
+"""What a rank's GPU will hold, in words and before a weight is loaded; and the microbatch that fills it.
+
+Consumes the model's config and the learner's keys; runs the model's forward pass on the meta device, without storage or
+arithmetic, to count what it keeps for the backward pass. `learner/__main__.py` calls `estimate` at the start and has
+`explained` around the training; waits for nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, PreTrainedModel
+
+from configs.schema import LearnerConfig, ModelConfig
+from learner import attention
+from learner.initial import blocks, skeleton
+
+GIB = 2**30
+SHARE = 0.9
+"""Of the GPU's memory that `tokens_per_microbatch: auto` fills: the rest is CUDA, NCCL and gaps between tensors."""
+PROBE = 64
+"""Tokens of the pass on meta."""
+META = attention.PREFIX + "meta"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class OutOfMemory(RuntimeError):
+    """The GPU is full; the text says of what, and what to change."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank's GPU: `fixed` whatever the microbatch, `by_token` for each token of a microbatch.
+
+    Example: `Estimate({"optimizer": 12 << 30}, {"activations": 1 << 20}).total(8192) == 20 << 30`
+    """
+
+    fixed: dict[str, int]
+    by_token: dict[str, int]
+
+    def items(self, tokens: int) -> dict[str, int]:
+        """Bytes by consumer, for microbatches of `tokens`."""
+        grown = {name: size * tokens for name, size in self.by_token.items()}
+        return {name: self.fixed.get(name, 0) + grown.get(name, 0) for name in self.fixed | grown}
+
+    def total(self, tokens: int) -> int:
+        return sum(self.items(tokens).values())
+
+    def fit(self, room: int) -> int:
+        """The largest microbatch in `room` bytes, in tokens, rounded down to 256; 0 or less where nothing fits."""
+        return (room - self.total(0)) // max(sum(self.by_token.values()), 1) // 256 * 256
+
+    def words(self, tokens: int) -> str:
+        """For people, largest first: `31.0 GiB = 17.3 optimizer + 8.6 weights + ...`."""
+        sizes = sorted(self.items(tokens).items(), key=lambda item: -item[1])
+        return f"{self.total(tokens) / GIB:.1f} GiB = " + " + ".join(f"{size / GIB:.1f} {name}" for name, size in sizes)
+
+
+def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: bool = False) -> Estimate:
+    """The estimate for one of `world` ranks. `reference`: a frozen copy of the model is kept too."""
+    shape, width = skeleton(model, META), getattr(torch, model.dtype).itemsize
+    number = shape.num_parameters()
+    block = max(sum(p.numel() for p in layer.parameters()) for layer in blocks(shape))
+    root = number - sum(p.numel() for layer in blocks(shape) for p in layer.parameters())
+    head = shape.get_output_embeddings().weight.numel()  # type: ignore[no-untyped-call]
+    vocabulary = shape.config.get_text_config().vocab_size
+    kept, working = _activations(shape, model, learner)
+    here = 0 if learner.cpu_offload else 1
+    return Estimate(
+        {
+            "weights": 4 * number * here * (1 + reference) // world,
+            "gradients": 4 * number * here // world,
+            "optimizer": 8 * number * here // world,
+            "gathered weights": width * (root * (1 + reference) + 3 * block) + (4 + width) * block,
+            # the fp32 gradient of the output embedding, what is added to it, and the logits of a chunk with their own
+            "head": 8 * head + learner.head_chunk_tokens * vocabulary * (4 + width),
+        },
+        {"activations": kept, "backward pass": working},
+    )
+
+
+def _activations(shape: PreTrainedModel, model: ModelConfig, learner: LearnerConfig) -> tuple[int, int]:
+    """Bytes a token keeps for the backward pass, and bytes one block's backward pass works with."""
+    kept, products = _traced(shape.to(getattr(torch, model.dtype)))
+    layers = len(blocks(shape))
+    width = getattr(torch, model.dtype).itemsize * shape.config.get_text_config().hidden_size
+    working = 3 * products // (2 * layers)
+    if learner.activation_checkpointing == "block":
+        return layers * width, working + kept // layers
+    if learner.compile:  # the compiler keeps what came of products, and computes the rest again
+        return products, working
+    if learner.activation_checkpointing == "selective":
+        return products + layers * width, working + (kept - products) // layers
+    return kept, working
+
+
+def _traced(shape: PreTrainedModel) -> tuple[int, int]:
+    """Bytes a token that the model's forward pass keeps: all, and those that matrix products and attention made."""
+    fixed = {tensor.untyped_storage()._cdata for tensor in [*shape.parameters(), *shape.buffers()]}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)  # held here, so that no storage takes its place
+        return tensor
+
+    tokens = torch.zeros(1, PROBE, dtype=torch.int64, device="meta")
+    answers: list[int] = []
+    with _Products() as products, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        decoder = shape.get_decoder()  # type: ignore[no-untyped-call]
+        decoder(input_ids=tokens, position_ids=tokens, use_cache=False, answers=answers)
+    every = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in fixed)
+    return every // PROBE, (products.size + sum(answers)) // PROBE
+
+
+class _Products(TorchDispatchMode):
+    """Adds up the bytes that matrix products answer."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self.size += answer.nbytes
+        return answer
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what variable-length attention keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, answers: list[int]) -> Tensor:
+        answer = torch.empty_like(query)
+        norms = query.new_empty(query.shape[:2], dtype=torch.float32)
+        answers.append(answer.nbytes + norms.nbytes)
+        ctx.save_for_backward(query, key, value, answer, norms)
+        return answer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("there is no backward pass on meta")
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> attention.Answer:
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if not attention.GROUPED:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    answer = _Attention.apply(q, k, v, kwargs["answers"])  # type: ignore[no-untyped-call]
+    return answer[None], None
+
+
+AttentionInterface.register(META, _attend)
+
+
+@contextmanager
+def explained(estimate: Estimate, tokens: int) -> Iterator[None]:
+    """Have torch's words for a full GPU say what fills it and which key to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the GPU is full: {str(error).splitlines()[0].partition('. ')[0]}. A rank should take "
+            f"{estimate.words(tokens)}. Lower learner.tokens_per_microbatch ({tokens}), set "
+            "learner.activation_checkpointing: block, or raise learner.ranks"
+        ) from None

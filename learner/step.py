@@ -1,0 +1,177 @@
+"""The algorithm's step: a batch becomes one optimizer step, the same whatever the ranks, packing or microbatches.
+
+Consumes the buffer's `Part`; gradients of microbatches add up under counts of the whole batch. A collective: all ranks
+must come, each with its part of the same batch. Called by `learner.loop`.
+"""
+
+import time
+from collections import Counter, defaultdict
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from buffer.protocol import Part
+from configs.schema import AlgorithmConfig
+from learner import collectives
+from learner.algorithms import (
+    ADVANTAGES,
+    LOSSES,
+    LossInputs,
+    combine,
+    group_sums,
+    is_max,
+    m2_limit,
+    m2_squares,
+    mask_overlong,
+    sample_sums,
+    soft_overlong,
+    summary,
+)
+from learner.optimizer import Optimizer
+from learner.packing import Batch, Microbatch
+from learner.policy import Policy
+
+PER_SAMPLE = ("advantages", "prompt_tokens")
+PHASES = ("pack", "backward", "update")
+"""Of a step: laying out the batch, forward and backward pass with their waits, optimizer."""
+
+
+class Algorithm:
+    """Loss, advantages and optimizer. `reference` is the frozen initial model, where the loss wants one.
+
+    `max_tokens` is the longest answer: soft punishment of length and `aggregation: constant` count from it.
+    """
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        optimizer: Optimizer,
+        budget: int,
+        max_tokens: int,
+        reference: Policy | None = None,
+    ) -> None:
+        length = config.constant_length or max_tokens
+        self.config = config.model_copy(update={"constant_length": length})
+        self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
+
+    def step(self, policy: Policy, part: Part) -> dict[str, float]:
+        """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks."""
+        marks = [time.perf_counter()]
+        batch = Batch.from_part(part, self.budget, policy.attention_cost)
+        marks.append(time.perf_counter())
+        sums = self.backward(policy, batch)
+        total = _added(sums)  # waits for the GPU
+        marks.append(time.perf_counter())
+        figures = self.optimizer.update(batch.version)
+        marks.append(time.perf_counter())
+        spent = {f"time/{name}_s": end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}
+        metrics = summary({**total, **_facts(batch)})
+        metrics["loss"] = sum(value for key, value in metrics.items() if key.startswith("loss/"))
+        flops = policy.costs.total((row.tokens, row.sampled) for row in batch.rows)
+        return metrics | figures | _more(batch) | spent | {"flops": flops}
+
+    def backward(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
+        """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
+        shared = self._shared(batch, policy.device)
+        microbatches = [microbatch.to(policy.device) for microbatch in batch.microbatches]  # at once: copies wait
+        if self.config.loss == "m2po":
+            shared |= {"m2_limit": self._m2_limit(policy, microbatches, shared)}
+        parts = []
+        for moved in microbatches:
+            reference = self.reference.score(moved) if self.reference else None
+            logprobs, entropy = policy(moved)
+            inputs = _inputs(moved, shared, logprobs, entropy=entropy, reference=reference)
+            loss, sums = LOSSES[self.config.loss](inputs, self.config)
+            # FSDP averages over ranks where the loss is a sum; the anchor ties even a dummy's loss to every parameter
+            (loss * dist.get_world_size() + 0.0 * logprobs.sum()).backward()
+            parts.append({key: value.detach() for key, value in sums.items()})
+        return combine(parts)
+
+    def _shared(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """What the losses of all microbatches are told alike; tensors are [samples], in the order of `batch.rows`."""
+        group_tokens: Counter[int] = Counter()
+        for row in batch.rows:
+            group_tokens[row.item] += row.sampled
+        return {
+            "advantages": self._advantages(batch).to(device),
+            "prompt_tokens": torch.tensor([group_tokens[row.item] for row in batch.rows]).to(device),
+            "num_sequences": len(batch.rows),
+            "num_tokens": group_tokens.total(),
+            "num_prompts": len(group_tokens),
+            "version": batch.version,
+        }
+
+    def _advantages(self, batch: Batch) -> Tensor:
+        """Advantage of each of `batch.rows`: [samples] float32. Each rank computes them all: it is cheap, and exact."""
+        config, rows = self.config, batch.rows
+        rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
+        lengths = torch.tensor([row.sampled for row in rows])
+        if config.overlong == "soft":
+            rewards = soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
+        advantages = ADVANTAGES[config.advantage](rewards, torch.tensor([row.item for row in rows]), lengths)
+        if config.overlong == "mask":
+            advantages = mask_overlong(advantages, torch.tensor([row.truncated for row in rows]))
+        return advantages.float()
+
+    def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
+        """M2PO's bound over the whole batch, from one more pass.
+
+        No other loss needs one: a batch is one optimizer step, so that the proximal policy of `decoupled` is the policy
+        itself, which is what LossInputs without `proximal` means.
+        """
+        squares = [m2_squares(_inputs(moved, shared, policy.score(moved))) for moved in microbatches]
+        return m2_limit(collectives.concatenate(torch.cat(squares), torch.inf), self.config.m2_budget)
+
+
+def _inputs(microbatch: Microbatch, shared: dict[str, Any], logprobs: Tensor, **more: Any) -> LossInputs:
+    place = microbatch.sequence
+    told = {name: x[place] if name in PER_SAMPLE else x for name, x in shared.items()}
+    return LossInputs(
+        logprobs=logprobs,
+        behaviour=microbatch.behaviour,
+        sampled=microbatch.sampled,
+        sequence=place,
+        versions=microbatch.versions,
+        **told,
+        **more,
+    )
+
+
+def _added(sums: dict[str, Tensor]) -> dict[str, float]:
+    """This rank's sums, added (or the largest taken) over all ranks."""
+    names = {side: [key for key in sums if is_max(key) is side] for side in (False, True)}
+    total: dict[str, float] = {}
+    for side, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+        values = torch.stack([sums[key].double() for key in names[side]]).cpu()
+        dist.all_reduce(values, operation)
+        total |= dict(zip(names[side], values.tolist(), strict=True))
+    return total
+
+
+def _facts(batch: Batch) -> dict[str, Tensor]:
+    """Sums over the samples and groups of the whole batch, which every rank knows."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for row in batch.rows:
+        groups[row.item].append(row.reward)
+    columns = ((row.reward, row.sampled, row.truncated, row.num_versions) for row in batch.rows)
+    return sample_sums(*(torch.tensor(column) for column in zip(*columns, strict=True))) | group_sums(groups.values())
+
+
+def _more(batch: Batch) -> dict[str, float]:
+    """Ages by dispatch, sizes, and the means of what rewards and tasks report."""
+    ages = [batch.version - row.dispatched for row in batch.rows]
+    reported: dict[str, list[float]] = defaultdict(list)
+    for row in batch.rows:
+        for name, value in row.metrics.items():
+            reported[f"sample/{name}"].append(value)
+    return {name: fmean(values) for name, values in reported.items()} | {
+        "age/mean": fmean(ages),
+        "age/max": float(max(ages)),
+        "tokens": float(sum(row.tokens for row in batch.rows)),
+        "tokens_sampled": float(sum(row.sampled for row in batch.rows)),
+        "samples": float(len(batch.rows)),
+        "microbatches": float(len(batch.microbatches)),
+    }

@@ -1,0 +1,78 @@
+"""Loggers that read the records of `learner.metrics`: TensorBoard, Weights & Biases, SwanLab. None is ever waited for.
+
+Each runs in a thread of its own on learner rank 0, fed by a queue: one that is missing, fails or hangs costs a warning,
+never the run, and the records are in metrics.jsonl all the same.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+log = logging.getLogger(__name__)
+Record = Mapping[str, float]
+LAST_S = 10.0
+"""What a tracker gets at the end to send what it still has."""
+
+
+class Tracker:
+    """Calls as `track(record)` return at once; `close` waits for at most LAST_S."""
+
+    def __init__(self, name: str, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self._queue: SimpleQueue[Record | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(folder, run, config), name=name, daemon=True)
+        self._thread.start()
+
+    def __call__(self, record: Record) -> None:
+        self._queue.put(record)
+
+    def close(self) -> None:
+        """End it."""
+        self._queue.put(None)
+        self._thread.join(LAST_S)
+
+    def _serve(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
+        try:
+            track = TRACKERS[self.name](folder, run, config)
+            while (record := self._queue.get()) is not None:
+                track(record)
+        except Exception as error:  # the thread's outermost boundary, around foreign code that may raise anything
+            log.warning("log.trackers: %s failed, metrics.jsonl has the records all the same: %s", self.name, error)
+
+
+def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
+    """Event files in `folder`/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter  # an extra of ours
+
+    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
+
+    def track(record: Record) -> None:
+        for key, value in record.items():
+            writer.add_scalar(key, value, int(record["version"]))
+        writer.flush()
+
+    return track
+
+
+def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
+    """Weights & Biases, under the project `headrace`; its own variables (WANDB_MODE, WANDB_PROJECT) apply."""
+    import wandb as service
+
+    session = service.init(project="headrace", name=run, id=run, resume="allow", dir=str(folder), config=dict(config))
+    return lambda record: session.log(dict(record), step=int(record["version"]))
+
+
+def swanlab(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
+    """SwanLab, under the project `headrace`."""
+    import swanlab as service
+
+    service.init(project="headrace", experiment_name=run, logdir=str(folder / "swanlab"), config=dict(config))
+    return lambda record: service.log(dict(record), step=int(record["version"]))
+
+
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "swanlab": swanlab}

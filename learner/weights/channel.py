@@ -1,0 +1,188 @@
+"""The group that weights are broadcast over: learner rank 0 and every worker of some servers. gloo on CPU, NCCL on GPU.
+
+A `Channel` is a process group of its own over the learner's `Store`; the default process group of either side is not
+touched. `connect` waits until all ranks came, `broadcast` until each bucket is through, both at most `timeout_s`;
+`abort`, from another thread, ends them early over NCCL (gloo runs into its timeout). After a failure a channel is of
+no use: the next has a new epoch. Sender and workers run it in threads of their own, so neither training nor
+generation waits.
+"""
+
+import asyncio
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+c10d: Any = dist  # torch lists these classes nowhere that a type checker looks
+AHEAD = 3
+"""Buckets under way beyond the one waited for."""
+NCCL_SETTINGS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""A wait returns at its deadline with an error, and a failure of this group is ours to handle: torch must not end the
+process."""
+
+
+class ChannelError(RuntimeError):
+    """The group could not be formed, or broke, or took too long. Build another one."""
+
+
+class Store:
+    """The learner's end of the rendezvous: a TCPStore that listens on `host` only."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, 0), family=family) as listener:
+            self.host, self.port = host, int(listener.getsockname()[1])
+            listener.setblocking(False)
+            self._store = c10d.TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=listener.detach(),
+            )
+
+
+class Channel:
+    """Rank `rank` of `world` ranks around the store at `host:port`; rank 0 sends."""
+
+    def __init__(
+        self, host: str, port: int, epoch: int, rank: int, world: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
+        self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+        self._aborted = False
+
+    def connect(self) -> None:
+        """Form the group unless it stands. Raises ChannelError."""
+        if self._group is not None:
+            return
+        try:
+            store = c10d.TCPStore(
+                self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
+            )
+            make = self._nccl if self.device.type == "cuda" else self._gloo
+            self._group = make(c10d.PrefixStore(f"weights/{self.epoch}", store))
+        except RuntimeError as error:
+            raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}") from None
+        if self._aborted:
+            self.abort()
+
+    def broadcast(self, buckets: list[torch.Tensor]) -> Iterator[int]:
+        """Send (rank 0) or fill (others) `buckets`; yields the index of each as soon as it is through. Raises
+        ChannelError."""
+        group = self._group  # held here, so that its end, which may take a while, is this thread's affair
+        if group is None or self._aborted:
+            raise ChannelError(f"group {self.epoch} was given up")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        works: deque[dist.Work] = deque()
+        try:
+            for index, bucket in enumerate(buckets):
+                works.append(group.broadcast([bucket], options))
+                if index >= AHEAD:
+                    works.popleft().wait(self._timeout)
+                    yield index - AHEAD
+            for index in range(len(buckets) - len(works), len(buckets)):
+                works.popleft().wait(self._timeout)
+                yield index
+        except RuntimeError as error:
+            raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
+
+    def abort(self) -> None:
+        """Give the group up; whoever waits in it gets a ChannelError, at the latest when the timeout is over."""
+        self._aborted = True
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):  # it may be broken already, which is why it is given up
+                group.abort()
+
+    def _gloo(self, store: Any) -> Any:
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = self._timeout
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_own_address(self._host, self._port))]
+        return c10d.ProcessGroupGloo(store, self.rank, self.world, options)
+
+    def _nccl(self, store: Any) -> Any:
+        options = c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout
+        with _environment(NCCL_SETTINGS):
+            group = c10d.ProcessGroupNCCL(store, self.rank, self.world, options)
+        group.eager_connect_single_device(self.device)
+        return group
+
+
+def backend_of(device: torch.device) -> str:
+    """`nccl` for a GPU, `gloo` for a CPU."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Within it, this thread's GPU work runs beside everybody else's, and is complete at the end. Nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `work` in a daemon thread: unlike an executor's, one that is stuck in a collective does not hold up the
+    exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # handed on to whoever awaits, whatever it is
+            error = raised
+        with suppress(RuntimeError):  # the loop may be over by now
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`: where the others find this rank."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value

@@ -1,0 +1,63 @@
+"""A server's connection to the learner at one address: beats, joins again and again until taken in, notices silence.
+
+Part of `receiver.Receiver`. `hear` waits for the learner's next message, but at most one heartbeat.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import zmq.asyncio
+
+from learner.weights.protocol import BEATS, TO_SERVER, AskingKeys, Beat, Join, Leave, Message, dealer, pack, unpack
+
+
+class Link:
+    """Open from the start. `joined`: a member.  `lost`: nothing heard for too long, or it said Bye."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, keys: AskingKeys | None, heartbeat_s: float) -> None:
+        self.address, self.heartbeat_s = address, heartbeat_s
+        self.joined = self.lost = False
+        self._socket = dealer(context, address, keys)
+        self._heard_at, self._said_at = time.monotonic(), 0.0
+        self._next: asyncio.Future[bytes] | None = None
+        self._woken = asyncio.Event()
+
+    async def hear(self, join: Join) -> Message | None:
+        """The next message, or None when it is time to look around. Says what is due: a beat, or `join`."""
+        if time.monotonic() - self._said_at >= self.heartbeat_s:
+            self._said_at = time.monotonic()
+            self.say(Beat() if self.joined else join)
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._socket.recv())
+        woken = asyncio.ensure_future(self._woken.wait())
+        waited: list[asyncio.Future[Any]] = [self._next, woken]
+        await asyncio.wait(waited, timeout=self.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+        self._woken.clear()
+        if not self._next.done():
+            if time.monotonic() - self._heard_at > BEATS * self.heartbeat_s:
+                self.leave(lost=True)
+            return None
+        data, self._next = self._next.result(), None
+        self._heard_at = time.monotonic()
+        return unpack(data, TO_SERVER)
+
+    def leave(self, lost: bool) -> None:
+        """No member any more: join again with the next `hear`."""
+        self.joined, self.lost, self._said_at = False, lost, 0.0
+
+    def wake(self, _: Any) -> None:
+        """Make `hear` return."""
+        self._woken.set()
+
+    def say(self, message: Message) -> None:
+        """Send without waiting: the queue has no limit."""
+        self._socket.send(pack(message))
+
+    def close(self) -> None:
+        """Say Leave and close."""
+        self.say(Leave())
+        if self._next:
+            self._next.cancel()
+        self._socket.close()

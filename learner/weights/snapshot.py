@@ -1,0 +1,67 @@
+"""One copy of a policy's weights in buckets on one device. Held by the sender (to serve it) and by each worker (to
+stage it).
+
+Waits for nothing; `checksums` waits for the device once.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from learner.weights.plan import Plan, Slot
+
+WORDS = 4096
+"""Words of 8 bytes in a row of the checksum."""
+
+
+class Snapshot:
+    """The buckets of `plan` on `device`, each a flat uint8 tensor, zero at first."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in plan.sizes]
+
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor under its name, in its shape and dtype, in order: views, no copies."""
+        for slot in self.plan.slots:
+            yield slot.spec.name, self.view(slot)
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The tensor at `slot`, in place."""
+        flat = self.buckets[slot.bucket][slot.offset : slot.offset + slot.size]
+        return flat.view(slot.spec.dtype).view(slot.spec.shape)
+
+    @torch.no_grad()
+    def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy `weights` in. Takes all of them even if one is wrong (the others gather along), then raises
+        ValueError."""
+        problem, slots = "", iter(self.plan.slots)
+        for name, tensor in weights:
+            slot = next(slots, None)
+            got = (name, tuple(tensor.shape), tensor.dtype)
+            if slot is None or got != tuple(slot.spec):
+                planned = tuple(slot.spec) if slot else "no more tensors"
+                problem = problem or f"weights: got {got}, the plan has {planned}"
+            else:
+                self.view(slot).copy_(tensor, non_blocking=True)
+        missing = next(slots, None)
+        if not problem and missing is not None:
+            problem = f"weights: {missing.spec.name} did not come"
+        if problem:
+            raise ValueError(problem)
+
+    def checksums(self) -> list[int]:
+        """One number a bucket, the same for the same bytes on any device."""
+        return [int(value) for value in torch.stack([checksum(bucket) for bucket in self.buckets]).tolist()]
+
+
+def checksum(bucket: torch.Tensor) -> torch.Tensor:
+    """`[bytes] uint8 -> [] int64`: sums of rows of words, weighted by row, in integers that wrap around.
+
+    One pass over the memory and exact in any order of summation; a wrong bit, or rows exchanged or missing, change it.
+    """
+    words = bucket.view(torch.int64)
+    whole = len(words) // WORDS * WORDS
+    rows = torch.cat([words[:whole].view(-1, WORDS).sum(1), words[whole:].sum(0, keepdim=True)])
+    weights = torch.arange(1, 2 * len(rows), 2, dtype=torch.int64, device=bucket.device) * 0x9E3779B97F4A7C1
+    return (rows * weights).sum()

@@ -1,0 +1,10 @@
+"""The usual task: one answer to the prompt. Run by `rollout/episode.py`, once for each sample."""
+
+from rollout.episode import Generate, Problem, Trajectory
+
+
+async def single_turn(problem: Problem, generate: Generate) -> Trajectory:
+    """Sample once."""
+    trajectory = Trajectory(problem.prompt)
+    trajectory.take(await generate(trajectory.tokens))
+    return trajectory

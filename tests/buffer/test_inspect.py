@@ -1,0 +1,103 @@
+"""`python -m buffer stats|tail|show|export`, of a live run and of a dead one."""
+
+import asyncio
+import json
+import os
+import subprocess
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from buffer import show
+from buffer.client import Samples
+from buffer.protocol import Part, Take
+from configs.load import fingerprint, load
+from tests.buffer.wire import Process, client, group, process
+
+
+@pytest.fixture
+def traffic(tmp_path):
+    """A live run: batch 0 of items 0 to 3, item 4 stored, item 5 dropped, item 6 leased, a learner that waits."""
+    with process(tmp_path) as it:
+        print_ = fingerprint(load(it.arguments()[3:]))
+
+        async def make() -> None:
+            async with client(it.address, fingerprint=print_) as server:
+                samples = Samples(server, lambda: 0)
+                items = await samples.ask(7)
+                for item in items[:5]:
+                    await samples.put(item, group(item.item, tokens=6))
+                await samples.fail(items[5], "prompt too long", permanent=True)
+                async with client(it.address, "learner-0", "learner", fingerprint=print_) as learner:
+                    await learner.expect(Take(version=0, rank=0, world=1), Part)
+                    waiting = asyncio.create_task(learner.request(Take(version=1, rank=0, world=1)))
+                    await asyncio.sleep(0.1)
+                    lines["live"] = await asyncio.to_thread(run, it, "stats", str(it.run))
+                    waiting.cancel()
+                    await asyncio.wait({waiting})
+
+        lines: dict[str, str] = {}
+        asyncio.run(make())
+        yield it, lines
+
+
+def run(it: Process, *words: str) -> str:
+    command = [it.arguments()[0], "-m", "buffer", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_stats_of_a_live_run_and_then_of_its_remains(traffic, capsys):
+    it, lines = traffic
+    for expected in (
+        "batched: 4, dropped: 1, leased: 1, stored: 1",
+        "dropped      1: prompt too long",
+        "ages         0: 4",
+        "leases       1 at rollout-0",
+        "generated: 5 groups, 10 samples, mean 6.5 tokens, 3.5 sampled",
+        "live         yes",
+        "rollout-0: version 0, 1 leases",
+        "waits        learner-0 for Take",
+        "batch 1 has 1 of 4 groups",
+    ):
+        assert expected in lines["live"]
+    it.kill()
+    assert show.main(["stats", str(it.run)]) == 0
+    dead = capsys.readouterr().out
+    assert "batched: 4, dropped: 1, leased: 1, stored: 1" in dead and "live         no" in dead
+
+
+def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsys, tmp_path):
+    it, _ = traffic
+    it.kill()
+    assert show.main(["tail", "-n", "2", str(it.run)]) == 0
+    tail = capsys.readouterr().out.splitlines()
+    assert len(tail) == 2
+    assert "item 3 batched in batch 0" in tail[0] and "item 4 stored" in tail[1] and "rewards 0.0 1.0" in tail[1]
+
+    assert show.main(["show", "4", str(it.folder / "run.yaml")]) == 0
+    shown = capsys.readouterr().out
+    for expected in ("problem 4", "state        stored", "answer 4", "reward 1, stop, 7 tokens", "-0.5000", "given"):
+        assert expected in shown
+    assert show.main(["show", "99", str(it.run)]) == 2
+    assert "item 99" in capsys.readouterr().err
+
+    out = tmp_path / "samples.parquet"
+    assert show.main(["export", str(out), str(it.run)]) == 0
+    rows = pq.read_table(out).to_pylist()
+    assert [(row["item"], row["index"]) for row in rows] == [(item, index) for item in range(5) for index in range(2)]
+    first = group(0, tokens=6)[0]
+    for name in ("tokens", "sampled", "versions", "logprobs"):
+        np.testing.assert_array_equal(rows[0][name], getattr(first, name).numpy())
+    assert (rows[1]["reward"], rows[1]["batch"], rows[1]["answer"]) == (1.0, 0, "answer 0")
+    assert json.loads(rows[8]["problem"])["answer"] == "4"
+    assert (rows[8]["state"], rows[8]["batch"]) == ("stored", -1)
+    assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_a_run_that_is_not_there_is_told_in_one_line(tmp_path, capsys):
+    it = Process(tmp_path)
+    assert show.main(["tail", str(it.config())]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -1,0 +1,225 @@
+"""The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.explain import check, explain
+from configs.keys import EXAMPLES, keys
+from configs.load import LOCAL, ConfigError, fingerprint, load, read, write
+from configs.schema import Config, Section
+
+NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(argv)
+    return str(error.value)
+
+
+def file(folder: Path, text: str, name: str = "run.yaml") -> str:
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def test_files_are_merged_left_to_right_then_overrides(tmp_path: Path) -> None:
+    first = file(tmp_path, "batch: {groups: 4, samples: 4}\nsampling: {stop: [a, b]}\nlearner:\n", "first.yaml")
+    second = file(tmp_path, "batch: {groups: 5}\nsampling: {stop: [c]}\nlearner: {lr: 1e-6}\n", "second.yaml")
+    config = load([first, second, *NEEDED, "--batch.samples", "6", "--rollout.engine.max_model_len=4096"])
+    assert (config.batch.groups, config.batch.samples, config.sampling.stop) == (5, 6, ["c"])
+    assert config.learner.lr == 1e-6
+    assert config.rollout.engine == {"max_model_len": 4096}
+    assert config.data.train == Path("d.parquet")
+
+
+@pytest.mark.parametrize("text", ["1e-6", "4e-4", "0.0004", "3"])
+def test_numbers_are_numbers(text: str) -> None:
+    assert load([*NEEDED, f"--learner.lr={text}"]).learner.lr == float(text)
+    assert load([*NEEDED, "--learner.lr", text]).learner.lr == float(text)
+
+
+def test_overrides_have_yaml_types() -> None:
+    argv = ["--data.epochs=null", "--data.shuffle=false", "--sampling.stop=[x, 'y']", "--reward.kwargs={scale: 1e-3}"]
+    config = load([*NEEDED, *argv])
+    assert (config.data.epochs, config.data.shuffle, config.sampling.stop) == (None, False, ["x", "y"])
+    assert config.reward.kwargs == {"scale": 0.001}
+
+
+def test_interpolation_reaches_keys_and_defaults(tmp_path: Path) -> None:
+    path = file(tmp_path, "run: {versions: '${batch.samples}'}\nrollout:\n  groups_in_flight: ${batch.groups}\n")
+    config = load([path, *NEEDED, "--batch.groups=7"])
+    assert (config.rollout.groups_in_flight, config.run.versions) == (7, 8)
+    assert "run.name" in refused(*NEEDED, "--run.name=${batch.nothing}")
+    assert "--run.name" in refused(*NEEDED, "--run.name=${batch")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("optim.lrr", "learner.lr"),
+        ("optim.lr", "learner.lr"),
+        ("batch.sample", "batch.samples"),
+        ("batch.n", "batch.samples"),
+        ("max_staleness", "batch.max_staleness"),
+        ("learner.tokens_per_microbach", "learner.tokens_per_microbatch"),
+        ("trainer.total_epochs", "data.epochs"),
+        ("optim.learning_rte", "learner.lr"),
+        ("rollout.gpu_memory_utilization", "rollout.engine.gpu_memory_utilization"),
+    ],
+)
+def test_unknown_key_gets_a_suggestion(wrong: str, meant: str) -> None:
+    assert refused(*NEEDED, f"--{wrong}=1") == f"{wrong}: no such key (--{wrong}); did you mean {meant}?"
+
+
+def test_unknown_key_without_likeness_gets_what_there_is() -> None:
+    assert "batch has groups, samples" in refused(*NEEDED, "--batch.zzzzzz=1")
+    assert "the sections are run, model" in refused(*NEEDED, "--qqq.zzzzzz=1")
+
+
+def test_all_problems_at_once_with_their_places(tmp_path: Path) -> None:
+    path = file(
+        tmp_path,
+        "data:\n  train: a.parquet\noptim:\n  lrr: 1\nbatch:\n  groups: yes\n  samples: 1\n"
+        "learner:\n  tokens_per_microbatch: many\n  betas: [1, 2, 3]\nweights: 5\nrun:\n  name: 7\n",
+    )
+    assert sorted(refused(path, "--run.versions=0").splitlines()) == sorted(
+        [
+            f"batch.groups: true is not a whole number >= 1 ({path}:6)",
+            f"batch.samples: 1 is not a whole number >= 2 ({path}:7)",
+            f'learner.tokens_per_microbatch: "many" is not a whole number >= 1 or auto ({path}:9)',
+            f"learner.betas: [1, 2, 3] is not a list of 2, each a number >= 0 and < 1 ({path}:10)",
+            "model.path: missing; set it, e.g. model.path: Qwen/Qwen2.5-1.5B-Instruct",
+            f"optim.lrr: no such key ({path}:4); did you mean learner.lr?",
+            "reward.function: missing; set it, e.g. reward.function: countdown",
+            f"run.name: 7 is not text matching ^[A-Za-z0-9._-]+$ ({path}:13); put it in quotes: '7'",
+            "run.versions: 0 is not a whole number >= 1 (--run.versions)",
+            f"weights: 5 is not a section ({path}:11); write its keys below it, e.g. weights.host",
+        ]
+    )
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-1", "fast", "[1]", "true"])
+def test_a_learning_rate_must_be_a_positive_number(value: str) -> None:
+    assert refused(*NEEDED, f"--learner.lr={value}").startswith("learner.lr: ")
+
+
+def test_broken_files_name_file_and_line(tmp_path: Path) -> None:
+    path = file(tmp_path, "batch:\n  groups: [1\nrun: 3\n")
+    assert refused(path).startswith(f"{path}:3:4: not YAML: ")
+    path = file(tmp_path, "batch: {groups: 1}\nbatch: {groups: 2}\n")
+    assert refused(path).startswith(f"{path}:2:1: not YAML: ")
+    path = file(tmp_path, "- a\n- b\n")
+    assert refused(path).startswith(f"{path}: must be a map of sections (run, model,")
+    path = file(tmp_path, "countdown")
+    assert refused(path).startswith(f"{path}: must be a map of sections (run, model,")
+    assert refused("absent.yaml", str(tmp_path)).splitlines()[0] == "absent.yaml: no such file"
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
+    assert refused(str(tmp_path / "latin.yaml")).startswith(f"{tmp_path / 'latin.yaml'}: cannot be read as text")
+
+
+def test_options_that_are_none() -> None:
+    assert refused(*NEEDED, "-v") == "-v: not an option; overrides are written --section.key=value"
+    assert refused(*NEEDED, "--learner.compile") == (
+        "--learner.compile: no value; write --learner.compile=true, or whatever it should be"
+    )
+    assert refused(*NEEDED, "--sampling.stop=[a").startswith('--sampling.stop: "[a" is not a YAML value: ')
+
+
+def test_every_required_key_has_an_example() -> None:
+    assert {key.name for key in keys().values() if key.required} == set(EXAMPLES)
+
+
+def test_read_exits_2_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    def no(config: Config) -> None:
+        raise ConfigError(["one", "two"])
+
+    for argv, checks, words in (([], None, "usage: python -m buffer"), (NEEDED[:2], None, "reward.function: missing")):
+        with pytest.raises(SystemExit) as end:
+            read(argv, "python -m buffer", checks)
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        read(NEEDED, "python -m buffer", no)
+    assert (end.value.code, capsys.readouterr().err) == (2, "one\ntwo\n")
+    assert read(NEEDED, "python -m buffer", lambda config: None).model.path == "m"
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_help_lists_every_key(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as end:
+        read(["--help"], "python -m learner")
+    shown = capsys.readouterr().out
+    assert end.value.code == 0
+    assert max(map(len, shown.splitlines())) <= (77 if columns == "60" else 120)  # a long pattern is not broken
+    words = " ".join(shown.split())
+    for section, field in Config.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
+        for name, inner in model.model_fields.items():
+            assert f"--{section}.{name} " in words
+            assert " ".join((inner.description or "missing").split()) in words
+    assert "--batch.samples a whole number >= 2; default 8" in words
+    assert "--model.path text; required" in words
+    assert "--learner.tokens_per_microbatch a whole number >= 1 or auto; default 8192" in words
+    assert "--log.trackers a list, each one of tensorboard, wandb, swanlab; default []" in words
+
+
+def test_fingerprint_covers_what_is_shared() -> None:
+    base = fingerprint(load(NEEDED))
+    assert len(base) == 16
+    for same in ("rollout.engine.a=9", "learner.threads=1", "log.display=plain", "run.folder=/x", "learner.ranks=2"):
+        assert fingerprint(load([*NEEDED, f"--{same}"])) == base
+    for other in ("run.name=b", "run.seed=1", "batch.groups=3", "learner.lr=1e-3", "data.eval=x", "sampling.stop=[a]"):
+        assert fingerprint(load([*NEEDED, f"--{other}"])) != base
+
+
+def test_local_keys_exist() -> None:
+    for section, names in LOCAL.items():
+        assert section in Config.model_fields
+        assert isinstance(names, bool) or {f"{section}.{name}" for name in names} <= set(keys())
+
+
+def test_a_written_config_reads_back(tmp_path: Path) -> None:
+    stop = "--sampling.stop=['1e5', 'on', '', '2020-01-01']"
+    config = load([*NEEDED, "--learner.lr=1e-6", stop, "--rollout.engine.a.b=[1, null]"])
+    write(config, tmp_path / "new" / "config.yaml")
+    assert load([str(tmp_path / "new" / "config.yaml")]) == config
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.yaml"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st.text("${}\\:a.1 #'\"-", max_size=12))
+def test_any_text_survives_writing(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "text.yaml"
+    config = load(NEEDED)
+    data = config.data.model_copy(update={"system_prompt": text})
+    write(config.model_copy(update={"data": data}), path)
+    assert load([str(path)]).data.system_prompt == text
+
+
+@pytest.mark.parametrize("name", ["two_gpus", "eight_gpus"])
+def test_templates_are_valid(name: str) -> None:
+    config = load([str(Path(__file__).parents[2] / "configs" / f"{name}.yaml")])
+    check(config, files=())
+    assert not [line for line in explain(config, problems=7473) if line.startswith("note:")]
+
+
+def test_reading_is_cheap() -> None:
+    code = f"import sys, configs.explain, configs.load; configs.load.load({NEEDED!r}); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torch", "vllm", "ray", "transformers", "numpy"} & set(loaded)
+
+
+def test_reading_twice_leaves_no_trace() -> None:
+    load([*NEEDED, "--rollout.engine.a=1", "--reward.kwargs={b: 2}", "--log.trackers=[wandb]"])
+    config = load(NEEDED)
+    assert (config.rollout.engine, config.reward.kwargs, config.log.trackers) == ({}, {}, [])

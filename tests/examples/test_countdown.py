@@ -1,0 +1,161 @@
+"""The Countdown example: its problems, its solver, its tokenizer and its warm start."""
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs.load import load
+from examples.countdown import make_model, make_problems
+from examples.countdown.solver import expressions, solutions
+from rollout.rewards.countdown import compute_score
+
+QUICKSTART = Path(make_problems.__file__).with_name("quickstart.yaml")
+
+
+def made(folder: Path, *words: str) -> tuple[list[dict], list[dict]]:
+    make_problems.write(make_problems.parse(["--out", str(folder), *words]))
+    train, kept_out = (pq.read_table(folder / f"{split}.parquet").to_pylist() for split in ("train", "eval"))
+    return train, kept_out
+
+
+def key(row: dict) -> tuple[tuple[int, ...], int]:
+    truth = row["reward_model"]["ground_truth"]
+    return tuple(sorted(truth["numbers"])), truth["target"]
+
+
+def test_the_quickstart_s_problems_are_all_there_are_once_each_and_solvable(tmp_path: Path):
+    train, kept_out = made(tmp_path)
+    keys = [key(row) for row in train + kept_out]
+    assert (len(train), len(kept_out)) == (470, 80) and len(set(keys)) == 550
+    for (numbers, target), row in zip(keys, train + kept_out, strict=True):
+        assert len(numbers) == 3 and set(numbers) <= set(range(1, 10)) and 1 <= target <= 27
+        assert solutions(numbers, target, "+-")
+        assert (
+            row["prompt"][0]["content"]
+            == " ".join(map(str, row["reward_model"]["ground_truth"]["numbers"])) + f"={target}\n"
+        )
+    assert set(train[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+
+
+def test_rows_depend_on_the_seed_alone_and_are_kept(tmp_path: Path):
+    words = ["--count", "60", "--eval", "10"]
+    first, again, other = (
+        made(tmp_path / name, *words, "--seed", seed) for name, seed in (("a", "1"), ("b", "1"), ("c", "2"))
+    )
+    assert first == again and first != other
+    written = (tmp_path / "a/train.parquet").stat().st_mtime_ns
+    assert "kept" in make_problems.write(make_problems.parse(["--out", str(tmp_path / "a"), *words, "--seed", "1"]))
+    assert (tmp_path / "a/train.parquet").stat().st_mtime_ns == written
+    assert len(made(tmp_path / "a", "--count", "70", "--eval", "10", "--seed", "1")[0]) == 60
+
+
+def test_larger_problems_use_all_operations_and_the_words_of_tinyzero(tmp_path: Path):
+    words = [
+        "--numbers",
+        "4",
+        "--largest",
+        "50",
+        "--target",
+        "100",
+        "--operations",
+        "+-*/",
+        "--count",
+        "200",
+        "--eval",
+        "20",
+    ]
+    train, kept_out = made(tmp_path, *words, "--prompt", "words")
+    assert (len(train), len(kept_out)) == (180, 20)
+    assert not {key(row) for row in train} & {key(row) for row in kept_out}
+    assert train[0]["prompt"][0]["content"].startswith("Using the numbers [")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(["--count", "600"], "only 550 distinct problems"), (["--count", "80"], "--eval 80: there are only 80")],
+)
+def test_too_many_problems_are_refused(tmp_path: Path, words: list[str], reason: str):
+    with pytest.raises(ValueError, match=reason):
+        made(tmp_path, *words)
+
+
+def test_the_solver_finds_exactly_what_the_reward_calls_right():
+    for text in expressions([8, 6, 4], "+-"):
+        right = compute_score(f"<answer>{text}</answer>", {"numbers": [8, 6, 4], "target": 2})["score"] == 1.0
+        assert right == (text in solutions([8, 6, 4], 2, "+-"))
+    assert sorted(solutions([8, 6, 4], 2, "+-")) == ["4+6-8", "4-8+6", "6+4-8", "6-8+4"]
+    assert solutions([1, 1, 1], 9, "+-*/") == []
+
+
+def test_the_tokenizer_survives_its_folder_and_keeps_tags_whole(tmp_path: Path):
+    tokenizer = make_model.make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    make_model.make_network(tokenizer).config.save_pretrained(tmp_path)
+    text = "8 6 4=2\n<think>\n(a)</think> <answer>6-8+4</answer>"
+    for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        tokens = loaded.encode(text, add_special_tokens=False)
+        assert tokens == tokenizer.encode(text) and loaded.decode(tokens) == text
+        assert len(loaded.encode("<answer>6-8+4</answer>", add_special_tokens=False)) == 7
+        assert (
+            loaded.apply_chat_template([{"role": "user", "content": "1\n"}], tokenize=False, add_generation_prompt=True)
+            == "1\n"
+        )
+
+
+def test_the_network_is_small_and_vllm_s_cpu_attention_takes_its_heads():
+    network = make_model.make_network(make_model.make_tokenizer())
+    assert sum(parameter.numel() for parameter in network.parameters()) == 211_968
+    assert network.config.hidden_size // network.config.num_attention_heads == 32
+    assert network.lm_head.weight is not network.model.embed_tokens.weight
+
+
+def test_the_warm_start_never_sees_a_problem_that_is_kept_out(tmp_path: Path):
+    train, kept_out = made(tmp_path)
+    hidden = {key(row) for row in kept_out}
+    pairs = make_model.examples(train, "+-", random.Random(0))
+    tagged = right = 0
+    for _ in range(3000):
+        prompt, answer = next(pairs)
+        numbers, target = prompt.strip().split("=")
+        given = sorted(map(int, numbers.split()))
+        assert (tuple(given), int(target)) not in hidden
+        tagged += answer.startswith("<answer>")
+        truth = {"numbers": given, "target": int(target)}
+        right += compute_score(f"<answer>{answer.removeprefix('<answer>').removesuffix('</answer>')}</answer>", truth)[
+            "solved"
+        ]
+    assert 0.55 < tagged / 3000 < 0.65  # 40 % lack their tags
+    assert 0.6 < right / 3000 < 0.75  # 40 % are random, and some of these are right
+
+
+def test_a_warm_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made(tmp_path)
+    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "25"]
+    threads = torch.get_num_threads()
+    assert "211,968 parameters" in make_model.write(make_model.parse(words))
+    first = float(capsys.readouterr().out.splitlines()[0].rpartition(" ")[2])
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids, labels = make_model.batch(
+        make_model.examples(pq.read_table(tmp_path / "train.parquet").to_pylist(), "+-", random.Random(5)), tokenizer
+    )
+    with torch.no_grad():
+        assert model(input_ids=ids, labels=labels).loss.item() < first / 2
+    assert "kept" in make_model.write(make_model.parse(words))
+    assert "kept" not in make_model.write(make_model.parse([*words, "--seed", "3", "--steps", "1"]))
+    assert json.loads((tmp_path / "model/warm_start.json").read_text())["seed"] == 3
+
+
+def test_the_quickstart_s_run_file_fits_its_model_and_its_answers():
+    config = load([str(QUICKSTART)])
+    tokenizer = make_model.make_tokenizer()
+    longest = tokenizer.encode("9 9 9=27\n")
+    assert len(longest) <= config.data.max_prompt_tokens
+    assert len(tokenizer.encode("<answer>9+9+9</answer>")) < config.sampling.max_tokens
+    assert config.rollout.engine["max_num_seqs"] == config.rollout.groups_in_flight * config.batch.samples

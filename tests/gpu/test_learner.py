@@ -1,0 +1,144 @@
+"""The learner on NVIDIA GPUs: kernels against plain arithmetic, the attentions against each other, compiled and not."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from learner import attention
+from learner.head import logprobs_and_entropy
+from learner.packing import Batch, lay
+from tests.learner import world
+from tests.learner.test_attention import documents, packed, padded_scores
+from tests.learner.world import LEARNER, algorithm_of, cut, make_samples, plain, policy_of, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+NAMES = ["sdpa", "varlen", *(["flash"] if find_spec("flash_attn") else [])]
+
+
+@pytest.fixture
+def gpu() -> Iterator[DeviceMesh]:
+    """A world of one rank on the first GPU."""
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+    )
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+    assert difference < tolerance, float(difference)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(5003, 300), (64, 7), (151936, 33)])
+def test_head(vocabulary: int, tokens: int, entropy_gradient: bool) -> None:
+    """The fused passes against float64 of the same bf16 inputs."""
+    draw = torch.Generator("cuda").manual_seed(vocabulary)
+    hidden, weight = (
+        torch.randn(n, 128, device="cuda", generator=draw).mul(0.3).bfloat16().requires_grad_()
+        for n in (tokens, vocabulary)
+    )
+    targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=draw)
+    by = torch.randn(2, tokens, device="cuda", generator=draw)
+    got = logprobs_and_entropy(hidden, weight, targets, 0.7, 128, entropy_gradient)
+    (got[0] @ by[0] + (got[1] @ by[1] if entropy_gradient else 0)).backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logp = (exact[0] @ exact[1].T / 0.7).log_softmax(-1)
+    want = logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    (want[0] @ by[0].double() + (want[1] @ by[1].double() if entropy_gradient else 0)).backward()
+    for ours, theirs in zip(got, want, strict=True):
+        near(ours.detach(), theirs.detach(), 1e-4)
+    for ours, theirs in zip((hidden, weight), exact, strict=True):
+        near(ours.grad, theirs.grad, 1e-2)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_attentions_are_equal(heads: tuple[int, int]) -> None:
+    lengths = [5, 130, 1, 700, 64]
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    draw = torch.Generator("cuda").manual_seed(0)
+    sizes = (heads[0], heads[1], heads[1])
+    inputs = [torch.randn(1, n, sum(lengths), 64, device="cuda", generator=draw).bfloat16() for n in sizes]
+    by = torch.randn(1, sum(lengths), heads[0], 64, device="cuda", generator=draw).bfloat16()
+    found = {}
+    for name in NAMES:
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out, _ = attention.ATTENTIONS[name](None, q, k, v, None, cu_seq_lens_q=starts, max_length_q=max(lengths))
+        out.backward(by)
+        found[name] = (out.detach(), q.grad, k.grad, v.grad)
+    for name in NAMES[1:]:
+        for ours, theirs in zip(found[name], found["sdpa"], strict=True):
+            near(ours, theirs, 1e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_equals_padded(tmp_path: Path, gpu: DeviceMesh, name: str) -> None:
+    config, texts = tiny_model(tmp_path, dtype=torch.bfloat16), documents()
+    learner = LEARNER.model_copy(update={"attention": name})
+    got = policy_of(config, gpu, learner, temperature=0.8).score(packed(texts).to(torch.device("cuda")))
+    want = padded_scores(plain(config).float(), texts, 0.8)
+    assert (got.cpu() - want).abs().mean() < 0.03
+
+
+def gradients(model, mesh: DeviceMesh, **changes) -> dict[str, torch.Tensor]:
+    policy = policy_of(model, mesh, LEARNER.model_copy(update=changes))
+    step, entries = algorithm_of(policy, 200), make_samples(long=90)
+    step.backward(policy, Batch.from_part(cut(entries, 3, [len(entries)], 0), 200))
+    return world.gradients(policy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_checkpointing": "none"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "none", "compile": True},
+        {"activation_checkpointing": "block", "compile": True},
+        {"cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_ways_to_save_change_nothing(tmp_path: Path, gpu: DeviceMesh, changes: dict) -> None:
+    model = tiny_model(tmp_path, dtype=torch.bfloat16)
+    want, got = gradients(model, gpu), gradients(model, gpu, **changes)
+    assert want.keys() == got.keys()
+    for name, gradient in want.items():
+        if "k_proj.bias" not in name:  # attention does not depend on it
+            near(got[name].cuda(), gradient, 5e-2)
+
+
+def test_compiled_once_for_all_blocks_and_lengths(tmp_path: Path, gpu: DeviceMesh) -> None:
+    torch._dynamo.reset()
+    learner = LEARNER.model_copy(update={"compile": True, "activation_checkpointing": "none"})
+    policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for lengths in ([40, 3, 9], [17] * 11, [200]):
+        texts = [[1] * n for n in lengths]
+        row = lay(texts, texts, [[0] * n for n in lengths], [[0] * n for n in lengths], list(range(len(texts))))
+        policy(row.to(torch.device("cuda")))[0].sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh) -> None:
+    """Two ranks over NCCL against one, in fp32."""
+    model = tiny_model(tmp_path / "model", tied=True)
+    want = gradients(model, gpu)
+    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], device="cuda", long=90)
+    found = torch.load(tmp_path / "gradients.pt", map_location="cuda")
+    assert len(found) == 2
+    for got in found.values():
+        for name, gradient in want.items():
+            near(got[name], gradient, 1e-4)

@@ -1,0 +1,138 @@
+"""The loop's order of words, and the ends of a run: versions used up, problems used up, a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext
+
+from learner import loop
+from learner.signals import Draining
+from tests.learner.world import ROOT
+
+POLICY = object()
+
+
+class Parts:
+    """All the loop's parts at once, writing down what is said to them."""
+
+    def __init__(self, restored: int = 0, batches: int = 100) -> None:
+        self.restored, self.batches, self.said = restored, batches, []
+
+    def restore(self, policy) -> int:
+        assert policy is POLICY
+        return self.restored
+
+    def rewind(self, version: int) -> None:
+        self.said.append(f"rewind {version}")
+
+    def take(self, version: int):
+        self.said.append(f"take {version}")
+        return f"part {version}" if version < self.batches else None
+
+    def step(self, policy, part) -> dict[str, float]:
+        self.said.append(f"step {part}")
+        return {"loss": 1.0}
+
+    def publish(self, policy, version: int) -> None:
+        self.said.append(f"publish {version}")
+
+    def stats(self) -> dict[str, float]:
+        return {"weights/servers": 2.0}
+
+    def save(self, policy, version: int) -> int:
+        self.said.append(f"save {version}")
+        return version - 1
+
+    def trained(self, version: int, oldest_kept: int) -> None:
+        self.said.append(f"trained {version}, kept {oldest_kept}")
+
+    def span(self, name: str):
+        return nullcontext()
+
+    def log(self, version: int, stats) -> None:
+        self.said.append(f"log {version} {sorted(stats)}")
+
+    def finish(self, policy, version: int) -> None:
+        self.said.append(f"finish {version}")
+
+    def run(self, versions: int) -> list[str]:
+        loop.run(POLICY, self, self, self, self, self, versions)
+        return self.said
+
+
+def test_a_version() -> None:
+    assert Parts(restored=4).run(5) == [
+        "rewind 4",
+        "publish 4",
+        "take 4",
+        "step part 4",
+        "publish 5",
+        "save 5",
+        "trained 4, kept 4",
+        "log 5 ['loss', 'weights/servers']",
+        "finish 5",
+    ]
+
+
+def test_versions_end() -> None:
+    said = Parts().run(3)
+    assert [word for word in said if word.startswith("step")] == ["step part 0", "step part 1", "step part 2"]
+
+
+def test_problems_end() -> None:
+    assert Parts(batches=1).run(3)[-2:] == ["take 1", "finish 1"]
+
+
+def test_a_finished_run_only_publishes() -> None:
+    assert Parts(restored=3).run(3) == ["rewind 3", "publish 3", "finish 3"]
+
+
+def test_a_signal_in_a_step_lets_it_finish(mesh) -> None:
+    class Signalled(Parts):
+        def step(self, policy, part):
+            if part == "part 1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(policy, part)
+
+    parts = Signalled()
+    with Draining(parts) as draining:
+        loop.run(POLICY, parts, draining, parts, parts, parts, 9)
+    assert parts.said[-3:] == ["trained 1, kept 1", "log 2 ['loss', 'weights/servers']", "finish 2"]
+
+
+def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
+    class Waiting(Parts):
+        def take(self, version: int):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Event().wait(30)
+            raise AssertionError("nothing woke it")
+
+    parts, before = Waiting(), signal.getsignal(signal.SIGINT)
+    with Draining(parts) as draining:
+        assert draining.take(3) is None
+        assert draining.take(3) is None
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+TWICE = """
+import os, signal, threading
+from learner.signals import Draining
+with Draining(None):
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(30)
+"""
+
+
+def test_the_second_signal_forces() -> None:
+    ended = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM: finishing this version and its checkpoint; once more ends at once" in ended.stderr
+
+
+def test_the_loop_is_one_screen() -> None:
+    lines = (ROOT / "learner" / "loop.py").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("def run"))
+    assert len(lines) - start <= 40 and not any("if config" in line for line in lines)

@@ -1,0 +1,114 @@
+"""`python -m learner` as a process: ranks of its own, signals, deaths, refusals; a canned buffer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from buffer.protocol import Hello, Rewind, Trained
+from learner.checkpoint import complete
+from learner.metrics import read
+from tests.learner.canned import Canned
+from tests.learner.world import ROOT, tiny_model
+
+
+def command(tmp_path: Path, address: str, **learner) -> list[str]:
+    """The command line of a run in `tmp_path`."""
+    config = {
+        "run": {"name": "run", "folder": str(tmp_path), "versions": 3},
+        "model": {"path": tiny_model(tmp_path / "model").path, "dtype": "float32"},
+        "data": {"train": "none.parquet", "max_prompt_tokens": 8},
+        "reward": {"function": "countdown"},
+        "sampling": {"max_tokens": 30},
+        "learner": {"device": "cpu", "threads": 1, "tokens_per_microbatch": 64, "checkpoint_every": 2} | learner,
+        "buffer": {"address": address},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return [sys.executable, "-m", "learner", str(tmp_path / "run.yaml")]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[list[str]], subprocess.Popen]]:
+    """Starts processes that do not outlive the test."""
+    with ExitStack() as stack:
+
+        def begin(line: list[str]) -> subprocess.Popen:
+            process = stack.enter_context(subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            return process
+
+        yield begin
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def test_a_run_of_one_rank(tmp_path: Path, start) -> None:
+    with Canned(batches=3) as buffer:
+        code, errors = ended(start(command(tmp_path, buffer.address)))
+    assert code == 0, errors
+    assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert complete(tmp_path / "run" / "checkpoints") == [2, 3]
+    assert (tmp_path / "run" / "checkpoints" / "v000003" / "huggingface" / "model.safetensors").exists()
+    assert [(m.version, m.oldest_kept) for m in buffer.heard if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
+    assert next(m for m in buffer.heard if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
+
+
+def test_two_ranks_drain_die_and_go_on(tmp_path: Path, start) -> None:
+    """Drained while it waits for batch 1; then a rank is killed, then the parent."""
+    with Canned(batches=1) as buffer:
+        process = start(command(tmp_path, buffer.address, ranks=2))
+        assert buffer.waiting.wait(60)
+        process.send_signal(signal.SIGTERM)
+        code, errors = ended(process)
+    assert code == 0, errors
+    assert errors.count("finishing this version") == 2
+    assert complete(tmp_path / "run" / "checkpoints") == [1]
+    with Canned(batches=1) as buffer:
+        process = start(command(tmp_path, buffer.address, ranks=2))
+        assert buffer.waiting.wait(60)
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        code, errors = ended(process)
+        assert code == 128 + signal.SIGKILL and "rank 1 failed first (exit code -9)" in errors
+        assert not psutil.wait_procs(ranks, 0)[1]
+    assert next(m for m in buffer.heard if isinstance(m, Rewind)).version == 1
+    with Canned(batches=1) as buffer:
+        process = start(command(tmp_path, buffer.address, ranks=2))
+        assert buffer.waiting.wait(60)
+        ranks = psutil.Process(process.pid).children()
+        process.kill()
+        process.communicate(timeout=60)
+        assert not psutil.wait_procs(ranks, 10)[1]
+
+
+@pytest.mark.parametrize(
+    ("learner", "problem"),
+    [
+        ({"attention": "varlen", "device": "auto"}, "learner.attention"),
+        ({"lrr": 1}, "learner.lrr"),
+    ],
+)
+def test_refusals(tmp_path: Path, learner: dict, problem: str, start) -> None:
+    code, errors = ended(start(command(tmp_path, "tcp://127.0.0.1:9", **learner)))
+    assert code == 2
+    assert problem in errors and "Traceback" not in errors
+
+
+def test_a_model_that_is_none(tmp_path: Path, start) -> None:
+    line = command(tmp_path, "tcp://127.0.0.1:9")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    code, errors = ended(start(line))
+    assert code == 2
+    assert "model.path" in errors and "Traceback" not in errors

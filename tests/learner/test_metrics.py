@@ -1,0 +1,98 @@
+"""metrics.jsonl: one record a version, whatever was recorded before; trackers never hold it up."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from learner import trackers
+from learner.metrics import Metrics, read
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_record(tmp_path: Path) -> None:
+    clock = Clock()
+    metrics = Metrics(tmp_path / "run" / "metrics.jsonl", clock=clock)
+    for _ in range(2):
+        with metrics.span("train"):
+            clock.now += 1.5
+    clock.now += 1.0
+    metrics.log(1, {"tokens": 800.0, "loss": float("nan")})
+    clock.now += 2.0
+    metrics.log(2, {})
+    first, second = read(tmp_path / "run" / "metrics.jsonl")
+    assert (first["version"], first["time/train_s"], first["time/version_s"], first["tokens_per_s"]) == (
+        1,
+        3.0,
+        4.0,
+        200.0,
+    )
+    assert "loss" not in first and first["memory/host_gib"] > 0
+    assert "time/train_s" not in second and second["time/version_s"] == 2.0
+
+
+def test_a_span_that_fails_is_timed(tmp_path: Path) -> None:
+    clock = Clock()
+    metrics = Metrics(tmp_path / "metrics.jsonl", clock=clock)
+    with pytest.raises(OSError), metrics.span("wait"):
+        clock.now += 1
+        raise OSError
+    metrics.log(1, {})
+    assert read(tmp_path / "metrics.jsonl")[0]["time/wait_s"] == 1
+
+
+def test_each_version_appears_once_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"version": version, "loss": 0.0}) + "\n" for version in (1, 2, 3, 4)]
+    path.write_text("".join(lines) + '{"version": 5, "lo')  # killed in the writing
+    metrics = Metrics(path)
+    metrics.log(3, {"loss": 1.0})  # restored 2
+    metrics.log(4, {"loss": 1.0})
+    assert [(record["version"], record["loss"]) for record in read(path)] == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    Metrics(None).log(1, {"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_alerts_are_warnings(tmp_path: Path, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        metrics = Metrics(tmp_path / "metrics.jsonl")
+        for version in range(7, 30):
+            metrics.log(version, {"length/truncated": 0.4})
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in told] == ["version 7", "version 27"]
+    assert "length/truncated is 0.4" in told[0]
+
+
+def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, monkeypatch) -> None:
+    got, hang = [], threading.Event()
+
+    def broken(folder, run, config):
+        raise ModuleNotFoundError("no such service")
+
+    kinds = {"good": lambda *_: got.append, "broken": broken, "hanging": lambda *_: lambda record: hang.wait()}
+    monkeypatch.setattr(trackers, "TRACKERS", kinds)
+    monkeypatch.setattr(trackers, "LAST_S", 0.2)
+    started = [trackers.Tracker(name, tmp_path, "run", {}) for name in kinds]
+    metrics = Metrics(tmp_path / "metrics.jsonl", started)
+    with caplog.at_level(logging.WARNING):
+        for version in (1, 2):
+            metrics.log(version, {"loss": 0.5})
+        for tracker in started:
+            tracker.close()
+    hang.set()
+    assert got == read(tmp_path / "metrics.jsonl") and len(got) == 2
+    assert "log.trackers: broken failed" in caplog.text and "no such service" in caplog.text

@@ -1,0 +1,192 @@
+"""One optimizer step is the same whatever the ranks, the packing and the microbatches; and a bad one is skipped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.schema import AlgorithmConfig
+from learner.algorithms import ADVANTAGES
+from learner.optimizer import Optimizer
+from learner.packing import Batch
+from tests.learner import world
+from tests.learner.world import (
+    ALGORITHM,
+    LEARNER,
+    algorithm_of,
+    cut,
+    gradients,
+    make_samples,
+    plain,
+    policy_of,
+    tiny_model,
+)
+
+
+def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        assert (gradient - theirs[name]).norm() <= tolerance * theirs[name].norm(), name
+
+
+def gradient(policy, budget: int, algorithm: AlgorithmConfig = ALGORITHM, entries=None, **options):
+    entries = make_samples() if entries is None else entries
+    step = algorithm_of(policy, budget, algorithm, **options)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost)
+    sums = step.backward(policy, batch)
+    found = gradients(policy)
+    step.optimizer.adamw.zero_grad()
+    return found, sums
+
+
+def by_hand(model, entries, cap: float) -> dict[str, torch.Tensor]:
+    """The gradient of `dppo` without trust region by transformers alone, sample by sample."""
+    from buffer.protocol import Sample
+
+    samples = [Sample.unpack(entry.sample) for entry in entries]
+    rewards = torch.tensor([sample.reward for sample in samples])
+    advantages = ADVANTAGES["group_mean"](rewards, torch.tensor([entry.item for entry in entries]))
+    total = sum(int(sample.sampled.numpy().sum()) for sample in samples)
+    loss = torch.zeros(())
+    for sample, advantage in zip(samples, advantages, strict=True):
+        ids = torch.tensor(sample.tokens.numpy()).long()
+        logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        chosen = torch.tensor(sample.sampled.numpy()[1:] == 1)
+        ratio = (logp - torch.tensor(sample.logprobs.numpy())[1:]).exp().detach().clamp(max=cap)
+        loss = loss - (ratio * advantage * logp)[chosen].sum() / total
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradient_is_the_formula_s(tmp_path: Path, mesh, tied: bool) -> None:
+    model = tiny_model(tmp_path, tied)
+    algorithm = ALGORITHM.model_copy(update={"tv_low": None, "tv_high": None})
+    ours, _ = gradient(policy_of(model, mesh), 64, algorithm)
+    close(ours, by_hand(plain(model), make_samples(), algorithm.is_cap))
+
+
+LOSSES = [
+    {"loss": "dppo", "behaviour_kl": 0.1, "entropy_bonus": 0.1},
+    {"loss": "gspo", "clip_low": 0.2},
+    {"loss": "decoupled", "aggregation": "sequence", "advantage": "batch_std"},
+    {"loss": "decoupled", "proximal": "loglinear"},
+    {
+        "loss": "m2po",
+        "aggregation": "prompt",
+        "advantage": "reinforce_baseline",
+        "overlong": "soft",
+        "overlong_buffer": 10,
+    },
+    {"loss": "topr", "aggregation": "constant", "overlong": "mask"},
+]
+
+
+@pytest.mark.parametrize("options", LOSSES, ids=lambda options: f"{options['loss']}-{len(options)}")
+def test_packing_changes_nothing(tmp_path: Path, mesh, options: dict) -> None:
+    algorithm = AlgorithmConfig(**options)
+    policy = policy_of(tiny_model(tmp_path), mesh, entropy_gradient=algorithm.entropy_bonus > 0)
+    one, sums = gradient(policy, 10**6, algorithm)
+    assert all(g.norm() > 0 for name, g in one.items() if "k_proj.bias" not in name)
+    many, parts = gradient(policy, 30, algorithm)
+    close(one, many)
+    shuffled, _ = gradient(policy, 64, algorithm, make_samples()[::-1])
+    close(one, shuffled)
+    for name, value in sums.items():
+        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
+    """Two processes over gloo against this one: even parts, uneven ones, and a rank without any sample."""
+    model = tiny_model(tmp_path / "model", tied=True)
+    want, _ = gradient(policy_of(model, mesh), 64)
+    cuts = [[12, 12], [20, 4], [24, 0], [0, 24]]
+    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6])
+    found = torch.load(tmp_path / "gradients.pt")
+    assert len(found) == 8
+    for got in found.values():
+        close(got, want)
+
+
+def test_activation_checkpointing_and_temperature(tmp_path: Path, mesh) -> None:
+    model = tiny_model(tmp_path)
+    keep = LEARNER.model_copy(update={"activation_checkpointing": "none"})
+    one, _ = gradient(policy_of(model, mesh, temperature=0.7), 64)
+    two, _ = gradient(policy_of(model, mesh, keep, temperature=0.7), 64)
+    close(one, two)
+    hot, _ = gradient(policy_of(model, mesh, keep, temperature=2.0), 64)
+    assert any((one[name] - hot[name]).norm() > 0.1 * one[name].norm() for name in one)
+
+
+def test_reference_model(tmp_path: Path, mesh) -> None:
+    """The penalty is 0 at the initial weights and pulls once they have moved."""
+    model = tiny_model(tmp_path)
+    algorithm = ALGORITHM.model_copy(update={"reference_kl": 0.5})
+    policy, reference = policy_of(model, mesh), policy_of(model, mesh, frozen=True)
+    step = algorithm_of(policy, 64, algorithm, reference=reference)
+    entries = make_samples()
+    first = step.step(policy, cut(entries, 3, [len(entries)], 0))
+    second = step.step(policy, cut(entries, 3, [len(entries)], 0))
+    assert first["reference/k3"] == pytest.approx(0, abs=1e-6)
+    assert second["reference/k3"] > 1e-5
+
+
+def test_training_raises_what_is_rewarded(tmp_path: Path, mesh) -> None:
+    """The loss of `reinforce` is a plain objective: minus the advantage-weighted log-probability."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    step, entries = algorithm_of(policy, 64, AlgorithmConfig(loss="reinforce")), make_samples()
+    losses = [step.step(policy, cut(entries, 3, [len(entries)], 0))["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_metrics(tmp_path: Path, mesh) -> None:
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    entries = make_samples()
+    figures = algorithm_of(policy, 30).step(policy, cut(entries, 3, [len(entries)], 0))
+    rewards = torch.tensor([x for entry in entries[::4] for x in entry.rewards], dtype=torch.float64)
+    assert figures["reward/mean"] == pytest.approx(float(rewards.mean()))
+    assert figures["reward/std"] == pytest.approx(float(rewards.std(correction=0)))
+    assert figures["sample/right"] == pytest.approx(float(rewards.mean()))
+    assert (figures["age/mean"], figures["age/max"], figures["samples"]) == (2.0, 2.0, 24.0)
+    assert figures["gradient/norm"] > 0 and figures["gradient/skipped"] == 0
+    assert figures["lr"] == LEARNER.lr  # version 3 is beyond warm-up
+    assert {
+        "entropy/mean",
+        "mismatch/k3_fresh",
+        "offpolicy/k3",
+        "ess/token",
+        "length/mean",
+        "length/truncated",
+    } <= figures.keys()
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path, mesh) -> None:
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    step, entries = algorithm_of(policy, 64), make_samples()
+    step.step(policy, cut(entries, 3, [len(entries)], 0))
+    before, moments = world.weights(policy), step.optimizer.adamw.state_dict()["state"][0]["step"].clone()
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 64)
+    step.backward(policy, batch)
+    next(policy.parameters()).grad.to_local()[0] = torch.nan
+    figures = step.optimizer.update(3)
+    assert figures["gradient/skipped"] == 1 and "gradient/norm" not in figures
+    assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(policy).items())
+    assert step.optimizer.adamw.state_dict()["state"][0]["step"] == moments
+    assert next(policy.parameters()).grad is None
+    assert step.step(policy, cut(entries, 3, [len(entries)], 0))["gradient/skipped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", {0: 0.005, 1: 0.01, 2: 0.01, 9: 0.01}),
+        ("linear", {0: 0.005, 2: 0.01, 9: 0.001}),
+        ("cosine", {1: 0.01, 2: 0.01, 9: 0.001}),
+    ],
+)
+def test_learning_rate(tmp_path: Path, mesh, schedule: str, rates: dict[int, float]) -> None:
+    learner = LEARNER.model_copy(update={"schedule": schedule})
+    optimizer = Optimizer(policy_of(tiny_model(tmp_path), mesh), learner, versions=10)
+    assert {version: pytest.approx(optimizer.rate(version)) for version in rates} == rates
+    falling = [optimizer.rate(version) for version in range(2, 10)]
+    assert falling == sorted(falling, reverse=True)

@@ -1,0 +1,85 @@
+"""`python -m rollout evaluate`: what it prints, what it writes, what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.load import ConfigError, load
+from examples.countdown.make_model import make_tokenizer
+from examples.countdown.make_problems import parse, write
+from rollout import evaluate
+from rollout.parts import Parts
+from rollout.prompts import Prompts
+from rollout.rewards.pool import RewardPool
+from rollout.tasks import single_turn
+from tests.fakes import FakeEngine
+
+RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
+
+
+def rows(*problems: tuple[str, int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{numbers}={target}\n"}],
+            "reward_model": {"ground_truth": {"numbers": [int(n) for n in numbers.split()], "target": target}},
+        }
+        for numbers, target in problems
+    ]
+
+
+async def test_judging_is_greedy_and_counts_what_failed(capsys: pytest.CaptureFixture[str]):
+    config, tokenizer = load([str(RUN)]), make_tokenizer()
+    engine = FakeEngine(lambda prompt: tokenizer.encode("<answer>1+2</answer>"))
+    parts = Parts(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
+    problems = rows(("1 2", 3), ("2 2", 4), ("2 1", 3), ("1 2 3 4 5 6 7 8", 9))
+    async with parts.rewards:
+        before, after = await evaluate.judge(config, parts, engine, problems, [Path("before"), Path("after")])
+    assert engine.temperatures == {0.0} and engine.loaded == [Path("before"), Path("after")]
+    assert (before["model"], before["problems"], before["failed"]) == ("before", 4, 1)
+    assert before["solved"] == pytest.approx(2 / 3) and before["reward"] == pytest.approx(2.1 / 3)
+    assert before["reasons"] == ["prompt of 18 tokens; data.max_prompt_tokens is 12"]
+    assert [example["reward"] for example in before["examples"]] == [1.0, 0.1]
+    assert before["examples"][0]["answer"] == "<answer>1+2</answer>" and after["reward"] == before["reward"]
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "problems", "reward", "solved", "failed"]
+    assert [line.split() for line in lines] == [[m, "4", "0.700", "0.667", "1"] for m in ("before", "after")]
+
+
+def test_the_command_line_is_folders_a_report_and_the_run_file():
+    argv = ["run.yaml", "--batch.groups=4", "--models", "a", "b/c", "--out", "r.json", "more.yaml"]
+    assert evaluate.arguments(argv) == (
+        [Path("a"), Path("b/c")],
+        Path("r.json"),
+        ["run.yaml", "--batch.groups=4", "more.yaml"],
+    )
+    assert evaluate.arguments(["--models", "a", "--run.seed=1", "run.yaml"]) == (
+        [Path("a")],
+        None,
+        ["--run.seed=1", "run.yaml"],
+    )
+
+
+def test_nothing_to_judge_is_refused(tmp_path: Path):
+    config = load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"])
+    with pytest.raises(ConfigError, match=r"--models: name one or more folders"):
+        evaluate.wanted(config, [])
+    with pytest.raises(ConfigError, match=r"no config.json there"):
+        evaluate.wanted(config, [tmp_path])
+    with pytest.raises(ConfigError, match=r"data.eval: null"):
+        evaluate.wanted(load([str(RUN), "--data.eval=null"]), [tmp_path])
+
+
+def test_the_rows_are_the_eval_file_s(tmp_path: Path):
+    write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
+    (tmp_path / "config.json").write_text("{}")
+    assert len(evaluate.wanted(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])) == 7
+
+
+def test_a_missing_eval_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        evaluate.main(
+            [str(RUN), f"--data.eval={tmp_path / 'none.parquet'}", f"--model.path={tmp_path}", "--models", "a"]
+        )
+    assert caught.value.code == 2
+    assert f"data.eval: {tmp_path / 'none.parquet'}: no such file" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""`roll` and `follow` against stand-ins for buffer, engine and learner."""
+
+import asyncio
+
+import pytest
+
+from buffer.protocol import Item
+from rollout.episode import Episodes, sampler
+from rollout.loop import follow, roll
+from rollout.places import Places
+from rollout.tasks import single_turn
+from tests.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
+
+STOP = ord(".")
+
+
+def items(*problems: str) -> list[Item]:
+    return [
+        Item(item=index, lease=100 + index, version=0, problem={"problem": problem, "answer": "ok."})
+        for index, problem in enumerate(problems)
+    ]
+
+
+def parts(answer: str = "ok.") -> tuple[FakeEngine, Episodes]:
+    engine = FakeEngine(lambda prompt: [ord(character) for character in answer])
+    return engine, Episodes(FakePrompts(), single_turn, sampler(engine, 8, 1.0, [STOP]), FakeRewards(), 3)
+
+
+async def test_every_item_becomes_a_group_until_the_buffer_has_no_more():
+    buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
+    buffer.end()
+    _, episodes = parts()
+    await asyncio.wait_for(roll(buffer, episodes, Places(2)), 5)
+    assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
+    assert all(len(group) == 3 for group in buffer.put_groups.values())
+    assert max(buffer.rooms) == 2 and buffer.failures == {}
+
+
+async def test_no_more_groups_are_in_flight_than_there_are_places():
+    buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
+    engine, episodes = parts()
+    engine.gate.clear()
+    rolling = asyncio.create_task(roll(buffer, episodes, Places(2)))
+    await asyncio.sleep(0.05)
+    assert engine.running == 2 * 3 and len(buffer.items) == 3
+    engine.gate.set()
+    buffer.end()
+    await asyncio.wait_for(rolling, 5)
+    assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
+
+
+async def test_places_given_back_are_asked_for():
+    buffer = FakeBuffer(items("a"))
+    _, episodes = parts()
+    rolling = asyncio.create_task(roll(buffer, episodes, Places(4)))
+    await asyncio.sleep(0.05)
+    assert buffer.rooms[:2] == [4, 3]
+    buffer.add(*items("b"))
+    buffer.end()
+    await asyncio.wait_for(rolling, 5)
+    assert buffer.rooms[-1] in (3, 4)
+
+
+async def test_a_permanent_failure_is_reported_and_the_rest_goes_on():
+    buffer = FakeBuffer(items("a", "x" * 21, "b"))
+    buffer.end()
+    _, episodes = parts()
+    await asyncio.wait_for(roll(buffer, episodes, Places(3)), 5)
+    assert buffer.failures == {1: ("prompt of 21 tokens", True)}
+    assert sorted(buffer.put_groups) == [0, 2]
+
+
+async def test_a_dead_engine_ends_the_loop_with_its_cause():
+    class Dead(RuntimeError):
+        pass
+
+    def die(prompt: list[int]) -> list[int]:
+        raise Dead("vLLM died")
+
+    engine = FakeEngine(die)
+    episodes = Episodes(FakePrompts(), single_turn, sampler(engine, 8, 1.0, [STOP]), FakeRewards(), 3)
+    buffer = FakeBuffer(items("a"))
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(roll(buffer, episodes, Places(1)), 5)
+    assert caught.group_contains(Dead, match="vLLM died")
+    assert buffer.failures == {} and buffer.put_groups == {}
+
+
+async def test_follow_loads_each_policy_while_the_engine_is_paused():
+    engine, _ = parts()
+    weights = FakeWeights([0, 1, 4])
+    following = asyncio.create_task(follow(weights, engine))
+    await asyncio.sleep(0.02)
+    following.cancel()
+    assert weights.trail == ["load 0", "loaded 0", "load 1", "loaded 1", "load 4", "loaded 4"]
+    assert engine.version == 4 and engine.pauses == 3
+
+
+async def test_the_version_is_the_policy_s_before_generation_resumes():
+    seen: list[int] = []
+
+    class Watching(FakeEngine):
+        def paused(self):  # type: ignore[override]
+            engine = self
+
+            class Pause:
+                async def __aenter__(self):
+                    return None
+
+                async def __aexit__(self, *error):
+                    seen.append(engine.version)
+
+            return Pause()
+
+    following = asyncio.create_task(follow(FakeWeights([3, 5]), Watching(list)))
+    await asyncio.sleep(0.02)
+    following.cancel()
+    assert seen == [3, 5]

@@ -1,0 +1,96 @@
+"""Tasks by name and from users' files; prompts from rows."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.load import load
+from configs.schema import Config
+from examples.countdown.make_model import make_tokenizer
+from rollout.episode import EpisodeError
+from rollout.prompts import Prompts, load_tokenizer
+from rollout.tasks import load_task, single_turn
+
+CHAT = [{"role": "user", "content": "8 6 4=2\n"}]
+
+
+def config(*overrides: str, folder: Path | None = None) -> Config:
+    path = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
+    return load([str(path), *([f"--model.path={folder}"] if folder else []), *overrides])
+
+
+def prompts(*overrides: str) -> Prompts:
+    return Prompts(make_tokenizer(), config(*overrides))
+
+
+def test_tasks_have_names_or_files(tmp_path: Path):
+    assert load_task("single_turn") is single_turn
+    (tmp_path / "tools.py").write_text("async def play(problem, generate): ...\n")
+    assert load_task(f"{tmp_path}/tools.py:play").__name__ == "play"
+    with pytest.raises(ValueError, match=r"rollout.task: 'two_turns' is neither one of single_turn nor path"):
+        load_task("two_turns")
+
+
+def test_chat_rows_become_tokens():
+    made = prompts()
+    tokens = made.tokens({"prompt": CHAT})
+    assert len(tokens) == 8 and made.text(tokens) == "8 6 4=2\n"
+
+
+def test_text_rows_are_wrapped_by_template_and_system_prompt(tmp_path: Path):
+    template = tmp_path / "prompt.jinja"
+    template.write_text("{{ content | trim }} = ?\n")
+    made = prompts(f"--data.format_prompt={template}", "--data.system_prompt=Count.", "--data.max_prompt_tokens=30")
+    assert made.messages({"problem": "  1+1 ", "answer": "2"}) == [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": "1+1 = ?"},
+    ]
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "1"}]
+    assert made.messages({"prompt": own})[0]["content"] == "Mine."
+    assert own[1]["content"] == "1"
+
+
+def test_a_prompt_beyond_the_limit_is_a_permanent_failure_with_both_numbers():
+    with pytest.raises(EpisodeError, match=r"prompt of 13 tokens; data.max_prompt_tokens is 12") as caught:
+        prompts().tokens({"prompt": [{"role": "user", "content": "1" * 13}]})
+    assert caught.value.permanent
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [({"question": "?"}, "neither prompt nor problem, but question"), ({"problem": "?", "images": [1]}, "images")],
+)
+def test_rows_that_cannot_be_sampled_are_permanent_failures(row: dict, words: str):
+    with pytest.raises(EpisodeError, match=words) as caught:
+        prompts().tokens(row)
+    assert caught.value.permanent
+
+
+def test_stops_are_single_tokens_and_the_end_is_one_of_them():
+    tokenizer = make_tokenizer()
+    assert prompts().stops == [tokenizer.convert_tokens_to_ids("</answer>"), tokenizer.eos_token_id]
+    with pytest.raises(
+        ValueError, match=r"sampling.stop: 'the end' is 7 tokens of this tokenizer; a stop is a single one"
+    ):
+        prompts("--sampling.stop=[the end]")
+
+
+def test_templates_and_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path):
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{{ content")
+    with pytest.raises(ValueError, match=r"data.format_prompt: .*broken.jinja:1: "):
+        prompts(f"--data.format_prompt={broken}")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"model.path: the tokenizer in .* has no chat template"):
+        Prompts(tokenizer, config())
+    with pytest.raises(ValueError, match=r"model.path: no tokenizer can be loaded from"):
+        load_tokenizer(config(folder=tmp_path))
+
+
+def test_the_chat_template_s_own_refusal_is_a_permanent_failure():
+    made = prompts()
+    made.tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(EpisodeError, match=r"the chat template refuses the row: no system messages") as caught:
+        made.tokens({"prompt": CHAT})
+    assert caught.value.permanent

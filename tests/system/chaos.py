@@ -1,0 +1,230 @@
+"""`python -m tests.system.chaos --kills 200 --seed 0`: runs whose processes are killed at random moments, then audited.
+
+The buffer is `python -m buffer` itself; servers and learner have their real loops and ends of the wire, with stand-ins
+for vLLM and the model (`chaos_rollout.py`, `chaos_learner.py`). Each death is answered with a restart at once. A few
+servers are frozen instead, for longer than their leases, and come back late. When the kills are done the run goes on to
+its own end; then `chaos_audit.py` reads the ledger. Prints one line; exit code 1 and the finding if something is wrong.
+"""
+
+import argparse
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.system.chaos_audit import Counts, Finding, audit
+from tests.system.chaos_run import SERVERS, VARIANTS, Run, Variant
+from tests.system.toy import ROOT
+
+MARK = "HEADRACE_CHAOS"
+"""In the environment of every process of a run, and of what those start."""
+GROUPS_A_KILL, SPARE = 16, 160
+"""Size of a run: so that it does not end before its kills."""
+FROZEN_S = 2.6
+"""Longer than a lease, 5 heartbeats of 0.4 s."""
+FINISH_S, PATIENCE_S = 90.0, 6.0
+"""A run gets so much, and so much for each kill, before it counts as stuck."""
+LAST_S = 10.0
+"""After the learner has ended: for servers to end by themselves, and for orphans to notice that they are."""
+
+
+class Chaos:
+    """One run: starts everything, kills, restarts, waits for the end."""
+
+    def __init__(self, run: Run, batches: int, kills: int, seed: int) -> None:
+        self.run, self.batches, self.wanted, self.random = (
+            run,
+            batches,
+            kills,
+            random.Random(f"{seed}/{run.folder.name}"),
+        )
+        self.mark = uuid.uuid4().hex
+        self.kills: Counter[str] = Counter()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.ended: set[str] = set()
+        self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.pace_s = 1.0
+        self.thaws: list[threading.Timer] = []
+        folder = str(run.folder)
+        rollout = ["tests.system.chaos_rollout", folder]
+        self.commands = {
+            "buffer": ["buffer", str(run.file)],
+            "learner": ["tests.system.chaos_learner", folder],
+            **{f"rollout-{number}": [*rollout, f"rollout-{number}"] for number in range(SERVERS)},
+        }
+
+    def go(self) -> None:
+        """From the first start to the last end. Raises Finding; leaves no process behind either way."""
+        limit = time.monotonic() + FINISH_S + PATIENCE_S * self.wanted
+        try:
+            began = time.monotonic()
+            for name in self.commands:
+                self.start(name)
+            self.first_batch(limit)
+            self.pace_s = (time.monotonic() - began) / 3  # kills leave time to start, however slow the machine is
+            self.storm(limit)
+            self.run.calm.touch()
+            self.settle(limit)
+        finally:
+            for timer in self.thaws:
+                timer.cancel()
+            left = self.end()
+        if left:
+            raise Finding(f"orphans {LAST_S:g} s after everything ended: {left}")
+
+    def start(self, name: str) -> None:
+        environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", *self.commands[name]]
+        with self.run.log(name).open("ab") as log:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        self.processes[name] = process
+        threading.Thread(target=lambda: self.events.put((name, process.wait())), daemon=True).start()
+
+    def first_batch(self, limit: float) -> None:
+        while not self.run.journal.exists():
+            self.attend(0.2, limit)
+
+    def storm(self, limit: float) -> None:
+        while self.kills.total() < self.wanted:
+            due = time.monotonic() + self.pace_s * self.random.expovariate(1)
+            while (wait_s := due - time.monotonic()) > 0 and self.progress() <= (self.kills.total() + 1) / self.wanted:
+                self.attend(min(wait_s, 0.2), limit)
+            self.strike()
+
+    def progress(self) -> float:
+        """Share of the run that was trained, its last quarter apart: that is for the end after the kills."""
+        lines = self.run.journal.read_text().splitlines()
+        return len(lines) / (0.75 * self.batches)
+
+    def settle(self, limit: float) -> None:
+        while "learner" not in self.ended:
+            self.attend(1.0, limit)
+        due = time.monotonic() + LAST_S
+        while len(self.ended) < len(self.commands) - 1:
+            if time.monotonic() > due:  # started too late to hear of a policy from a learner that is done
+                for name in self.commands.keys() - self.ended - {"buffer"}:
+                    self.processes[name].terminate()
+                due = limit
+            self.attend(0.5, limit)
+        self.processes["buffer"].terminate()
+        while "buffer" not in self.ended:
+            self.attend(1.0, limit)
+
+    def attend(self, wait_s: float, limit: float) -> None:
+        """Wait for the next death, at most `wait_s`, and answer it."""
+        if time.monotonic() > limit:
+            raise Finding(f"the run is stuck after {self.kills.total()} kills:\n{self.stats()}")
+        try:
+            name, code = self.events.get(timeout=wait_s)
+        except queue.Empty:
+            return
+        if code == -signal.SIGKILL:
+            self.kills[name.partition("-")[0]] += 1
+            self.start(name)
+        elif code == 0 or (code == -signal.SIGTERM and "learner" in self.ended):
+            self.ended.add(name)
+            if self.kills.total() < self.wanted:
+                raise Finding(f"{name} ended after {self.kills.total()} kills: the run is too short, or lost something")
+        else:
+            log = self.run.log(name).read_text(errors="replace").splitlines()
+            raise Finding(f"{name} ended by itself with code {code}:\n" + "\n".join(log[-20:]))
+
+    def strike(self) -> None:
+        servers = [name for name in self.commands if name.startswith("rollout")]
+        if self.random.random() < 0.1:
+            self.freeze(self.random.choice(servers))
+        targets = ["buffer", "learner", self.random.choice(servers)]
+        both = self.random.random() < 0.2 and self.kills.total() + 2 <= self.wanted
+        struck = self.random.sample(targets, 2 if both else 1)
+        for name in struck:
+            self.processes[name].kill()
+        before = self.kills.total()
+        while self.kills.total() < before + len(struck):
+            self.attend(10.0, time.monotonic() + 10.0)
+
+    def freeze(self, name: str) -> None:
+        process = self.processes[name]
+        process.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(FROZEN_S, process.send_signal, [signal.SIGCONT])
+        self.thaws.append(timer)
+        timer.start()
+
+    def stats(self) -> str:
+        command = [sys.executable, "-m", "buffer", "stats", str(self.run.file)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.stdout + done.stderr
+
+    def end(self) -> list[str]:
+        """Kill what still runs of ours, and return who of theirs outlives it."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        _, left = psutil.wait_procs(list(self.left()), timeout=LAST_S)
+        lines = [" ".join(process.cmdline()) for process in left]
+        for process in left:
+            process.kill()
+        return lines
+
+    def left(self) -> Iterator[psutil.Process]:
+        """Living processes of this run."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark:
+                    yield process
+
+
+def chaos(folder: Path, variant: Variant, kills: int, seed: int) -> tuple[Counter[str], Counts]:
+    """One run in `folder` with so many kills. Raises Finding."""
+    groups = GROUPS_A_KILL * kills + SPARE
+    run = Run.make(folder, variant, groups, seed)
+    it = Chaos(run, groups // variant.groups, kills, seed)
+    it.go()
+    return it.kills, audit(run)
+
+
+def summary(kills: Counter[str], counts: Counts) -> str:
+    """The line that is printed."""
+    by = f"buffer {kills['buffer']}, servers {kills['rollout']}, learner {kills['learner']}"
+    return (
+        f"{kills.total()} kills ({by}), {counts.trained} groups trained in {counts.batches} batches, "
+        f"{counts.replayed} repeated alike, {counts.dropped} dropped with a reason, {counts.open} open at the end of "
+        f"the versions, {counts.samples} samples parsed, oldest token of age {counts.oldest}, no orphan: audit clean"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """All variants, the kills shared out among them; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m tests.system.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    wanted = parser.parse_args(argv)
+    kills, counts, folder = Counter[str](), Counts(), Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    for number, variant in enumerate(VARIANTS):
+        share = (wanted.kills + number) // len(VARIANTS)
+        try:
+            its, found = chaos(folder / variant.name, variant, share, wanted.seed)
+        except Finding as finding:
+            print(f"{variant.name}, seed {wanted.seed}: {finding}\nEverything is in {folder / variant.name}")
+            return 1
+        print(f"{variant.name:<12} {summary(its, found)}", flush=True)
+        kills, counts = kills + its, counts.plus(found)
+    print(summary(kills, counts))
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

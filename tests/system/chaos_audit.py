@@ -1,0 +1,219 @@
+"""The audit after a chaos run: the ledger's file against the learner's journal, checkpoints and problems. Reads only.
+
+`audit` returns what it counted; `Finding` says what is wrong. Nothing here trusts the buffer's own code but
+`Sample.unpack`: rows are read with SQLite.
+"""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from buffer.protocol import Sample
+from configs.schema import Config
+from tests.system.chaos_learner import digest_of, following
+from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row
+
+LOST = ("was restarted", "was not heard of for", "lost: its server does not know", "could not be trained within")
+"""Why a lease may end through no fault of its problem."""
+ZERO_VARIANCE = "zero variance"
+
+
+class Finding(AssertionError):
+    """Something that must not be; the text says what."""
+
+
+@dataclass
+class Counts:
+    """What was looked at."""
+
+    trained: int = 0
+    dropped: int = 0
+    open: int = 0
+    batches: int = 0
+    replayed: int = 0
+    samples: int = 0
+    discarded: int = 0
+    oldest: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sum; of `oldest` the larger one."""
+        numbers = {name: getattr(self, name) + getattr(other, name) for name in vars(self) if name != "oldest"}
+        return Counts(**numbers, oldest=max(self.oldest, other.oldest))
+
+
+def audit(run: Run) -> Counts:
+    """Raises Finding for the first thing that is wrong."""
+    config, counts = run.config(), Counts()
+    with closing(sqlite3.connect(f"{run.ledger.as_uri()}?mode=ro", uri=True)) as db:
+        db.row_factory = sqlite3.Row
+        (fine,) = db.execute("PRAGMA integrity_check").fetchone()
+        need(fine == "ok", f"SQLite's own check: {fine}")
+        items = {found["item"]: found for found in db.execute("SELECT * FROM items ORDER BY item")}
+        _problems(items, config, counts)
+        _samples(db, items, config, counts)
+        _totals(db, items, counts)
+        _batches(db, items, config, run, counts)
+    return counts
+
+
+def need(right: bool, otherwise: str) -> None:
+    """Raises Finding(otherwise) unless `right`."""
+    if not right:
+        raise Finding(otherwise)
+
+
+def _problems(items: dict[int, Any], config: Config, counts: Counts) -> None:
+    """Each problem of each epoch once; trained, or dropped for a reason that fits it, or open where versions end it."""
+    with config.data.train.open() as file:
+        rows = sum(1 for _ in file)
+    need(list(items) == list(range(len(items))), "items are not numbered without gaps")
+    need(
+        all(item["epoch"] == number // rows for number, item in items.items()),
+        "an item of an epoch it does not belong to",
+    )
+    for number, times in Counter((item["epoch"], item["row"]) for item in items.values()).items():
+        need(times == 1, f"problem {number[1]} of epoch {number[0]} was dispatched as {times} items")
+    epochs = config.data.epochs
+    need(epochs is None or len(items) == rows * epochs, f"{len(items)} items of {rows} problems in {epochs} epochs")
+    for item in items.values():
+        if item["state"] == "trained":
+            counts.trained += 1
+        elif item["state"] == "dropped":
+            counts.dropped += 1
+            _dropped(item, config, counts)
+        else:
+            counts.open += 1
+            need(epochs is None, f"item {item['item']} is left {item['state']} although the problems are used up")
+
+
+def _dropped(item: Any, config: Config, counts: Counts) -> None:
+    kind, reason, attempts = kind_of(item["row"]), item["reason"], item["attempts"]
+    what = f"item {item['item']} ({kind}) was dropped at attempt {attempts}: {reason or 'without a reason'}"
+    counts.reasons[kind] += 1
+    if kind in PERMANENT and PERMANENT[kind] in reason:
+        return
+    if reason == ZERO_VARIANCE:
+        need(config.batch.skip_zero_variance and item["samples"] > 0, what)
+        return
+    known = (*LOST, *HOPELESS.values())
+    need(any(word in reason for word in known) and attempts == config.rollout.attempts and not item["samples"], what)
+
+
+def _samples(db: sqlite3.Connection, items: dict[int, Any], config: Config, counts: Counts) -> None:
+    """Every group whole, every sample sound and of its problem, sums right, no token older than the bound."""
+    stored: dict[int, list[Any]] = {}
+    for found in db.execute("SELECT * FROM samples ORDER BY item, idx"):
+        stored.setdefault(found["item"], []).append(found)
+    for number, item in items.items():
+        rows = stored.pop(number, [])
+        what = f"item {number} ({item['state']})"
+        need(len(rows) == item["samples"], f"{what} has {len(rows)} samples, {item['samples']} were counted")
+        wanted = config.batch.samples if item["state"] in ("trained", "batched", "stored") else len(rows)
+        need(len(rows) == wanted, f"{what} has {len(rows)} samples of {wanted}")
+        for name in ("tokens", "sampled", "truncated"):
+            total = sum(found[name] for found in rows)
+            need(total == item[name], f"{what}: {name} {item[name]}, of its samples {total}")
+        need(sum(len(found["data"]) for found in rows) == item["bytes"], f"{what}: bytes are wrong")
+        counts.samples += len(rows)
+        for found in rows:
+            _sample(found, item, what, config, counts)
+        if item["state"] == "trained" and config.batch.skip_zero_variance:
+            need(len({found["reward"] for found in rows}) > 1, f"{what} has equal rewards and was trained")
+        hopeless = kind_of(item["row"]) in {**HOPELESS, **PERMANENT}
+        need(not (rows and hopeless), f"{what} became a group, and could not")
+    need(not stored, f"samples of items that are not there: {sorted(stored)[:5]}")
+
+
+def _sample(found: Any, item: Any, what: str, config: Config, counts: Counts) -> None:
+    sample = Sample.unpack(found["data"])
+    sampled = sample.sampled.numpy().astype(bool)
+    tokens = sample.tokens.numpy()
+    prompt = "".join(map(chr, tokens[~sampled]))
+    need(prompt == row(item["row"])["problem"], f"{what} holds an answer to {prompt!r}")
+    seen = (len(tokens), int(sampled.sum()), sample.reward)
+    need(seen == (found["tokens"], found["sampled"], found["reward"]), f"{what}: sample {found['idx']} is not its row")
+    equal = kind_of(item["row"]) == SAME
+    need(sample.reward == (1.0 if equal else float(sample.answer.rpartition("=")[2])), f"{what}: a foreign reward")
+    if item["state"] == "trained":
+        age = item["batch"] - int(np.min(sample.versions.numpy()[sampled]))
+        counts.oldest = max(counts.oldest, age)
+        bound = config.batch.max_staleness
+        where = f"dispatched at {item['version']}, trained in batch {item['batch']}"
+        need(age <= bound, f"{what}, {where}, has a token of age {age}, the bound is {bound}")
+
+
+def _totals(db: sqlite3.Connection, items: dict[int, Any], counts: Counts) -> None:
+    """The running totals are the sums over the rows."""
+    names = ("groups", "samples", "tokens", "sampled", "truncated")
+    totals: dict[str, Counter[str]] = {}
+    for found in db.execute("SELECT * FROM totals"):
+        totals.setdefault(found["what"], Counter()).update({name: found[name] for name in names})
+
+    def add(states: tuple[str, ...], generated: bool = False) -> Counter[str]:
+        sums: Counter[str] = Counter()
+        for item in items.values():
+            if item["state"] in states and (item["samples"] or not generated):
+                sums.update({name: 1 if name == "groups" else item[name] for name in names})
+        return sums
+
+    have = {what: totals.get(what, Counter()) for what in ("trained", "dropped", "age", "generated", "discarded")}
+    counts.discarded = have["discarded"]["groups"]
+    everything = ("trained", "dropped", "stored", "batched")
+    wanted = {
+        "trained": add(("trained",)),
+        "dropped": add(("dropped",)),
+        "age": add(("trained", "batched")),
+        "generated": add(everything, generated=True) + have["discarded"],
+    }
+    for what, sums in wanted.items():
+        need(+have[what] == +sums, f"totals of {what}: {dict(have[what])}, of the rows {dict(sums)}")
+
+
+def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run: Run, counts: Counts) -> None:
+    """The learner's sequence is the ledger's, to the byte, however often a version was repeated."""
+    journal = list(_journal(run))
+    counts.batches = len({line["version"] for line in journal})
+    counts.replayed = len(journal) - counts.batches
+    members: dict[int, list[int]] = {}
+    for number, item in items.items():
+        if item["state"] == "trained":
+            members.setdefault(item["batch"], []).append(number)
+    need(sorted(members) == list(range(len(members))), "the versions of the batches have gaps")
+    marks = dict(db.execute("SELECT version, trained FROM batches").fetchall())
+    need(marks == dict.fromkeys(members, 1), "table batches is not what the items say")
+    need({line["version"] for line in journal} == set(members), "the learner's versions are not the ledger's")
+    sizes = [len(members[version]) for version in sorted(members)]
+    need(all(size == config.batch.groups for size in sizes[:-1]), f"batches of {Counter(sizes)} groups")
+    digests, policies = {}, [""]
+    for version in sorted(members):
+        query = f"SELECT item, idx, data FROM samples WHERE item IN ({','.join(map(str, members[version]))})"
+        digests[version] = digest_of(tuple(found) for found in db.execute(query))
+        policies.append(following(policies[-1], digests[version]))
+        old = [number for number in members[version] if items[number]["version"] + config.batch.max_staleness < version]
+        need(not old, f"batch {version} has items {old} beyond the bound")
+    for line in journal:
+        version = line["version"]
+        need(
+            line["items"] == members[version], f"batch {version}: {line['items']} were trained, not {members[version]}"
+        )
+        need(line["digest"] == digests[version], f"batch {version}: other bytes were trained than the ledger has")
+        need(line["policy"] == policies[version + 1], f"version {version + 1} is not the policy of these batches")
+    last = max(run.checkpoints.glob("*.json"), key=lambda path: int(path.stem))
+    right = int(last.stem) == len(members) and json.loads(last.read_text()) == policies[-1]
+    need(right, f"the last checkpoint is {last.name}, or not of these {len(members)} batches")
+
+
+def _journal(run: Run) -> Iterator[dict[str, Any]]:
+    """What the learner trained, in order; a line that its death tore in two did not count."""
+    for line in run.journal.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue

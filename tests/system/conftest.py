@@ -1,0 +1,10 @@
+"""One toy for all system tests: problems and model are made once."""
+
+import pytest
+
+from tests.system.toy import Toy, make_toy
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return make_toy(tmp_path_factory.mktemp("toy"))

@@ -1,0 +1,105 @@
+"""Whole runs: the real processes with the real vLLM, started by the launcher, killed while they work, then audited."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from buffer.protocol import Sample
+from tests.system.toy import ROOT, Run, Toy, python
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 150.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
+        time.sleep(0.1)
+
+
+def audit(run: Run, versions: int, groups: int, staleness: int) -> None:
+    """What must hold after any run, however often something died in it."""
+    metrics = run.metrics()
+    assert [record["version"] for record in metrics] == list(range(1, versions + 1))
+    assert max(record["age/max"] for record in metrics) <= staleness
+    batches = run.query("select version, trained from batches order by version")
+    assert batches == [(version, 1) for version in range(versions)]
+    assert Counter(run.query("select batch from items where state = 'trained'")) == {
+        (v,): groups for v in range(versions)
+    }
+    assert run.query("select item from items where state = 'dropped'") == []
+    assert run.query("select max(batch - version) from items where state = 'trained'")[0][0] <= staleness
+    assert run.left_behind() == []
+
+
+def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
+    """Two ranks, staleness 4, every policy probed; SIGKILL to buffer, learner and server; then the export in vLLM."""
+    versions, run = 14, toy.run("kills")
+    settings = toy.settings("kills", f"--run.versions={versions}", "--learner.ranks=2", "--learner.checkpoint_every=2")
+    command = [sys.executable, "-m", "actors", "launch", *settings]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        try:
+            until(lambda: len(run.metrics()) >= 3, "third version")
+            assert run.kill("buffer") == 1
+            until(lambda: len(run.metrics()) >= 5, "fifth version")
+            assert run.kill("learner") >= 1
+            until(lambda: len(run.metrics()) >= 8, "eighth version")
+            assert run.kill("rollout") == 1
+            output, _ = launcher.communicate(timeout=240)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, output[-4000:]
+    audit(run, versions, groups=4, staleness=4)
+    metrics = run.metrics()
+    probes = [record["weights/probe"] for record in metrics if "weights/probe" in record]
+    assert len(probes) >= versions - 2 and max(probes) <= 1e-3
+    check_samples(run)
+    final = run.path / "checkpoints" / f"v{versions:06d}" / "huggingface"
+    report = run.path / "evaluation.json"
+    judged = python("rollout", "evaluate", run.path / "config.yaml", "--models", final, "--out", report)
+    assert judged.returncode == 0, judged.stderr[-4000:]
+    assert json.loads(report.read_text())["models"][0]["failed"] == 0
+
+
+def check_samples(run: Run) -> None:
+    """Each stored sample: versions where tokens were sampled, never beyond the policy its batch was trained on."""
+    rows = run.query("select batch, version, data from items join samples using (item) where state = 'trained'")
+    assert len(rows) == 14 * 16
+    for batch, dispatched, data in rows:
+        sample = Sample.unpack(data)
+        sampled, versions = sample.sampled.numpy() == 1, sample.versions.numpy()
+        assert (versions[~sampled] == -1).all()
+        stamps = versions[sampled]
+        assert (stamps[1:] >= stamps[:-1]).all() and stamps[0] >= dispatched and stamps[-1] <= batch
+        assert (sample.logprobs.numpy()[sampled] <= 0).all()
+
+
+def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
+    """In bfloat16: each batch is sampled under exactly the policy it trains.
+
+    SIGINT finishes and keeps the version in work; the same command then goes on, on the same ledger, to the end.
+    """
+    run = toy.run("synchronous")
+    settings = toy.settings("synchronous", "--run.versions=6", "--batch.max_staleness=0", "--model.dtype=bfloat16")
+    command = ["actors", "launch", *settings, "--weights.probe_tolerance=0.02"]
+    words = [sys.executable, "-m", *command]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        try:
+            until(lambda: len(run.metrics()) >= 2, "second version")
+            launcher.send_signal(signal.SIGINT)
+            output, _ = launcher.communicate(timeout=90)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 130, output[-3000:]
+    assert run.left_behind() == []
+    again = python(*command)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    audit(run, 6, groups=4, staleness=0)
+    assert run.query("select count(*) from items where state = 'trained' and version <> batch") == [(0,)]
+    assert max(record["weights/probe"] for record in run.metrics()) <= 0.02
