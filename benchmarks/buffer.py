@@ -10,9 +10,7 @@ import asyncio
 import json
 import os
 import platform
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,41 +26,24 @@ import numpy as np
 import uvloop
 import zmq
 
+from benchmarks.buffer_peers import (
+    GROUPS,
+    IN_FLIGHT,
+    SAMPLES,
+    TOKENS,
+    bare_zmq,
+    free_port,
+    packed,
+    ray_queue,
+    redis_read,
+    redis_streams,
+)
 from buffer.client import Client, Samples, heartbeats
-from buffer.protocol import Array, Item, Noted, Part, Sample, Take, Trained
+from buffer.protocol import Item, Noted, Part, Put, Stored, Take, Trained
 from configs.load import fingerprint, load
 from rollout.places import Places
 
-SAMPLES, TOKENS, GROUPS = 8, 1000, 32
-IN_FLIGHT = 16
-"""Groups that a server has in the making, as `rollout.groups_in_flight`."""
 RESULTS = Path(__file__).parent / "results"
-
-
-def group() -> list[Sample]:
-    """A group as a rollout server makes it: half prompt, half answer."""
-    sampled = np.arange(TOKENS) >= TOKENS // 2
-    sample = Sample(
-        tokens=Array.of(np.arange(TOKENS, dtype=np.int32)),
-        sampled=Array.of(sampled.astype(np.uint8)),
-        logprobs=Array.of(np.where(sampled, -0.5, 0).astype(np.float32)),
-        versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
-        reward=1.0,
-        finish="stop",
-        answer="x" * 2 * TOKENS,
-    )
-    return [sample] * SAMPLES
-
-
-GROUP = group()
-PACKED = [sample.pack() for sample in GROUP]
-BYTES = b"".join(PACKED)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ours
@@ -80,6 +61,7 @@ class Traffic:
     version: int = 0
     taken: int = 0
     puts: list[float] = field(default_factory=list)
+    told: "asyncio.Task[Noted] | None" = None
 
     async def roll(self, client: Client, number: int) -> None:
         samples = Samples(client, lambda: self.version)
@@ -101,17 +83,21 @@ class Traffic:
             beating.cancel()
 
     async def put(self, samples: Samples, item: Item) -> None:
+        put = Put(server=samples.client.name, item=item.item, lease=item.lease, samples=packed(item.version))
         began = time.perf_counter()
-        await samples.put(item, GROUP)
+        await samples.client.expect(put, Stored)
+        samples.holding.discard(item.lease)
         self.puts.append(time.perf_counter() - began)
 
     async def learn(self, client: Client) -> None:
         while True:
             part = await client.expect(Take(version=self.version, rank=0, world=1), Part)
             self.taken += part.total_groups
-            trained = Trained(version=self.version, oldest_kept=self.version)
+            trained = client.expect(Trained(version=self.version, oldest_kept=self.version), Noted)
             self.version += 1
-            await client.expect(trained, Noted)
+            if self.told:
+                await self.told
+            self.told = asyncio.create_task(trained)  # as `buffer.client.Batches` does
 
     async def run(self) -> float:
         """Groups a second, Put to Take."""
@@ -140,19 +126,20 @@ def buffer(max_staleness: int = 4, groups: int = GROUPS) -> Iterator[tuple[str, 
     with tempfile.TemporaryDirectory(dir=".") as folder:
         rows = "".join(json.dumps({"problem": f"problem {row}", "answer": str(row)}) + "\n" for row in range(4096))
         Path(folder, "train.jsonl").write_text(rows)
+        address = f"tcp://127.0.0.1:{free_port()}"
         sections = {
             "run": {"name": "benchmark", "folder": folder, "versions": 10**6},
             "model": {"path": "none"},
             "data": {"train": f"{folder}/train.jsonl"},
             "reward": {"function": "math"},
             "batch": {"groups": groups, "samples": SAMPLES, "max_staleness": max_staleness},
-            "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "fsync": True},
+            "buffer": {"address": address, "fsync": True, "max_gib": 1e4, "max_message_mib": 4096},
         }
         config = Path(folder, "run.yaml")
         config.write_text(json.dumps(sections))
         running = subprocess.Popen([sys.executable, "-m", "buffer", str(config)], stderr=subprocess.DEVNULL)
         try:
-            yield sections["buffer"]["address"], fingerprint(load([str(config)]))
+            yield address, fingerprint(load([str(config)]))
         finally:
             running.send_signal(signal.SIGTERM)
             running.wait(30)
@@ -179,101 +166,15 @@ def put_with_open(num_open: int, seconds: float) -> float:
 
 async def _put_with_open(address: str, print_: str, num_open: int, seconds: float) -> float:
     async with Client(address, "rollout-0", "rollout", print_) as client:
-        samples, items = Samples(client, lambda: 0), []
+        samples, items = Samples(client, lambda: 0), list[Item]()
         while len(items) < num_open + 64:
             items += await samples.ask(min(1000, num_open + 64 - len(items))) or []
         began, number = time.perf_counter(), 0
         while number < 64 and time.perf_counter() - began < seconds:
-            await samples.put(items[number], GROUP)
+            put = Put(server=client.name, item=items[number].item, lease=items[number].lease, samples=packed())
+            await client.expect(put, Stored)
             number += 1
         return (time.perf_counter() - began) / number
-
-
-# the others: (groups a second) or the reason why not
-
-
-def bare_zmq(seconds: float) -> float:
-    """The limit: the same bytes over one PUSH/PULL pair between two processes, nothing kept."""
-    code = (
-        "import sys, zmq\ns = zmq.Context().socket(zmq.PUSH)\ns.connect(sys.argv[1])\n"
-        "b = bytes(int(sys.argv[2]))\nwhile 1: s.send(b)"
-    )
-    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
-        address = f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}"
-        sender = subprocess.Popen([sys.executable, "-c", code, address, str(len(BYTES))])
-        try:
-            return _rate(pull.recv, seconds)
-        finally:
-            sender.kill()
-            sender.wait()
-
-
-def redis_streams(seconds: float) -> float | str:
-    """XADD by one process, XREAD by another, append-only file with fsync at each commit, as ours."""
-    server = shutil.which("redis-server")
-    if not server:
-        return "absent: no redis-server on PATH (Debian: redis-server)"
-    try:
-        import redis
-    except ImportError:
-        return "absent: no redis-py"
-    port = free_port()
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", folder]
-        running = subprocess.Popen([server, "--port", str(port), *durable], stdout=subprocess.DEVNULL)
-        code = (
-            "import sys, redis\nr = redis.Redis(port=int(sys.argv[1]))\nb = bytes(int(sys.argv[2]))\n"
-            "while 1:\n p = r.pipeline(False)\n"
-            " for _ in range(8): p.xadd('s', {'g': b}, maxlen=512, approximate=True)\n"
-            " p.execute()"
-        )
-        client = redis.Redis(port=port, retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.1), 50))
-        client.ping()
-        sender = subprocess.Popen([sys.executable, "-c", code, str(port), str(len(BYTES))])
-        last, began, number = b"0", 0.0, 0
-        try:
-            while not began or time.monotonic() - began < seconds:
-                for _, entries in client.xread({"s": last}, count=8, block=5000):
-                    last, began = entries[-1][0], began or time.monotonic()
-                    number += len(entries)
-            return number / (time.monotonic() - began)
-        finally:
-            for process in (sender, running):
-                process.kill()
-                process.wait()
-
-
-def ray_queue(seconds: float) -> float | str:
-    """`ray.util.queue.Queue`: an actor holds the groups, nothing is durable."""
-    try:
-        import ray
-        from ray.util.queue import Queue
-    except ImportError:
-        return "absent: no ray"
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        queue = Queue(maxsize=64)
-
-        @ray.remote(num_cpus=0)
-        def send(groups: list[bytes]) -> None:
-            while True:
-                queue.put(groups)
-
-        task = send.remote(PACKED)
-        rate = _rate(queue.get, seconds)
-        ray.cancel(task, force=True)
-        return rate
-    finally:
-        ray.shutdown()
-
-
-def _rate(receive: Callable[[], Any], seconds: float) -> float:
-    receive()
-    began, number = time.monotonic(), 0
-    while time.monotonic() - began < seconds:
-        receive()
-        number += 1
-    return number / (time.monotonic() - began)
 
 
 # the report
@@ -284,15 +185,16 @@ def rows(seconds: float, only: set[str]) -> Iterator[dict[str, Any]]:
     mine = ours(seconds) * SAMPLES * TOKENS
     peers: dict[str, tuple[str, Callable[[float], float | str]]] = {
         "zmq": ("bare pyzmq PUSH/PULL (the limit, nothing durable)", bare_zmq),
-        "redis": ("Redis Streams, appendfsync always", redis_streams),
+        "redis": ("Redis Streams, appendfsync always, XACK, XDEL", redis_streams),
+        "redis-read": ("Redis Streams, appendfsync always, XREAD only", redis_read),
         "ray": ("ray.util.queue.Queue (not durable)", ray_queue),
     }
-    yield row("Put to Take, durable", mine, "tokens/s", "target", 1e6)
+    yield row("Put to Take, durable (fsync)", mine, "tokens/s", "target", 1e6)
     for name, (against, measure) in peers.items():
-        if name in only:
+        if name.partition("-")[0] in only:
             rate = measure(seconds)
             value = rate if isinstance(rate, str) else rate * SAMPLES * TOKENS
-            yield row("Put to Take, durable", mine, "tokens/s", against, value)
+            yield row("Put to Take, durable (fsync)", mine, "tokens/s", against, value)
     if "latency" in only:
         half = mine / SAMPLES / TOKENS / 2
         yield row("p99 of Put at half that load", 1000 * latency(seconds, half), "ms", "target", 20.0)
@@ -339,6 +241,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--only", default=everything, help=everything)
     wanted = parser.parse_args()
+    busy = os.getloadavg()[0]
     found = list(rows(wanted.seconds, set(wanted.only.split(","))))
     versions = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
     for package in ("pyzmq", "ray", "redis", "msgpack", "uvloop"):
@@ -349,7 +252,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     report = {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{os.cpu_count()} x {platform.processor() or platform.machine()}",
+        "hardware": f"{os.cpu_count()} x {platform.machine()}; {busy:.1f} processes were running before it began",
         "versions": versions,
         "command": f"python -m benchmarks.buffer --seconds {wanted.seconds:g} --only {wanted.only}",
         "rows": found,

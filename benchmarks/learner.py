@@ -1,8 +1,8 @@
 """The learner's whole step on GPUs: MFU, tokens/s, phases, memory, against transformers with padding and all logits.
 
 `python -m benchmarks.learner [--only ours-1.5b,naive-1.5b,ours-7b-2,ours-7b-4,naive-7b-4,head] [--steps 2]` prints one
-table and writes `benchmarks/results/learner.json`. Qwen2.5 shapes with random weights, log-normal lengths (median 1,000,
-at most 8,192 tokens), 512 samples a batch, cut by the buffer's own `parts`; ours runs `Algorithm.step` as the learner
+table and writes `benchmarks/results/learner.json`. Qwen2.5 shapes with random weights, lengths log-normal (median
+1,000, at most 8,192 tokens), 512 samples a batch, cut as the buffer cuts; ours runs `Algorithm.step` as the learner
 does. The naive one gets the same model, sharding, precision and samples (the first of the batch, as many as named), in
 the largest microbatches that fit. FLOPs: `learner.flops`. Cases side by side where there are GPUs for them.
 """
@@ -116,12 +116,13 @@ def run_ours(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
     expected = estimate(model, learner, mesh.size())
     gpu = mesh.device_type == "cuda"
     everything = torch.cuda.get_device_properties(0).total_memory if gpu else 8 * GIB
-    budget = learner.tokens_per_microbatch
-    budget = max(expected.fit(int(SHARE * everything)), LONGEST) if budget == "auto" else budget
+    wanted = learner.tokens_per_microbatch
+    budget = max(expected.fit(int(SHARE * everything)), LONGEST) if wanted == "auto" else wanted
     started = time.perf_counter()
     policy = Policy(model, learner, mesh, random=True)
     algorithm = Algorithm(AlgorithmConfig(), Optimizer(policy, learner, 100), budget, LONGEST)
-    vocabulary, rank, rows = policy.model.config.vocab_size, mesh.get_rank(), []
+    vocabulary, rank = policy.model.config.vocab_size, mesh.get_rank()
+    rows: list[dict[str, Any]] = []
     loaded = time.perf_counter() - started
     warm = min(case.samples, 64 * mesh.size())
     for version, samples in enumerate([warm, warm, *[case.samples] * case.steps]):
@@ -135,7 +136,8 @@ def run_ours(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         rows.append({"seconds": seconds, "tokens": figures["tokens"], "flops": figures["flops"]}
                     | {key: value for key, value in figures.items() if key.startswith("time/")}
-                    | {"microbatches": figures["microbatches"], "loss": figures["loss"],
+                    | {"microbatches": figures["microbatches"], "largest": figures["tokens_microbatch_max"],
+                       "loss": figures["loss"],
                        "norm": figures.get("gradient/norm"),
                        "gib": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0,
                        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0})  # fmt: skip
@@ -155,7 +157,7 @@ def run_ours(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
         "flops_per_s": sum(row["flops"] for row in measured) / sum(row["seconds"] for row in measured) / mesh.size(),
         "peak": top,
         "gib": max(row["gib"] for row in measured),
-        "estimate_gib": expected.total(budget) / GIB,
+        "estimate_gib": expected.total(int(max(row["largest"] for row in measured))) / GIB,
         "estimate": expected.words(budget),
         "warm_s": rows[0]["seconds"],
     }
@@ -202,8 +204,8 @@ def run_naive(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         (-(logprobs * mask[:, 1:]).sum() / 1e5).backward()
 
-    size = len(mine)
-    while True:  # the largest that takes the longest sample; a rank in want is one for all
+    size = min(len(mine), 4)
+    while True:  # the largest power of two that takes the longest sample (8 never did); a rank in want is one for all
         full = torch.zeros(1, device=device)
         try:
             backward([torch.zeros(LONGEST, dtype=torch.int64)] * size)
@@ -232,7 +234,7 @@ def run_naive(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
 
 
 def run_head(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
-    """Forward and backward of the head alone, 1.5B: ours, all logits at once, and Liger's fused loss where installed."""
+    """Forward and backward of the head alone, 1.5B: ours, all logits at once, Liger's fused loss where installed."""
     from learner.head import logprobs_and_entropy
 
     vocabulary, width, answer = 151936, 1536, {}
@@ -248,7 +250,9 @@ def run_head(case: Case, folder: Path, mesh: Any) -> dict[str, Any]:
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        heads["liger"] = lambda hidden, targets: LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, targets)
+        heads["liger"] = lambda hidden, targets: LigerFusedLinearCrossEntropyLoss(reduction="sum")(
+            weight, hidden, targets
+        )
     except ImportError:
         print("head: liger-kernel is not installed", flush=True)
     for tokens in (4096, 16384, 32768):
@@ -296,7 +300,7 @@ def begin(case: Case, folder: Path, first: int, port: int) -> list[subprocess.Po
     """Start the ranks of `case` on the GPUs from `first` on."""
     folder.mkdir(parents=True)
     shape = SHAPES[case.model]
-    layers = min(case.layers, shape["num_hidden_layers"])
+    layers = min(case.layers, int(str(shape["num_hidden_layers"])))
     (folder / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": layers, "dtype": "bfloat16"}))
     (folder / "case.json").write_text(json.dumps(asdict(case)))
     shared = {
@@ -340,7 +344,7 @@ def table(answers: dict[str, dict[str, Any]], speed: float) -> list[dict[str, An
     """The rows of the result: each value beside what it is against."""
     rows: list[dict[str, Any]] = []
 
-    def add(what: str, value: float, unit: str, against: str, other: float) -> None:
+    def add(what: str, value: float, unit: str, against: str, other: float | None) -> None:
         rows.append({"what": what, "value": value, "unit": unit, "against": against, "against_value": other})
 
     for name, found in answers.items():
@@ -349,7 +353,7 @@ def table(answers: dict[str, dict[str, Any]], speed: float) -> list[dict[str, An
             add(f"{name}: TFLOP/s a GPU", found["flops_per_s"] / 1e12, "TFLOP/s", "matrix product measured", speed)
             add(f"{name}: peak memory", found["gib"], "GiB", "estimate", found["estimate_gib"])
             naive = answers.get(name.replace("ours", "naive"))
-            other = naive["tokens_per_s"] if naive else float("nan")
+            other = naive["tokens_per_s"] if naive else None
             add(f"{name}: tokens/s", found["tokens_per_s"], "tokens/s", "naive", other)
             for phase in ("pack", "backward", "update"):
                 spent = median(row[f"time/{phase}_s"] for row in found["rows"][2:])
@@ -406,7 +410,8 @@ def main() -> None:
             print(f"{name}: {found['budget']} tokens a microbatch, {found['attention']}: {found['estimate']}")
     print(f"{hardware}; 8192-cubed bf16 product {speed:.0f} TFLOP/s; peak by datasheet 989")
     for row in rows:
-        print(f"{row['what']:<45}{row['value']:>12.4g} {row['unit']:<9} {row['against']}: {row['against_value']:.4g}")
+        other = "not run" if row["against_value"] is None else f"{row['against_value']:.4g}"
+        print(f"{row['what']:<45}{row['value']:>12.4g} {row['unit']:<9} {row['against']}: {other}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
 """Which loss bears which staleness: reward against versions for every loss at fixed ages, with naive PPO as control.
 
 `python -m benchmarks.staleness` runs on CPU by itself (no buffer, no servers) and waits for nothing but its own worker
-processes. A small transformer learns to reverse a row of digits; batch v is sampled by the learner's own weights of
-version max(0, v - age), as a server would that lags by exactly `age`. Losses and advantages are the learner's own, with
-their defaults; optimizer, learning rate, batches and seeds are the same for all. Prints one table; writes
+processes, of one thread each. A small transformer learns to reverse a row of digits; batch v is sampled by the
+learner's own weights of version max(0, v - age), as a server would that lags by exactly `age`. Losses and advantages
+are the learner's own, with their defaults; optimizer, batches and seeds are the same for all. Prints one table; writes
 `benchmarks/results/staleness.json` and `staleness.png`.
+
+Every loss runs at every learning rate of RATES. Table and plot show, for each loss, the one rate whose final reward
+(last fifth of the curve, mean over seeds) has the highest mean over ages 0 to 4: chosen once a loss, not once an age,
+for a run must settle its rate before it knows its age. The JSON holds all, seed by seed; a seed is the weights that all
+losses start from. At age 0 all losses have the same gradient, and what tells them apart is what rounding grows into:
+differences of that size mean nothing at other ages either.
 """
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,8 +39,15 @@ RESULTS = Path(__file__).parent / "results"
 AGES = (0, 1, 4, 16, 64)
 CONTROL = "ppo"
 LABELS = {CONTROL: "ppo (naive)"}
-OVERRIDES: dict[str, dict[str, Any]] = {"gspo": {"clip_low": 3e-4, "clip_high": 4e-4}}
-"""What docs/algorithms.md calls usual where the schema's default is meant for another loss."""
+CASES = {name: AlgorithmConfig(loss=name) for name in LOSSES} | {
+    "gspo": AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),
+    "gspo wide": AlgorithmConfig(loss="gspo"),
+}
+"""What runs: each loss with the defaults of the schema. `gspo` has the clip range of its paper, meant for answers of
+hundreds of tokens, whose mean log-ratios are small; on the short ones here that of `ppo` may be fairer: `gspo wide`."""
+RATES = (1e-3, 2e-3)
+CHOSEN_BY = range(5)
+"""Ages that choose the learning rate of a loss."""
 SYMBOLS = 10
 
 
@@ -47,7 +61,6 @@ class Settings:
     length: int = 8
     width: int = 32
     layers: int = 2
-    lr: float = 2e-3
     warm_reward: float = 0.4
     exam_every: int = 20
     exam_problems: int = 256
@@ -58,10 +71,11 @@ class Run(NamedTuple):
 
     loss: str
     age: int
+    lr: float
     seed: int
     versions: list[int]
     rewards: list[float]
-    seconds: float
+    cpu_s: float
 
 
 class Model(nn.Module):
@@ -74,13 +88,22 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(settings.width) for _ in range(settings.layers))
         self.head = nn.Linear(settings.width, SYMBOLS)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[samples, tokens] int64 -> log-probabilities of the next digit, [samples, tokens, SYMBOLS]."""
-        x = self.embed(tokens) + self.position[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, tokens: Tensor, past: list[Tensor | None] | None = None) -> Tensor:
+        """[samples, tokens] int64 -> log-probabilities of the next digit, [samples, tokens, SYMBOLS].
+
+        `past`: each block's keys and values of the tokens before these, to which those of these are added.
+        """
+        past = self.nothing_past() if past is None else past
+        start = 0 if past[0] is None else past[0].shape[-2]
+        x = self.embed(tokens) + self.position[start : start + tokens.shape[1]]
+        for i, block in enumerate(self.blocks):
+            x, past[i] = block(x, past[i])
         logits: Tensor = self.head(x)
         return logits.log_softmax(-1)
+
+    def nothing_past(self) -> list[Tensor | None]:
+        """What `past` is before the first token."""
+        return [None] * len(self.blocks)
 
 
 class Block(nn.Module):
@@ -91,12 +114,13 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def forward(self, x: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Also returns keys and values, [2, samples, heads, tokens, width / heads]."""
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        kv = qkv[1:] if past is None else torch.cat([past, qkv[1:]], dim=-2)
+        mixed = functional.scaled_dot_product_attention(qkv[0], kv[0], kv[1], is_causal=past is None)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y: Tensor = self.mlp(self.norms[1](x))
-        return x + y
+        return x + self.mlp(self.norms[1](x)), kv
 
 
 def problems(count: int, settings: Settings, random: torch.Generator) -> Tensor:
@@ -106,21 +130,28 @@ def problems(count: int, settings: Settings, random: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def sample(model: Model, prompts: Tensor, settings: Settings, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [samples, 2 length + 1], behaviour log-probabilities, rewards: the share of digits in the right place."""
-    tokens, chosen = prompts, []
-    for _ in range(settings.length):
-        logprobs = model(tokens)[:, -1]
-        digit = torch.multinomial(logprobs.exp(), 1, generator=random)
-        chosen.append(logprobs.gather(1, digit))
-        tokens = torch.cat([tokens, digit], dim=1)
-    right = tokens[:, settings.length + 1 :] == prompts[:, : settings.length].flip(1)
-    return tokens, torch.cat(chosen, dim=1), right.float().mean(1)
+def sample(
+    model: Model, prompts: Tensor, samples: int, settings: Settings, random: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`samples` answers to each prompt: tokens [answers, 2 length + 1], behaviour log-probabilities [answers, length],
+    rewards [answers]: the share of digits in the right place."""
+    past, digits, chosen = model.nothing_past(), [], []
+    logprobs = model(prompts, past)[:, -1].repeat_interleave(samples, 0)
+    past = [None if kv is None else kv.repeat_interleave(samples, 1) for kv in past]
+    while True:
+        digits.append(torch.multinomial(logprobs.exp(), 1, generator=random))
+        chosen.append(logprobs.gather(1, digits[-1]))
+        if len(digits) == settings.length:
+            break
+        logprobs = model(digits[-1], past)[:, -1]
+    answers, prompts = torch.cat(digits, dim=1), prompts.repeat_interleave(samples, 0)
+    right = answers == prompts[:, : settings.length].flip(1)
+    return torch.cat([prompts, answers], dim=1), torch.cat(chosen, dim=1), right.float().mean(1)
 
 
 def examine(model: Model, settings: Settings, random: torch.Generator) -> float:
     """Mean reward on fresh problems."""
-    return float(sample(model, problems(settings.exam_problems, settings, random), settings, random)[2].mean())
+    return float(sample(model, problems(settings.exam_problems, settings, random), 1, settings, random)[2].mean())
 
 
 def answer_logprobs(model: Model, tokens: Tensor, settings: Settings) -> Tensor:
@@ -176,118 +207,177 @@ def batch_loss(
     return LOSSES[config.loss](inputs, config)[0]
 
 
-def train(loss: str, age: int, seed: int, settings: Settings) -> Run:
+def train(loss: str, age: int, lr: float, seed: int, settings: Settings) -> Run:
     """One curve. The first `age` batches are sampled by version 0, as in a run that starts with a full queue."""
     torch.set_num_threads(1)
-    start = time.perf_counter()
+    start = time.process_time()
     model, server = Model(settings), Model(settings)
     model.load_state_dict(warm_start(seed, settings))
     random, exam = torch.Generator().manual_seed(seed + 1), torch.Generator().manual_seed(seed + 2)
-    config = AlgorithmConfig(loss=loss, **OVERRIDES.get(loss, {}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    config = CASES[loss]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     past: deque[dict[str, Tensor]] = deque(maxlen=age + 1)
     versions, rewards = [], []
     for version in range(settings.versions + 1):
         if version % settings.exam_every == 0:
             versions.append(version)
-            rewards.append(examine(model, settings, exam))
+            rewards.append(round(examine(model, settings, exam), 4))
         past.append({name: value.clone() for name, value in model.state_dict().items()})
         server.load_state_dict(past[0])
-        prompts = problems(settings.groups, settings, random).repeat_interleave(settings.samples, 0)
-        data = sample(server, prompts, settings, random)
+        data = sample(server, problems(settings.groups, settings, random), settings.samples, settings, random)
         value = batch_loss(model, data, config, version - len(past) + 1, version, settings)
         optimizer.zero_grad()
         torch.autograd.backward(value)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return Run(loss, age, seed, versions, rewards, time.perf_counter() - start)
+    return Run(loss, age, lr, seed, versions, rewards, round(time.process_time() - start, 1))
 
 
-def final(runs: list[Run], loss: str, age: int) -> float:
-    """Mean over seeds of the last fifth of the curves."""
-    chosen = [run.rewards for run in runs if (run.loss, run.age) == (loss, age)]
-    return mean(mean(rewards[-max(len(rewards) // 5, 1) :]) for rewards in chosen)
+def finals(runs: list[Run], loss: str, age: int, lr: float) -> list[float]:
+    """Mean of the last fifth of the curve of each seed."""
+    chosen = [run.rewards for run in runs if (run.loss, run.age, run.lr) == (loss, age, lr)]
+    return [mean(rewards[-max(len(rewards) // 5, 1) :]) for rewards in chosen]
 
 
-def table(runs: list[Run], losses: list[str], ages: list[int]) -> str:
+def final(runs: list[Run], loss: str, age: int, lr: float) -> float:
+    """Mean over seeds."""
+    return mean(finals(runs, loss, age, lr))
+
+
+def choose(runs: list[Run]) -> dict[str, float]:
+    """The learning rate at which each loss is shown: see the module's docstring."""
+    ages, rates = sorted({run.age for run in runs}), sorted({run.lr for run in runs})
+    judges = [age for age in ages if age in CHOSEN_BY] or ages
+
+    def judged(loss: str, lr: float) -> float:
+        return mean(final(runs, loss, age, lr) for age in judges)
+
+    return {loss: max(rates, key=partial(judged, loss)) for loss in dict.fromkeys(run.loss for run in runs)}
+
+
+def noise(runs: list[Run]) -> list[dict[str, Any]]:
+    """A row a rate: the largest difference between two losses at age 0. All have the same gradient there."""
+    spreads: dict[float, float] = {}
+    for lr in sorted({run.lr for run in runs if run.age == 0}):
+        values = [final(runs, loss, 0, lr) for loss in dict.fromkeys(run.loss for run in runs)]
+        spreads[lr] = max(values) - min(values)
+    return [
+        {
+            "what": f"largest difference between losses at age 0, lr {lr:g}",
+            "value": round(spread, 4),
+            "unit": "reward in [0, 1]",
+            "against": "the same without rounding",
+            "against_value": 0.0,
+        }
+        for lr, spread in spreads.items()
+    ]
+
+
+def table(runs: list[Run], rates: dict[str, float]) -> str:
     """Final reward by loss and age."""
-    lines = ["final reward".ljust(14) + "".join(f"age {age}".rjust(9) for age in ages)]
-    for loss in losses:
-        lines.append(LABELS.get(loss, loss).ljust(14) + "".join(f"{final(runs, loss, age):9.3f}" for age in ages))
+    ages = sorted({run.age for run in runs})
+    lines = ["final reward".ljust(14) + "lr".rjust(8) + "".join(f"age {age}".rjust(9) for age in ages)]
+    for loss, lr in rates.items():
+        values = "".join(f"{final(runs, loss, age, lr):9.3f}" for age in ages)
+        lines.append(LABELS.get(loss, loss).ljust(14) + f"{lr:8g}" + values)
+    lines += [f"{row['what']}: {row['value']:.3f}" for row in noise(runs)]
     return "\n".join(lines)
 
 
-def record(runs: list[Run], losses: list[str], ages: list[int], settings: Settings, seconds: float) -> dict[str, Any]:
-    """What staleness.json holds: one row a loss and age, beside the control at the same age; and all curves."""
+def record(runs: list[Run], rates: dict[str, float], settings: Settings, seconds: float, load: float) -> dict[str, Any]:
+    """What staleness.json holds: a row a loss, age and rate, beside the control at the same age; and all curves."""
     rows = [
         {
-            "what": f"{loss}, age {age}: final reward",
-            "value": round(final(runs, loss, age), 4),
+            "what": f"{loss}, age {age}, lr {lr:g}{' (shown)' if lr == rates[loss] else ''}: final reward",
+            "value": round(final(runs, loss, age, lr), 4),
+            "seeds": [round(value, 4) for value in finals(runs, loss, age, lr)],
             "unit": "reward in [0, 1]",
-            "against": f"{LABELS[CONTROL]}, age {age}",
-            "against_value": round(final(runs, CONTROL, age), 4),
+            "against": f"{LABELS[CONTROL]}, age {age}, lr {rates[CONTROL]:g}",
+            "against_value": round(final(runs, CONTROL, age, rates[CONTROL]), 4),
         }
-        for loss, age in product(losses, ages)
+        for loss, age, lr in dict.fromkeys((run.loss, run.age, run.lr) for run in runs)
     ]
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{platform.machine()} CPU, one thread a run",
+        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, load average {load:.1f} before the start",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": "python -m benchmarks.staleness " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.staleness", *sys.argv[1:]]),
         "seconds": round(seconds),
+        "cpu_seconds": round(sum(run.cpu_s for run in runs)),
         "settings": asdict(settings),
-        "rows": rows,
+        "rates": rates,
+        "rows": [*noise(runs), *rows],
         "curves": [run._asdict() for run in runs],
     }
 
 
-def draw(runs: list[Run], losses: list[str], ages: list[int], path: Path) -> None:
-    """One panel an age, one line a loss: mean over seeds, and their range as a band."""
+def written(results: dict[str, Any]) -> str:
+    """JSON with a line for each row and curve."""
+    fields = []
+    for key, value in results.items():
+        lines = ",\n".join("  " + json.dumps(one) for one in value) if isinstance(value, list) else ""
+        fields.append(f" {json.dumps(key)}: " + (f"[\n{lines}\n ]" if lines else json.dumps(value)))
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def draw(runs: list[Run], rates: dict[str, float], path: Path) -> None:
+    """One panel an age, one line a loss: mean over seeds. The last panel is the table: final reward against age."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(ages), figsize=(4 * len(ages), 4), sharey=True, squeeze=False)
-    for age, panel in zip(ages, panels[0], strict=True):
-        for loss in losses:
-            chosen = [run for run in runs if (run.loss, run.age) == (loss, age)]
-            curves = list(zip(*(run.rewards for run in chosen), strict=True))
-            style = {"color": "black", "linestyle": "--"} if loss == CONTROL else {}
-            (line,) = panel.plot(chosen[0].versions, list(map(mean, curves)), label=LABELS.get(loss, loss), **style)
-            low, high = list(map(min, curves)), list(map(max, curves))
-            panel.fill_between(chosen[0].versions, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
-        panel.set(title=f"age {age}", xlabel="version", ylim=(0, 1))
-    panels[0][0].set_ylabel("reward on fresh problems")
-    panels[0][-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    ages = sorted({run.age for run in runs})
+    width = (len(ages) + 2) // 2
+    figure, grid = pyplot.subplots(2, width, figsize=(5 * width, 8), sharey=True, squeeze=False)
+    panels, colors = list(grid.flat), pyplot.get_cmap("tab10")
+    for i, (loss, lr) in enumerate(rates.items()):
+        style: dict[str, Any] = {"color": colors(i), "label": f"{LABELS.get(loss, loss)}, lr {lr:g}"}
+        style |= {"color": "black", "linestyle": "--"} if loss == CONTROL else {}
+        for age, panel in zip(ages, panels, strict=False):
+            chosen = [run for run in runs if (run.loss, run.age, run.lr) == (loss, age, lr)]
+            curves = zip(*(run.rewards for run in chosen), strict=True)
+            panel.plot(chosen[0].versions, list(map(mean, curves)), linewidth=1.5, **style)
+            panel.set(title=f"age {age}", xlabel="version")
+        panels[-1].plot([final(runs, loss, age, lr) for age in ages], marker="osv^DP*Xd<"[i], **style)
+    panels[-1].set(title="final reward", xlabel="age", xticks=range(len(ages)), xticklabels=ages)
+    for panel in panels[len(ages) : -1]:
+        panel.set_axis_off()
+    for panel in grid[:, 0]:
+        panel.set(ylabel="reward on fresh problems", ylim=(0, 1))
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reward against versions for every loss at fixed ages.")
-    parser.add_argument("--losses", nargs="+", choices=list(LOSSES), default=list(LOSSES))
+    parser.add_argument("--losses", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--ages", nargs="+", type=int, default=list(AGES))
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--versions", type=int, default=Settings.versions)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     losses = args.losses if CONTROL in args.losses else [*args.losses, CONTROL]
-    settings, start, runs = Settings(versions=args.versions), time.perf_counter(), []
+    settings, start, load, runs = Settings(versions=args.versions), time.perf_counter(), os.getloadavg()[0], []
     with ProcessPoolExecutor(args.processes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(train, *job, settings) for job in product(losses, args.ages, range(args.seeds))]
+        cases = product(losses, args.ages, args.rates, range(args.seeds))
+        jobs = [pool.submit(train, *case, settings) for case in cases]
         for job in jobs:
             runs.append(run := job.result())
-            print(
-                f"{run.loss:10} age {run.age:3} seed {run.seed}: {run.rewards[-1]:.3f}  {run.seconds:.0f} s", flush=True
-            )
+            line = f"{run.loss:9} age {run.age:3} lr {run.lr:g} seed {run.seed}: {run.rewards[-1]:.3f}"
+            print(f"{line}  {run.cpu_s:.0f} s of CPU", flush=True)
+    rates = choose(runs)
+    print(table(runs, rates))
     args.results.mkdir(parents=True, exist_ok=True)
-    print(table(runs, losses, args.ages))
-    results = record(runs, losses, args.ages, settings, time.perf_counter() - start)
-    (args.results / "staleness.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(runs, losses, args.ages, args.results / "staleness.png")
+    results = record(runs, rates, settings, time.perf_counter() - start, load)
+    (args.results / "staleness.json").write_text(written(results))
+    draw(runs, rates, args.results / "staleness.png")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ reconnects and warns. Used by `python -m rollout` and `python -m learner`.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -37,6 +39,8 @@ from buffer.protocol import (
 
 __all__ = ["Batches", "Client", "RefusedError", "Samples", "heartbeats"]
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+LAST_WORD_S = 30.0
 
 
 class Samples:
@@ -82,8 +86,8 @@ class Samples:
 
     async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
         """The item could not become a group; it is tried again elsewhere unless `permanent`."""
-        which = {"server": self.client.name, "item": item.item, "lease": item.lease}
-        fail = Fail(**which, reason=reason, permanent=permanent, unharmed=unharmed)
+        name, reported = self.client.name, {"permanent": permanent, "unharmed": unharmed}
+        fail = Fail(server=name, item=item.item, lease=item.lease, reason=reason, **reported)
         await self.client.expect(fail, Noted)
         self.holding.discard(item.lease)
 
@@ -137,6 +141,7 @@ class Batches:
         self._thread = threading.Thread(target=self._loop.run_forever, name="batches", daemon=True)
         self._thread.start()
         self._client: Client | None = None
+        self._told: Future[Noted] | None = None
         try:
             self._client = self._wait(self._connect(address, name, fingerprint, serves, keys), "Hello")
         except BaseException:
@@ -154,13 +159,24 @@ class Batches:
 
     def take(self, version: int) -> Part | None:
         """This rank's part of batch `version`; None: there will be none (problems or versions are used up)."""
+        self._hear()
         answer = self._wait(self.client.request(Take(version=version, rank=self.rank, world=self.world)), "Take")
         assert isinstance(answer, Part | Finished)
         return answer if isinstance(answer, Part) else None
 
     def trained(self, version: int, oldest_kept: int) -> None:
-        """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again."""
-        self._wait(self.client.expect(Trained(version=version, oldest_kept=oldest_kept), Noted), "Trained")
+        """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
+
+        Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call raises
+        what the buffer said of this one.
+        """
+        self._hear()
+        trained = Trained(version=version, oldest_kept=oldest_kept)
+        self._told = asyncio.run_coroutine_threadsafe(self.client.expect(trained, Noted), self._loop)
+
+    def _hear(self) -> None:
+        if self._told and self._told.done():
+            self._told.result()
 
     @property
     def client(self) -> Client:
@@ -169,9 +185,11 @@ class Batches:
         return self._client
 
     def close(self) -> None:
-        """End the connection and its thread."""
+        """End the connection and its thread; the last word to the buffer gets LAST_WORD_S to be heard."""
         if not self._thread.is_alive():
             return
+        if self._told and not wait([self._told], LAST_WORD_S).done:
+            log.warning("the buffer at %s did not hear that the last batch was trained", self.address)
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -20,8 +20,6 @@ from buffer.keys import ClientKeys
 from buffer.protocol import ANSWERS, PROTOCOL, Hello, Message, Refused, Stranger, Welcome, pack, unpack
 
 log = logging.getLogger(__name__)
-LATE_S = 10.0
-"""Silence of the buffer after which a first warning is due; each further one after twice the time."""
 SLOWEST = 12
 """An unanswered request is repeated at growing intervals, at most `SLOWEST * retry_s` apart."""
 Answer = TypeVar("Answer", bound=Message)
@@ -67,8 +65,11 @@ class Client:
         serves: str | None = None,
         retry_s: float = 5.0,
         keys: ClientKeys | None = None,
+        late_s: float = 10.0,
     ) -> None:
         self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
+        self.late_s = late_s
+        """Silence of the buffer after which a first warning is due; each further one after twice the time."""
         self.token = uuid.uuid4().hex
         self.welcome: Welcome | None = None
         self._hello = Hello(
@@ -199,7 +200,7 @@ class Client:
         """Repeat an unanswered Hello, and warn."""
         while True:
             await self._lost.wait()
-            since, due_s = time.monotonic(), LATE_S
+            since, due_s = time.monotonic(), self.late_s
             while self._lost.is_set():
                 try:
                     async with asyncio.timeout(self.retry_s):
@@ -223,6 +224,8 @@ class Client:
                 answer.set_exception(error)
 
     async def _close(self) -> None:
+        for _, answer in self._pending.values():
+            answer.cancel()  # nobody is left to hear it; who still waits is cancelled too
         for task in self._tasks:
             task.cancel()
         try:

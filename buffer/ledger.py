@@ -95,7 +95,7 @@ class Ledger:
             oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=entry.version)
             if oldest < entry.version and not self._redate(entry, oldest):
                 reason = f"sampled under version {oldest}, it could not be trained within {self.max_staleness} versions"
-                self.book.take_back([entry], reason)
+                self._end(entry, reason)
                 return waiting.moved_on(entry, lease)
             flat = self.skip_zero_variance and len({sample.reward for sample in samples}) == 1
             self.book.accept(entry, samples, ZERO_VARIANCE if flat else None)

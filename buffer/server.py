@@ -1,8 +1,9 @@
 """The buffer's socket: a ZeroMQ ROUTER in one event loop, in front of `buffer/desk.py`. Run by `python -m buffer`.
 
-Waits for messages or for the desk's next deadline. Takes all messages that are there, has the desk apply them, commits
-what they changed in one transaction, and only then sends the answers: what is acknowledged is on disk. While the disk
-is full nothing is answered and nothing further is received; the commit is tried again until there is room.
+Waits for messages, for the desk's next deadline, or for the disk. Takes all messages that are there, has the desk apply
+them, commits what they changed in one transaction, and only then sends the answers: what is acknowledged is on disk.
+The commit runs in a thread; what arrives meanwhile is applied and goes into the next one. While the disk is full,
+nothing is answered; the commit is tried again until there is room.
 """
 
 import asyncio
@@ -56,8 +57,10 @@ class Server:
         self.address, self.keys = address, keys
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._plain = zmq.Socket.shadow(self._socket)
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         """The same socket, for what is done without waiting: a future for each message would cost more than it."""
+        self._gathered = 0
+        """Bytes received for the next commit."""
         self._failing = False
         """The last commit failed and is being tried again."""
         self._auth: AsyncioAuthenticator | None = None
@@ -125,7 +128,7 @@ class Server:
                     await asyncio.wait([writing])
                     writing = writing.result()
                 if not writing:
-                    transaction, answers = desk.changes(), desk.answers()
+                    transaction, answers, self._gathered = desk.changes(), desk.answers(), 0
                     if transaction or answers:
                         writing = asyncio.create_task(self._write(desk, transaction, answers))
         except asyncio.CancelledError:
@@ -134,7 +137,7 @@ class Server:
 
     async def _wake(self, deadline: float | None, writing: "asyncio.Task[None] | None") -> None:
         """Wait for a message, for `deadline`, or for the end of what is being written."""
-        if self._plain.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._plain.poll(0):
             return await asyncio.sleep(0)
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         polling = asyncio.ensure_future(self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1))
@@ -155,14 +158,13 @@ class Server:
     def _receive(self) -> tuple[list[list[bytes]], bool]:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""
         received: list[list[bytes]] = []
-        size = 0
-        while len(received) < MESSAGES and size < BYTES:
+        while len(received) < MESSAGES and self._gathered < BYTES:
             try:
                 frames = self._plain.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return received, False
             received.append(frames)
-            size += sum(map(len, frames))
+            self._gathered += sum(map(len, frames))
         return received, True
 
     async def _write(self, desk: Desk, transaction: Transaction | None, answers: Sequence[tuple[bytes, bytes]]) -> None:

@@ -1,7 +1,8 @@
-"""What a run's buffer holds, for people: `python -m buffer stats|tail|show ITEM|export OUT.parquet RUN`.
+"""What a run's buffer holds, for people: `python -m buffer stats|tail [-f]|show ITEM|export OUT.parquet RUN`.
 
 RUN is the run's folder or its config. Reads the SQLite file, of a live or a dead run alike, without disturbing it;
-`stats` also asks a live buffer who waits for what. Waits for nothing but that answer, two seconds at most.
+`stats` also asks a live buffer who waits for what. Waits for nothing but that answer, two seconds at most;
+`tail --follow` until it is interrupted.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from configs.schema import Config
 
 COMMANDS = ("stats", "tail", "show", "export")
 ANSWER_S = 2.0
+FOLLOW_S = 1.0
+"""Between two looks of `tail --follow`."""
 ROWS = 256
 """Samples that `export` holds in memory at a time."""
 
@@ -78,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         command = commands.add_parser(name, help=told, allow_abbrev=False)
         if name == "tail":
             command.add_argument("-n", type=int, default=10, help="how many groups (10)")
+            command.add_argument("-f", "--follow", action="store_true", help="go on with those that come in")
         if name == "show":
             command.add_argument("item", type=int, help="number of the item")
         if name == "export":
@@ -88,14 +92,16 @@ def main(argv: Sequence[str]) -> int:
     wanted, overrides = parser.parse_known_args(argv)
     act: dict[str, Callable[[], Iterable[str]]] = {
         "stats": lambda: stats(run),
-        "tail": lambda: tail(run, wanted.n),
+        "tail": lambda: tail(run, wanted.n, wanted.follow),
         "show": lambda: show(run, wanted.item),
         "export": lambda: export(run, wanted.out),
     }
     try:
         run = Run.at([*wanted.run, *overrides])
         for line in act[wanted.command]():
-            print(line)
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        return 130
     except (LedgerError, KeysError, sqlite3.Error, OSError) as error:
         print(f"python -m buffer {wanted.command}: {error}", file=sys.stderr)
         return 2
@@ -164,21 +170,33 @@ async def _ask(run: Run) -> State | None:
         return None
 
 
-def tail(run: Run, number: int) -> Iterable[str]:
-    """The groups that came in last, oldest of them first."""
+def tail(run: Run, number: int, follow: bool) -> Iterable[str]:
+    """The groups that came in last, oldest of them first; with `follow` also those that come in, until interrupted."""
     query = """
         SELECT item, state, version, batch, server, tokens, samples, truncated, stored_at,
             (SELECT GROUP_CONCAT(ROUND(reward, 3), ' ') FROM samples s WHERE s.item = i.item)
-        FROM items i WHERE stored_at IS NOT NULL ORDER BY stored_at DESC, item DESC LIMIT ?"""
+        FROM items i WHERE stored_at IS NOT NULL AND stored_at >= ? ORDER BY stored_at DESC, item DESC LIMIT ?"""
+    since, shown = 0.0, set[int]()
     with closing(run.reading()) as db:
-        rows = reversed(db.execute(query, [number]).fetchall())
-    for item, state, version, batch, server, tokens, samples, cut, stored_at, rewards in rows:
-        when = time.strftime("%H:%M:%S", time.localtime(stored_at))
-        into = f" in batch {batch}" if batch >= 0 else ""
-        yield (
-            f"{when} item {item} {state}{into}, dispatched at {version} to {server.partition('#')[0]}: "
-            f"rewards {rewards or 'removed'}; mean {tokens / max(1, samples):.1f} tokens, {cut} cut"
-        )
+        while True:
+            rows = db.execute(query, [since, -1 if since else number]).fetchall()
+            rows = [row for row in reversed(rows) if row[0] not in shown]
+            yield from (_group(*row) for row in rows)
+            if not follow:
+                return
+            if rows:  # of one commit come all with one time, or none
+                since, shown = rows[-1][8], {item for item, *_, at, _ in rows if at == rows[-1][8]} | shown
+            time.sleep(FOLLOW_S)  # for people's eyes: SQLite tells other processes of no change
+
+
+def _group(item: int, state: str, version: int, batch: int, server: str, *facts: Any) -> str:
+    tokens, samples, cut, stored_at, rewards = facts
+    when = time.strftime("%H:%M:%S", time.localtime(stored_at))
+    into = f" in batch {batch}" if batch >= 0 else ""
+    return (
+        f"{when} item {item} {state}{into}, dispatched at {version} to {server.partition('#')[0]}: "
+        f"rewards {rewards or 'removed'}; mean {tokens / max(1, samples):.1f} tokens, {cut} cut"
+    )
 
 
 def show(run: Run, item: int) -> Iterable[str]:

@@ -106,6 +106,11 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.constant_length: {algorithm.constant_length} has no effect with algorithm.aggregation "
             f"{algorithm.aggregation}; set algorithm.aggregation: constant or constant_length: null"
         )
+    if algorithm.loss == "gspo" and algorithm.aggregation in ("prompt", "constant"):
+        yield (
+            f"algorithm.aggregation: {algorithm.aggregation} has no effect with algorithm.loss gspo, a mean over "
+            "samples by definition; set algorithm.aggregation: sequence or another loss"
+        )
     if algorithm.overlong == "soft" and algorithm.overlong_buffer >= config.sampling.max_tokens:
         yield (
             f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is not below sampling.max_tokens "

@@ -180,8 +180,8 @@ def _notes_on_learning(config: Config) -> Iterator[str]:
         )
     if algorithm.reference_kl > 0:
         yield "algorithm.reference_kl keeps a frozen copy of the model and costs one more forward pass"
-    if algorithm.loss == "decoupled" and algorithm.proximal == "recompute":
-        yield "algorithm.proximal recompute costs one more forward pass; loglinear does without"
+    if algorithm.loss == "m2po":
+        yield "algorithm.loss m2po costs one more forward pass: its budget is of the whole batch"
 
 
 def _notes_on_places(config: Config) -> Iterator[str]:

@@ -118,8 +118,12 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], None] | None
 
 
 def fingerprint(config: Config) -> str:
-    """16 hex digits over what all processes of a run must share: everything but LOCAL."""
-    shared = config.model_dump(mode="json", exclude=LOCAL)
+    """16 hex digits over what all processes of a run must share: everything but LOCAL.
+
+    Only what differs from the defaults counts: a release that adds a key goes on with the runs of the one before.
+    """
+    dumped = config.model_dump(mode="json", exclude=LOCAL, exclude_defaults=True)
+    shared = {section: values for section, values in dumped.items() if values}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from buffer.client import Batches, RefusedError
@@ -25,15 +25,16 @@ from buffer.keys import ClientKeys, KeysError, client_keys_for, server_keys_for
 from configs import load
 from configs.explain import check
 from configs.schema import Config
-from learner import attention, loop, ranks
+from learner import attention, deadlines, flops, loop, memory, ranks
 from learner.algorithms import needs_entropy_gradient, needs_reference
-from learner.checkpoint import Checkpoints, Refused
+from learner.checkpoint import Checkpoints, Refused, Rewarded
 from learner.metrics import Metrics
 from learner.optimizer import Optimizer
 from learner.policy import Policy
 from learner.signals import Draining
 from learner.step import Algorithm
 from learner.trackers import Tracker
+from learner.weights.probe import tokens_of
 from learner.weights.sender import Follower, Sender
 
 log = logging.getLogger("learner")
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     except (load.ConfigError, KeysError, RefusedError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    except Refused as error:
+    except (Refused, memory.OutOfMemory) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -93,16 +94,19 @@ def train(config: Config, device: torch.device) -> None:
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = dist.get_rank(), dist.get_world_size()
         first = rank == 0
-        policy, algorithm = build(config, mesh)
+        parts.enter_context(deadlines.Watch(config.learner.timeout_s, path / "logs"))
+        expected, budget = room(config, device, world)
+        parts.enter_context(memory.explained(expected, budget))
+        policy, algorithm = build(config, mesh, budget)
         checkpoints = Checkpoints(path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions)
         wire = weights(config, policy, first)
         trackers = track(config) if first else []
-        metrics = Metrics(path / "metrics.jsonl" if first else None, trackers)
+        metrics = Metrics(path / "metrics.jsonl" if first else None, trackers, peak=peak(device, world))
         serves = wire.address if isinstance(wire, Sender) else None
         batches = connect(config, rank, world, serves, buffer_keys)
         parts.callback(batches.close)
         with Draining(batches) as draining:
-            loop.run(policy, algorithm, draining, wire, checkpoints, metrics, versions)
+            loop.run(policy, Rewarded(algorithm, checkpoints), draining, wire, checkpoints, metrics, versions)
         for tracker in trackers:
             tracker.close()
         wire.close(LAST_POLICY_S) if isinstance(wire, Sender) else wire.close()
@@ -117,6 +121,7 @@ def settle(config: Config, device: torch.device) -> None:
         torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
     if device.type == "cuda":
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # microbatches differ in length
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -125,7 +130,8 @@ def settle(config: Config, device: torch.device) -> None:
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     """The ranks, met; gloo beside NCCL, for words between CPUs. Torn down in good order only: a failed rank exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=config.learner.timeout_s)
+    timeout = timedelta(seconds=config.learner.timeout_s + deadlines.LATER_S)
+    deadlines.record()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -134,16 +140,39 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def build(config: Config, mesh: DeviceMesh) -> tuple[Policy, Algorithm]:
+def room(config: Config, device: torch.device, world: int) -> tuple[memory.Estimate, int]:
+    """The memory a rank will take and the tokens of its microbatches, said before anything is loaded.
+
+    Raises ConfigError where a GPU cannot hold them.
+    """
+    longest, wanted = config.data.max_prompt_tokens + config.sampling.max_tokens, config.learner.tokens_per_microbatch
+    expected = memory.estimate(config.model, config.learner, world, needs_reference(config.algorithm))
+    if device.type != "cuda":
+        return expected, max(AUTO_TOKENS, longest) if wanted == "auto" else wanted
+    whole = torch.cuda.get_device_properties(device).total_memory
+    budget = expected.fit(int(memory.SHARE * whole)) if wanted == "auto" else wanted
+    words = expected.words(max(budget, longest))
+    log.info("%d tokens a microbatch: a rank takes %s of %.1f GiB", budget, words, whole / memory.GIB)
+    if budget < longest or expected.total(budget) > whole:
+        problem = f"learner.tokens_per_microbatch: {wanted}: a sample of {longest} tokens takes {words}, a GPU has "
+        remedy = "set learner.activation_checkpointing: block or learner.cpu_offload, or raise learner.ranks"
+        raise load.ConfigError([f"{problem}{whole / memory.GIB:.1f} GiB; {remedy}"])
+    return expected, budget
+
+
+def peak(device: torch.device, world: int) -> float | None:
+    """FLOP/s of all the ranks' GPUs by datasheet, where known."""
+    one = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return one and one * world
+
+
+def build(config: Config, mesh: DeviceMesh, budget: int) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, where the loss wants one, reference model."""
     temperature, bonus = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient=bonus)
     reference = None
     if needs_reference(config.algorithm):
         reference = Policy(config.model, config.learner, mesh, temperature, frozen=True)
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    wanted = config.learner.tokens_per_microbatch
-    budget = max(AUTO_TOKENS, longest) if wanted == "auto" else wanted
     log.info(
         "%s: %.1f M parameters on %d x %s, attention %s, %d tokens a microbatch",
         config.model.path, policy.model.num_parameters() / 1e6, mesh.size(), policy.device, policy.attention, budget,
@@ -160,11 +189,14 @@ def track(config: Config) -> list[Tracker]:
 
 def weights(config: Config, policy: Policy, first: bool) -> Sender | Follower:
     """This rank's end of the weights wire."""
-    specs = policy.weight_specs()
+    specs, seed = policy.weight_specs(), config.run.seed
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    probe = tokens_of(tokenizer)
     if not first:
-        return Follower(specs, config.weights, config.run.seed)
+        return Follower(specs, config.weights, seed, probe)
     keys = server_keys_for(f"tcp://{config.weights.host}:0", config.run.path)
-    return Sender(specs, config.weights, config.run.seed, policy.device, keys=keys)
+    folder = config.run.path / "weights"
+    return Sender(specs, config.weights, seed, policy.device, probe, keys, folder=folder)
 
 
 def connect(config: Config, rank: int, world: int, serves: str | None, keys: ClientKeys | None) -> Batches:

@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 
 PREFIX = "headrace_"
 Answer = tuple[Tensor, None]
-GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11 takes grouped heads without being asked."""
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -65,13 +66,9 @@ def varlen(
     """torch's own variable-length kernel; shapes as in `flash`."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     starts, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], _window(kwargs, none=(-1, 0))
-    if GROUPED:
-        out = varlen_attn(
-            q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"), window_size=window, enable_gqa=True
-        )
-    else:  # torch 2.11 has no grouped heads here
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"), window_size=window)
+    out = varlen_attn(
+        q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"), window_size=window, **GROUPED
+    )
     assert isinstance(out, Tensor)
     return out[None], None
 

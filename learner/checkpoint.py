@@ -8,8 +8,10 @@ takes the newest complete one.
 
 import json
 import logging
+import math
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
+from buffer.protocol import Part
 from configs.schema import LearnerConfig, ModelConfig
 from learner import collectives, export
+from learner.interfaces import Algorithm
 from learner.optimizer import Optimizer
 from learner.policy import Policy
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+FIGURES = "figures.json"
 SPARE = 64 << 20
 """Bytes of disk to leave free beside what a checkpoint takes."""
 
@@ -47,6 +52,8 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._last = -1
+        self.reward = -math.inf
+        """Mean reward of the last batch, by which `keep_best` chooses; `Rewarded` sets it."""
 
     def restore(self, policy: Policy) -> int:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
@@ -64,12 +71,12 @@ class Checkpoints:
         return version
 
     def save(self, policy: Policy, version: int) -> int:
-        """Begin to write `version` if it is due; returns the oldest version on disk, 0 if there is none."""
-        export_every = self.config.export_every
+        """Begin to write `version` if it is due; returns the oldest version to go back to, 0 if there is none."""
+        export_every, keep_every = self.config.export_every, self.config.keep_every
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
-        if exported or version % self.config.checkpoint_every == 0:
+        if exported or version % self.config.checkpoint_every == 0 or (keep_every and version % keep_every == 0):
             self._save(policy, version, exported)
-        return min(complete(self.folder), default=0)
+        return min(complete(self.folder)[-self.config.keep_checkpoints :], default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
         """Write `version` with its export, if that is not on disk, and wait. Raises Refused where there is no room."""
@@ -95,19 +102,21 @@ class Checkpoints:
         state = self._state(policy, version)
         answer = async_save(state, checkpoint_id=partial / "state", process_group=self.group)
         written = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
-        self._writing = self._threads.submit(self._complete, written, partial, weights)
+        self._writing = self._threads.submit(self._complete, written, partial, weights, self.reward)
         self._last = version
         return True
 
-    def _complete(self, written: Future[Any], partial: Path, weights: export.Weights | None) -> None:
+    def _complete(self, written: Future[Any], partial: Path, weights: export.Weights | None, reward: float) -> None:
         """In the thread: wait for all ranks' shards; rank 0 then makes the folder a checkpoint."""
         written.result()
         if dist.get_rank() != 0:
             return
         if weights is not None:
             export.write(weights, self.model, partial / "huggingface")
+        (partial / FIGURES).write_text(json.dumps({"reward": reward if math.isfinite(reward) else None}))
         seal(partial)
-        for version in complete(self.folder)[: -self.config.keep_checkpoints]:
+        rewards = {version: reward_of(folder_of(self.folder, version)) for version in complete(self.folder)}
+        for version in rewards.keys() - kept(rewards, self.config):
             discard(folder_of(self.folder, version))
 
     def _settle(self) -> None:
@@ -140,6 +149,36 @@ class Checkpoints:
                 *(partial.stem, needed / 2**30, self.folder, free / 2**30, self.config.keep_checkpoints),
             )
         return free >= needed
+
+
+class Rewarded:
+    """`algorithm`, whose batches' mean rewards the checkpoints get to know."""
+
+    def __init__(self, algorithm: Algorithm, checkpoints: Checkpoints) -> None:
+        self.algorithm, self.checkpoints = algorithm, checkpoints
+
+    def step(self, policy: Policy, part: Part) -> dict[str, float]:
+        figures = self.algorithm.step(policy, part)
+        self.checkpoints.reward = figures.get("reward/mean", -math.inf)
+        return figures
+
+
+def kept(rewards: Mapping[int, float], config: LearnerConfig) -> set[int]:
+    """Which of the checkpoints, version: reward, stay: the newest, every so many, and those of the highest reward."""
+    newest = sorted(rewards)[-config.keep_checkpoints :]
+    every = [version for version in rewards if config.keep_every and version % config.keep_every == 0]
+    rewarded = [version for version in rewards if rewards[version] > -math.inf]
+    best = sorted(rewarded, key=lambda version: (rewards[version], version), reverse=True)[: config.keep_best]
+    return {*newest, *every, *best}
+
+
+def reward_of(checkpoint: Path) -> float:
+    """The mean reward a checkpoint was written with; -inf where none is known."""
+    try:
+        reward = json.loads((checkpoint / FIGURES).read_text())["reward"]
+    except (OSError, ValueError, KeyError):
+        return -math.inf
+    return -math.inf if reward is None else float(reward)
 
 
 def folder_of(folder: Path, version: int) -> Path:

@@ -71,13 +71,13 @@ class _Head(torch.autograd.Function):
             dz = _slope(z, targets[part], norms[part], entropy[part], *by, ctx.temperature, wide.dtype)
             del z
             grad_hidden[part] = dz @ wide
-            grad_weight += _matmul(dz.T, hidden[part], dtype)
+            _add_matmul(grad_weight, dz.T, hidden[part])
             del dz
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _scores(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the targets, log-normalisers and entropies of `z`, [tokens, vocabulary], which it uses up."""
+    """Log-probabilities of the targets, log-normalisers, entropies of `z`, [tokens, vocabulary], which it uses up."""
     if _fused(z):
         from learner import kernels  # triton is there where CUDA is
 
@@ -106,10 +106,7 @@ def _slope(
         return kernels.slope(z, targets, norms, entropy, by_logprob, by_entropy, temperature, dtype)
     logp = z.div_(temperature).sub_(norms[:, None])
     p = logp.exp()
-    if by_entropy is None:
-        dz = torch.zeros_like(p)
-    else:
-        dz = logp.add_(entropy[:, None]).mul_(p).mul_(-by_entropy[:, None])
+    dz = torch.zeros_like(p) if by_entropy is None else logp.add_(entropy[:, None]).mul_(p).mul_(-by_entropy[:, None])
     dz.addcmul_(p, by_logprob[:, None], value=-1)
     dz.scatter_add_(-1, targets[:, None], by_logprob[:, None])
     return dz.div_(temperature).to(dtype)
@@ -139,3 +136,11 @@ def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right` in the precision of `total`, without a copy of its size on GPU."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left.to(total.dtype) @ right.to(total.dtype)

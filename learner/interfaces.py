@@ -46,7 +46,7 @@ class Checkpoints(Protocol):
         ...
 
     def save(self, policy: Policy, version: int) -> int:
-        """Write a checkpoint if `version` is due one; the oldest version kept, 0 for none."""
+        """Write a checkpoint if `version` is due one; the oldest version to go back to, 0 for none."""
         ...
 
     def finish(self, policy: Policy, version: int) -> None:

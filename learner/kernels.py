@@ -1,4 +1,4 @@
-"""The head's two passes over a chunk of logits on GPU, fused: one read for the scores, one read and write for the slope.
+"""The head's two passes over a chunk of logits on GPU, fused: a read for the scores, a read and a write for the slope.
 
 Logits of a chunk are hundreds of megabytes: what plain PyTorch does in twenty passes costs a sixth of a training step.
 The mathematics, and its plain form for CPU, are in `learner.head`. Imported by it on GPU only; waits for nothing.
@@ -15,8 +15,9 @@ LOWEST = -1e30
 
 
 @triton.jit
-def _scores_of(
-    logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature, BLOCK: tl.constexpr, LOWEST: tl.constexpr
+def _scores_of(  # type: ignore[no-untyped-def]
+    logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature,
+    BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """One row a program: running maximum m, sum of exp(z - m) and of z exp(z - m) in each lane, joined at the end."""
     row = tl.program_id(0).to(tl.int64)
@@ -46,7 +47,7 @@ def _scores_of(
 
 
 @triton.jit
-def _slope_of(
+def _slope_of(  # type: ignore[no-untyped-def]
     logits, slope, targets, norms, entropy, by_logprob, by_entropy, vocabulary, inverse_temperature,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

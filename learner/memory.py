@@ -33,30 +33,42 @@ class OutOfMemory(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Bytes on one rank's GPU: `fixed` whatever the microbatch, `by_token` for each token of a microbatch.
-
-    Example: `Estimate({"optimizer": 12 << 30}, {"activations": 1 << 20}).total(8192) == 20 << 30`
-    """
+class Moment:
+    """When memory is fullest, perhaps: bytes by consumer, of fixed size and for each token of a microbatch."""
 
     fixed: dict[str, int]
     by_token: dict[str, int]
 
     def items(self, tokens: int) -> dict[str, int]:
-        """Bytes by consumer, for microbatches of `tokens`."""
         grown = {name: size * tokens for name, size in self.by_token.items()}
         return {name: self.fixed.get(name, 0) + grown.get(name, 0) for name in self.fixed | grown}
 
     def total(self, tokens: int) -> int:
         return sum(self.items(tokens).values())
 
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank's GPU at its fullest: at the head, or in a block's backward pass.
+
+    Example: `Estimate([Moment({"optimizer": 12 << 30}, {"activations": 1 << 20})]).total(8192) == 20 << 30`
+    """
+
+    moments: list[Moment]
+
+    def total(self, tokens: int) -> int:
+        """Bytes for microbatches of `tokens`."""
+        return max(moment.total(tokens) for moment in self.moments)
+
     def fit(self, room: int) -> int:
         """The largest microbatch in `room` bytes, in tokens, rounded down to 256; 0 or less where nothing fits."""
-        return (room - self.total(0)) // max(sum(self.by_token.values()), 1) // 256 * 256
+        fits = [(room - m.total(0)) // max(sum(m.by_token.values()), 1) for m in self.moments]
+        return min(fits) // 256 * 256
 
     def words(self, tokens: int) -> str:
         """For people, largest first: `31.0 GiB = 17.3 optimizer + 8.6 weights + ...`."""
-        sizes = sorted(self.items(tokens).items(), key=lambda item: -item[1])
+        fullest = max(self.moments, key=lambda moment: moment.total(tokens))
+        sizes = sorted(fullest.items(tokens).items(), key=lambda item: -item[1])
         return f"{self.total(tokens) / GIB:.1f} GiB = " + " + ".join(f"{size / GIB:.1f} {name}" for name, size in sizes)
 
 
@@ -64,67 +76,83 @@ def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: 
     """The estimate for one of `world` ranks. `reference`: a frozen copy of the model is kept too."""
     shape, width = skeleton(model, META), getattr(torch, model.dtype).itemsize
     number = shape.num_parameters()
-    block = max(sum(p.numel() for p in layer.parameters()) for layer in blocks(shape))
-    root = number - sum(p.numel() for layer in blocks(shape) for p in layer.parameters())
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in blocks(shape)]
+    root, block = number - sum(sizes), max(sizes)
     head = shape.get_output_embeddings().weight.numel()  # type: ignore[no-untyped-call]
-    vocabulary = shape.config.get_text_config().vocab_size
+    chunk = learner.head_chunk_tokens * shape.config.get_text_config().vocab_size
     kept, working = _activations(shape, model, learner)
     here = 0 if learner.cpu_offload else 1
-    return Estimate(
-        {
-            "weights": 4 * number * here * (1 + reference) // world,
-            "gradients": 4 * number * here // world,
-            "optimizer": 8 * number * here // world,
-            "gathered weights": width * (root * (1 + reference) + 3 * block) + (4 + width) * block,
-            # the fp32 gradient of the output embedding, what is added to it, and the logits of a chunk with their own
-            "head": 8 * head + learner.head_chunk_tokens * vocabulary * (4 + width),
-        },
-        {"activations": kept, "backward pass": working},
-    )
+    always = {
+        "weights": 4 * number * here * (1 + reference) // world,
+        "gradients": 4 * number * here // world,
+        "optimizer": 8 * number * here // world,
+    }
+    gathered = width * (root * (1 + reference) + 2 * block)
+    return Estimate([
+        # the head's gradient in fp32 and as it leaves, and the logits of a chunk with theirs
+        Moment(always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept}),
+        # a block's gradient as it is, in fp32 to be reduced, and that of the output embedding, which waits for the end
+        Moment(
+            always | {"gathered weights": gathered + width * block, "head": width * head,
+                      "block's gradient": (4 + width) * block},
+            {"activations": kept, "backward pass": working},
+        ),
+    ])  # fmt: skip
 
 
 def _activations(shape: PreTrainedModel, model: ModelConfig, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes a token keeps for the backward pass, and bytes one block's backward pass works with."""
-    kept, products = _traced(shape.to(getattr(torch, model.dtype)))
+    every, products, inputs = _traced(shape.to(getattr(torch, model.dtype)))
     layers = len(blocks(shape))
     width = getattr(torch, model.dtype).itemsize * shape.config.get_text_config().hidden_size
     working = 3 * products // (2 * layers)
     if learner.activation_checkpointing == "block":
-        return layers * width, working + kept // layers
-    if learner.compile:  # the compiler keeps what came of products, and computes the rest again
-        return products, working
+        return (layers + 2) * width, working + every // layers  # 2: what the last norm keeps
+    if learner.compile:  # the compiler keeps what goes into products and what comes of them
+        return min(products + inputs, every), working
     if learner.activation_checkpointing == "selective":
-        return products + layers * width, working + (kept - products) // layers
-    return kept, working
+        return min(products + layers * width, every), working + max(every - products, 0) // layers
+    return every, working
 
 
-def _traced(shape: PreTrainedModel) -> tuple[int, int]:
-    """Bytes a token that the model's forward pass keeps: all, and those that matrix products and attention made."""
+def _traced(shape: PreTrainedModel) -> tuple[int, int, int]:
+    """Bytes a token that the forward pass keeps: all; what products and attention make; what else goes into products.
+
+    Tensors are told apart by their storages, which stay alive here so that none takes another's place.
+    """
     fixed = {tensor.untyped_storage()._cdata for tensor in [*shape.parameters(), *shape.buffers()]}
     kept: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)  # held here, so that no storage takes its place
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
     tokens = torch.zeros(1, PROBE, dtype=torch.int64, device="meta")
-    answers: list[int] = []
     with _Products() as products, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder = shape.get_decoder()  # type: ignore[no-untyped-call]
-        decoder(input_ids=tokens, position_ids=tokens, use_cache=False, answers=answers)
-    every = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in fixed)
-    return every // PROBE, (products.size + sum(answers)) // PROBE
+        decoder(input_ids=tokens, position_ids=tokens, use_cache=False, made=made)
+    made |= products.made
+    inputs = {place: x for place, x in products.given.items() if place not in fixed | made.keys()}
+    every = {place: x for place, x in kept.items() if place not in fixed}
+    return tuple(sum(x.untyped_storage().nbytes() for x in found.values()) // PROBE for found in (every, made, inputs))  # type: ignore[return-value]
 
 
 class _Products(TorchDispatchMode):
-    """Adds up the bytes that matrix products answer."""
+    """Collects what goes into matrix products and what comes of them, by storage."""
 
-    size = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, Tensor] = {}
+        self.made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = func(*args, **(kwargs or {}))
         if func in PRODUCTS:
-            self.size += answer.nbytes
+            self.made[answer.untyped_storage()._cdata] = answer
+            for tensor in args:
+                if isinstance(tensor, Tensor):
+                    self.given[tensor.untyped_storage()._cdata] = tensor
         return answer
 
 
@@ -132,10 +160,10 @@ class _Attention(torch.autograd.Function):
     """Keeps what variable-length attention keeps, and computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, answers: list[int]) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, made: dict[int, Tensor]) -> Tensor:
         answer = torch.empty_like(query)
         norms = query.new_empty(query.shape[:2], dtype=torch.float32)
-        answers.append(answer.nbytes + norms.nbytes)
+        made.update({tensor.untyped_storage()._cdata: tensor for tensor in (answer, norms)})
         ctx.save_for_backward(query, key, value, answer, norms)
         return answer
 
@@ -148,9 +176,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> attention.Answer:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if not attention.GROUPED:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    answer = _Attention.apply(q, k, v, kwargs["answers"])  # type: ignore[no-untyped-call]
+    answer = _Attention.apply(q, k, v, kwargs["made"])  # type: ignore[no-untyped-call]
     return answer[None], None
 
 

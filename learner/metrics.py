@@ -55,19 +55,8 @@ class Metrics:
             self._spans[name] = self._spans.get(name, 0.0) + self.clock() - start
 
     def log(self, version: int, stats: Mapping[str, float]) -> None:
-        """Record `version`, the policy that came of the batch that `stats` speak of. What is not finite is left out."""
-        now = self.clock()
-        elapsed, self._started = now - self._started, now
-        record: Record = {"version": version}
-        record |= {key: value for key, value in stats.items() if math.isfinite(value)}
-        record |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()} | {"time/version_s": elapsed}
-        if self.peak and "flops" in record:
-            record["mfu"] = record["flops"] / max(self._spans.get("train", 0.0), 1e-9) / self.peak
-            record["mfu/version"] = record["flops"] / max(elapsed, 1e-9) / self.peak
-        self._spans = {}
-        if "tokens" in record:
-            record["tokens_per_s"] = record["tokens"] / max(elapsed, 1e-9)
-        record |= memory()
+        """Record `version`, the policy that came of the batch that `stats` speak of."""
+        record = self.record(version, stats)
         if self.path is None:
             return
         if not self._begun:
@@ -82,6 +71,21 @@ class Metrics:
         self.history = [*self.history, record][-HISTORY:]
         for track in self.trackers:
             track(record)
+
+    def record(self, version: int, stats: Mapping[str, float]) -> Record:
+        """All figures of `version`; what is not finite is left out. The next one's times begin."""
+        now = self.clock()
+        elapsed, self._started = now - self._started, now
+        record: Record = {"version": version}
+        record |= {key: value for key, value in stats.items() if math.isfinite(value)}
+        record |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()} | {"time/version_s": elapsed}
+        if self.peak and "flops" in record:
+            record["mfu"] = record["flops"] / max(self._spans.get("train", 0.0), 1e-9) / self.peak
+            record["mfu/version"] = record["flops"] / max(elapsed, 1e-9) / self.peak
+        self._spans = {}
+        if "tokens" in record:
+            record["tokens_per_s"] = record["tokens"] / max(elapsed, 1e-9)
+        return record | memory()
 
     def _begin(self, path: Path, version: int) -> None:
         """Cut off what an earlier process recorded from `version` on: it has been trained again."""

@@ -174,4 +174,5 @@ def _more(batch: Batch) -> dict[str, float]:
         "tokens_sampled": float(sum(row.sampled for row in batch.rows)),
         "samples": float(len(batch.rows)),
         "microbatches": float(len(batch.microbatches)),
+        "tokens_microbatch_max": float(max(len(microbatch.tokens) for microbatch in batch.microbatches)),
     }

@@ -44,7 +44,8 @@ def on_cpu(config: Config) -> bool:
 def environment(cpu: bool) -> dict[str, str]:
     """What vLLM reads from the environment; what is set already stays."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
-    return common | (CPU_ENVIRONMENT if cpu else {})
+    gpu = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # a fork of a process that asked for GPUs cannot use them
+    return common | (CPU_ENVIRONMENT if cpu else gpu)
 
 
 def engine_arguments(config: Config, seed: int, fields: Collection[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ EngineDead in all who wait.
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import os
 import time
@@ -47,7 +48,7 @@ class Engine:
     def __init__(self, llm: AsyncLLM, tokenizer: Any, eos: Sequence[int]) -> None:
         self._llm, self.tokenizer, self._eos = llm, tokenizer, tuple(eos)
         self.version = 0
-        self.paused_s = 0.0
+        self.paused_s = self.stop_s = self.resume_s = 0.0
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
         self._running = self._waiting = self._tokens = self._chunks = 0
@@ -63,6 +64,8 @@ class Engine:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
         with _deaths():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        gc.collect()
+        gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
         return cls(llm, tokenizer, end_tokens(config.model.path, tokenizer))
 
     async def generate(
@@ -125,9 +128,12 @@ class Engine:
             await self._living(self._llm.pause_generation(mode="keep", clear_cache=False), None)
             try:
                 await self._settle()
+                self.stop_s = time.perf_counter() - started
                 yield
             finally:
+                resuming = time.perf_counter()
                 await self._living(self._llm.resume_generation(), None)
+                self.resume_s = time.perf_counter() - resuming
                 self.paused_s = time.perf_counter() - started
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:

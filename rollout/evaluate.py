@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
-from buffer.problems import load_problems
 
+from buffer.problems import load_problems
 from buffer.protocol import Sample
 from configs.contradictions import check
 from configs.load import ConfigError, read

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from learner.weights.channel import backend_of
+from learner.weights.channel import ChannelError, backend_of
 from learner.weights.staging import Staging
 
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -43,11 +43,11 @@ class WorkerExtension:
     def rl_ping(self) -> None:
         """Answer: the engine is not stuck."""
 
-    def rl_prepare(self, welcome: bytes) -> str:
-        """Make room for a staging copy; returns the digest of the plan."""
+    def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str]:
+        """Make room for a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""
         if self.rl_staging is None:
-            self.rl_staging = Staging(self.device, self.rank)
-        return self.rl_staging.prepare(welcome)
+            self.rl_staging = Staging(self.device, self.rank, self._rl_stream)
+        return self.rl_staging.prepare(welcome, staging)
 
     def rl_receive(self, go: bytes, notify: str) -> None:
         """Start to receive in the background."""
@@ -67,6 +67,19 @@ class WorkerExtension:
     def rl_load_folder(self, folder: str) -> float:
         """Put the weights of a Hugging Face folder in place; returns seconds. The engine must be paused."""
         return self._rl_load(tensors_in(files_in(Path(folder))))
+
+    def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> float:
+        """Put `weights` in place as they arrive, in buckets that are overwritten by later ones. The engine is paused.
+
+        Runs in the staging's thread. Raises ChannelError if they end early and another try can mend it.
+        """
+        model = self.model_runner.get_model()
+        if loads_plainly(model, self.vllm_config, self.device):
+            return self._rl_load(weights)
+        try:
+            return self._rl_load((name, tensor.clone()) for name, tensor in weights)  # kept until a layer is whole
+        except ChannelError as error:
+            raise RuntimeError(f"vLLM's layers are half rebuilt, only a new start helps: {error}") from error
 
     @torch.no_grad()
     def _rl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> float:

@@ -73,7 +73,7 @@ class FakeEngine:
 
 
 class FakeBuffer:
-    """Stands for `buffer.client.Samples`: deals `items`, at most `room` at a time, then waits or, once `end`ed, ends."""
+    """Stands for `buffer.client.Samples`: deals `items`, at most `room` at a time, then waits or, `end`ed, ends."""
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
         self.items, self.rooms = list(items), list[int]()

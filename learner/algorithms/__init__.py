@@ -4,18 +4,18 @@ Pure functions of tensors, one per paper; docs/algorithms.md has the table. Cons
 waits for nothing; the learner's step calls it. Imports torch and configs.schema only.
 
 A batch, on each rank:
-    1. `moments` -> all-reduce (sum) -> `ADVANTAGES[name](rewards, groups, moments=...)`     once a batch
-    2. if `needs_proximal(config)`: log-probabilities of all microbatches without gradient; for `m2po` then
-       `m2_squares` of each -> gather from all ranks -> `m2_limit`                            once a batch
-    3. `LOSSES[name](inputs, config)` and `backward()`                                        each microbatch
+    1. `soft_overlong`, `ADVANTAGES[name](rewards, groups, lengths)`, `mask_overlong` of the whole batch   once a batch
+    2. for `m2po`: log-probabilities of all microbatches without gradient -> `m2_squares` of each ->
+       gather from all ranks -> `m2_limit`                                                   once a batch
+    3. `LOSSES[name](inputs, config)` and `backward()`                                       each microbatch
     4. `combine` over microbatches, all-reduce (sum; max for `is_max` keys), `summary`, `alerts`   once a batch
 """
 
 from configs.schema import AlgorithmConfig
-from learner.algorithms.advantages import ADVANTAGES, mask_overlong, moments, soft_overlong
+from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
 from learner.algorithms.corrections import m2_limit, m2_squares
 from learner.algorithms.inputs import LossInputs
-from learner.algorithms.losses import LOSSES, needs_entropy_gradient, needs_proximal, needs_reference
+from learner.algorithms.losses import LOSSES, needs_entropy_gradient, needs_first_pass, needs_reference
 from learner.algorithms.measures import alerts, combine, group_sums, is_max, sample_sums, summary
 
 __all__ = [
@@ -30,9 +30,8 @@ __all__ = [
     "m2_limit",
     "m2_squares",
     "mask_overlong",
-    "moments",
     "needs_entropy_gradient",
-    "needs_proximal",
+    "needs_first_pass",
     "needs_reference",
     "sample_sums",
     "soft_overlong",

@@ -1,7 +1,7 @@
 """From rewards to advantages, and what is done to truncated answers before and after.
 
-Consumes the rewards of whole groups; waits for nothing; the learner calls it once a batch. Two of the advantages scale
-by the whole batch, of which a rank holds a part: it sums `moments`, the ranks add them, and all scale by one number.
+Consumes rewards and lengths of all samples of the batch, for two of the advantages scale by all of it; waits for
+nothing. Every rank of the learner knows these facts (`learner.packing`), and calls it once a batch.
 """
 
 from typing import Protocol
@@ -13,64 +13,46 @@ from torch import Tensor
 class Advantage(Protocol):
     """What each of `ADVANTAGES` is.
 
-    `rewards` [samples] float and `groups` [samples] int64: of whole groups. `lengths` [samples]: sampled tokens.
-    `moments` [3]: those of the whole batch, if the samples here are only a part of it. Returns [samples], detached.
+    `rewards` [samples] float and `groups` [samples] int64: of the whole batch. `lengths` [samples]: sampled tokens, all
+    equal if None. Returns [samples], detached.
     """
 
-    def __call__(
-        self, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, moments: Tensor | None = None
-    ) -> Tensor: ...
+    def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor: ...
 
 
-def group_mean(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, moments: Tensor | None = None) -> Tensor:
+def group_mean(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
     """R - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
     return _centred(rewards, groups)[0].to(rewards.dtype)
 
 
-def group_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, moments: Tensor | None = None) -> Tensor:
+def group_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
     """(R - mean of the group) / (unbiased standard deviation of the group + 1e-6) (GRPO, arXiv:2402.03300)."""
     centred, inverse, counts = _centred(rewards, groups)
     variance = _sums(centred**2, inverse, counts) / (counts - 1).clamp(min=1)
     return (centred / (variance.sqrt() + 1e-6)[inverse]).to(rewards.dtype)
 
 
-def leave_one_out(
-    rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, moments: Tensor | None = None
-) -> Tensor:
+def leave_one_out(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
     """R - mean of the others in the group (RLOO, arXiv:2402.14740)."""
     centred, inverse, counts = _centred(rewards, groups)
     return (centred * (counts / (counts - 1).clamp(min=1))[inverse]).to(rewards.dtype)
 
 
-def batch_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, moments: Tensor | None = None) -> Tensor:
+def batch_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
     """(R - mean of the group) / (unbiased standard deviation of the batch's rewards + 1e-4) (arXiv:2508.08221; TRL)."""
-    if moments is None:
-        moments = reward_moments(rewards, groups, torch.ones_like(rewards) if lengths is None else lengths)
-    _, variance = _mean_and_variance(moments.to(rewards.device))
+    values = rewards.detach().double()
+    _, variance = _mean_and_variance(values, torch.ones_like(values))
     return (_centred(rewards, groups)[0] / (variance.sqrt() + 1e-4)).to(rewards.dtype)
 
 
-def reinforce_baseline(
-    rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, moments: Tensor | None = None
-) -> Tensor:
+def reinforce_baseline(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
     """R - mean of the group, whitened over all sampled tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262).
 
-    A sample weighs as many tokens as it has: `lengths`, all equal if None.
+    A sample weighs as many tokens as it has.
     """
-    if moments is None:
-        moments = centred_moments(rewards, groups, torch.ones_like(rewards) if lengths is None else lengths)
-    mean, variance = _mean_and_variance(moments.to(rewards.device))
-    return ((_centred(rewards, groups)[0] - mean) * (variance + 1e-8).rsqrt()).to(rewards.dtype)
-
-
-def reward_moments(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """Count, sum and sum of squares of the rewards of the samples with a length above 0: [3] float64."""
-    return _moments(rewards.detach().double(), (lengths > 0).double())
-
-
-def centred_moments(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
-    """The same of R - mean of the group, each sample counted as often as it has tokens: [3] float64."""
-    return _moments(_centred(rewards, groups)[0], lengths.double())
+    centred = _centred(rewards, groups)[0]
+    mean, variance = _mean_and_variance(centred, torch.ones_like(centred) if lengths is None else lengths.double())
+    return ((centred - mean) * (variance + 1e-8).rsqrt()).to(rewards.dtype)
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -80,17 +62,6 @@ ADVANTAGES: dict[str, Advantage] = {
     "leave_one_out": leave_one_out,
     "reinforce_baseline": reinforce_baseline,
 }
-
-
-def moments(name: str, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor | None:
-    """What advantage `name` needs of the whole batch, [3] float64 to be added over ranks; None if it needs nothing.
-
-    `rewards` and `groups` are of whole groups; `lengths` [samples] are the sampled tokens of the samples that this rank
-    trains and 0 for members of their groups that another rank trains, so that each sample is counted once.
-    """
-    if name == "batch_std":
-        return reward_moments(rewards, groups, lengths)
-    return centred_moments(rewards, groups, lengths) if name == "reinforce_baseline" else None
 
 
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
@@ -124,12 +95,8 @@ def _sums(values: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
     return values.new_zeros(counts.shape).index_add(0, inverse, values)
 
 
-def _moments(values: Tensor, weights: Tensor) -> Tensor:
-    return torch.stack([weights.sum(), (weights * values).sum(), (weights * values**2).sum()])
-
-
-def _mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance behind count, sum and sum of squares."""
-    count, total, squares = moments.double().unbind()
-    mean = total / count.clamp(min=1)
-    return mean, ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+def _mean_and_variance(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of `values`, each there `counts` times."""
+    count = counts.sum()
+    mean = (counts * values).sum() / count.clamp(min=1)
+    return mean, (counts * (values - mean) ** 2).sum() / (count - 1).clamp(min=1)

@@ -173,9 +173,13 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def needs_proximal(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs log-probabilities of the whole batch under the weights at the start of the step."""
-    return config.loss == "m2po" or (config.loss == "decoupled" and config.proximal == "recompute")
+def needs_first_pass(config: AlgorithmConfig) -> bool:
+    """Whether the loss needs log-probabilities of the whole batch before those that it differentiates.
+
+    `m2po` does, for its budget is the batch's. `decoupled` does not: a batch is one optimizer step, so that the weights
+    at its start, whose the recomputed proximal policy is, are those that `LossInputs.logprobs` come from.
+    """
+    return config.loss == "m2po"
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:

@@ -211,7 +211,7 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
     ("length/truncated", False, lambda now, usual: now > 0.1,
      "answers are cut; raise sampling.max_tokens, or set algorithm.overlong to soft or mask"),
     ("entropy/mean", True, lambda now, usual: now < 0.3 * usual,
-     "exploration ends; set algorithm.entropy_bonus, raise algorithm.clip_high or sampling.temperature"),
+     "exploration ends; set algorithm.entropy_bonus, raise sampling.temperature or the loss's upper bound"),
     ("gradient/norm", True, lambda now, usual: now > 10 * usual,
      "an update out of proportion; look at the batch's samples, lower learner.max_grad_norm"),
     ("groups/solved_all", False, lambda now, usual: now > 0.8,

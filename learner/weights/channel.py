@@ -1,18 +1,19 @@
 """The group that weights are broadcast over: learner rank 0 and every worker of some servers. gloo on CPU, NCCL on GPU.
 
 A `Channel` is a process group of its own over the learner's `Store`; the default process group of either side is not
-touched. `connect` waits until all ranks came, `broadcast` until each bucket is through, both at most `timeout_s`;
+touched. `connect` waits until all ranks came, `broadcast` until all buckets are through, both at most `timeout_s`;
 `abort`, from another thread, ends them early over NCCL (gloo runs into its timeout). After a failure a channel is of
-no use: the next has a new epoch. Sender and workers run it in threads of their own, so neither training nor
-generation waits.
+no use: the next has a new epoch. Sender and workers run it in threads and on streams of their own, so neither training
+nor generation waits. Why its kernels cannot deadlock with those of training or generation: docs/weights.md.
 """
 
 import asyncio
 import os
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,8 +24,13 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch lists these classes nowhere that a type checker looks
 AHEAD = 3
-"""Buckets under way beyond the one waited for."""
-NCCL_SETTINGS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Buckets under way beyond the one waited for, between CPUs. Between GPUs all are queued at once: the fewer calls from
+Python, the less this thread contends with the one that trains or generates."""
+NCCL_SETTINGS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 """A wait returns at its deadline with an error, and a failure of this group is ours to handle: torch must not end the
 process."""
 
@@ -59,6 +65,8 @@ class Channel:
     ) -> None:
         self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
         self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_s)
+        self.span_s = 0.0
+        """Of the last broadcast: from the first bucket's arrival to the last's."""
         self._group: dist.ProcessGroup | None = None
         self._aborted = False
 
@@ -70,41 +78,57 @@ class Channel:
             store = c10d.TCPStore(
                 self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
             )
+            prefixed = c10d.PrefixStore(f"weights/{self.epoch}", store)
+            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait without end for one who never comes
+            prefixed.wait([f"here/{rank}" for rank in range(self.world)], self._timeout)
             make = self._nccl if self.device.type == "cuda" else self._gloo
-            self._group = make(c10d.PrefixStore(f"weights/{self.epoch}", store))
+            self._group = make(prefixed)
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks did not form: {error}") from None
         if self._aborted:
             self.abort()
 
-    def broadcast(self, buckets: list[torch.Tensor]) -> Iterator[int]:
-        """Send (rank 0) or fill (others) `buckets`; yields the index of each as soon as it is through. Raises
-        ChannelError."""
+    def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
+        """Send (rank 0) or fill (others) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.
+
+        Yields the index of each that is through: on a GPU, for whatever this thread's stream does next. All are
+        through for certain when this is exhausted.
+        """
         group = self._group  # held here, so that its end, which may take a while, is this thread's affair
         if group is None or self._aborted:
             raise ChannelError(f"group {self.epoch} was given up")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        on_gpu = self.device.type == "cuda"
+        ahead = (len(buckets) if on_gpu else AHEAD) if ahead is None else ahead
+        watch = Stopwatch(self.device)
         works: deque[dist.Work] = deque()
         try:
-            for index, bucket in enumerate(buckets):
-                works.append(group.broadcast([bucket], options))
-                if index >= AHEAD:
-                    works.popleft().wait(self._timeout)
-                    yield index - AHEAD
-            for index in range(len(buckets) - len(works), len(buckets)):
-                works.popleft().wait(self._timeout)
-                yield index
+            for index in range(len(buckets) + ahead):
+                if index < len(buckets):
+                    works.append(group.broadcast([buckets[index]], options))
+                if ahead <= index and works:
+                    work = works.popleft()
+                    work.block_current_stream() if on_gpu else work.wait(self._timeout)
+                    watch.lap()
+                    yield index - ahead
+            work.wait(self._timeout)  # on a GPU the first time that this thread waits
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
+        if self._aborted:  # which ends the kernels too, and so looks like success
+            raise ChannelError(f"group {self.epoch} was given up")
+        self.span_s = watch.span_s()
 
     def abort(self) -> None:
         """Give the group up; whoever waits in it gets a ChannelError, at the latest when the timeout is over."""
         self._aborted = True
         group, self._group = self._group, None
-        if group is not None:
-            with suppress(RuntimeError):  # it may be broken already, which is why it is given up
-                group.abort()
+        if group is None:
+            return
+        if self.device.type == "cuda":  # it may take seconds, and the caller has an engine or an event loop to run
+            threading.Thread(target=_end, args=(group,), name="weights-abort", daemon=True).start()
+        else:
+            _end(group)
 
     def _gloo(self, store: Any) -> Any:
         options = c10d.ProcessGroupGloo._Options()
@@ -119,6 +143,36 @@ class Channel:
             group = c10d.ProcessGroupNCCL(store, self.rank, self.world, options)
         group.eager_connect_single_device(self.device)
         return group
+
+
+class Stopwatch:
+    """From the first lap to the last, by the clock of `device`: its current stream, or the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._first: Any = None
+        self._last: Any = None
+
+    def lap(self) -> None:
+        """Now, or when the stream comes to this point."""
+        if self._on_gpu:
+            self._last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._last.record()
+        else:
+            self._last = time.perf_counter()
+        self._first = self._first or self._last
+
+    def span_s(self) -> float:
+        """Waits for the stream to come to the last lap."""
+        if not self._on_gpu or self._first is None:
+            return float((self._last or 0) - (self._first or 0))
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) / 1000
+
+
+def _end(group: Any) -> None:
+    with suppress(RuntimeError):  # it may be broken already, which is why it is given up
+        group.abort()
 
 
 def backend_of(device: torch.device) -> str:

@@ -20,6 +20,7 @@ class Group:
 
     def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
         self.members: list[Member] = []
+        self.backend = backend_of(device)
         self._device, self._timeout_s = device, timeout_s
         self._store = Store(host, timeout_s)
         self._channel: Channel | None = None
@@ -53,13 +54,19 @@ class Group:
             epoch=self._epoch,
             offset=1 + sum(other.workers for other in before),
             world=self._channel.world,
-            backend=backend_of(self._device),
+            backend=self.backend,
             host=self._store.host,
             port=self._store.port,
             timeout_s=self._timeout_s,
             checksums=edition.checksums,
             probe=edition.probe,
         )
+
+    def prepare(self, edition: Edition, shelf: Shelf) -> "asyncio.Future[None]":
+        """Nothing is to be done before the members are told to receive."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def send(self, edition: Edition, shelf: Shelf) -> "asyncio.Future[None]":
         """Broadcast the buckets in a thread, which holds `edition` for as long as it reads it."""

@@ -58,19 +58,24 @@ class Ready(Message):
 
 
 class Received(Message):
-    """All buckets are here and their checksums agree; generation went on meanwhile."""
+    """All buckets are here and their checksums agree; generation went on meanwhile, unless they went right into place.
+    `span_s`: from the first bucket's arrival to the last's."""
 
     round: Count
     receive_s: float
+    span_s: float
 
 
 class Loaded(Message):
-    """The server generates under the new version. `probe` is the mean absolute difference of the probe, if it was
-    due."""
+    """The server generates under the new version, and stood still for `pause_s`: until it had stopped, until the
+    weights were in place, until it went on. `probe` is the mean absolute difference of the probe, if it was due."""
 
     round: Count
+    stop_s: float
     load_s: float
+    resume_s: float
     pause_s: float
+    verify_s: float
     probe: float | None = None
 
 
@@ -128,7 +133,8 @@ class Probe(Message):
 
 
 class Go(Message):
-    """Every member said Ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends."""
+    """Every member said Ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends. With
+    `folder`, the buckets are read from files there instead."""
 
     round: Count
     session: str
@@ -140,6 +146,7 @@ class Go(Message):
     host: str
     port: Count
     timeout_s: float
+    folder: str = ""
     checksums: list[int]
     probe: Probe | None = None
 
@@ -173,6 +180,7 @@ class Staged(Message):
     round: Count
     worker: Count
     receive_s: float
+    span_s: float = 0.0
     reason: str = ""
     fatal: bool = False
 

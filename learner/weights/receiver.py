@@ -1,9 +1,9 @@
 """A rollout server's end of the weights wire. Runs in the front process's event loop, beside generation.
 
 `policies()` yields each version once its buckets are in the workers' staging copies; the rollout loop then pauses,
-loads and resumes. Waits for: the buffer's word where the learner is (`where`), the learner's offers, the workers'
-word that everything came. When the learner falls silent it asks `where` again and tries the old address on, whichever
-comes first.
+loads and resumes. Without room for copies it yields before they come, and `load` receives them into place. Waits for:
+the buffer's word where the learner is (`where`), the learner's offers, the workers' word that everything came. When the
+learner falls silent it asks `where` again and tries the old address on, whichever comes first.
 """
 
 import asyncio
@@ -49,7 +49,9 @@ class Engine(Protocol):
     """What receives: a vLLM engine with the worker extension of `rollout/worker.py`."""
 
     paused_s: float
-    """Length of the last pause."""
+    """Length of the last pause, of which `stop_s` until all stood still and `resume_s` until it went on."""
+    stop_s: float
+    resume_s: float
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
     async def probe(self, tokens: list[int]) -> list[float]: ...
@@ -60,25 +62,29 @@ class WeightsError(RuntimeError):
 
 
 class Policy:
-    """A version that lies in the staging copies of all workers."""
+    """A version that lies in the staging copies of all workers, or, `streams`, is about to be sent."""
 
-    def __init__(self, receiver: "Receiver", go: Go) -> None:
-        self.version, self._receiver, self._go = go.version, receiver, go
+    def __init__(self, receiver: "Receiver", go: Go, streams: bool) -> None:
+        self.version, self._receiver, self._go, self._streams = go.version, receiver, go, streams
         self._load_s = 0.0
 
     async def load(self) -> None:
-        """Put it in place. Call it while the engine is paused."""
+        """Put it in place. Call it while the engine is paused. Streaming, `version` may be a later one afterwards."""
         started = time.perf_counter()
-        try:
-            await self._receiver.engine.collective("rl_load", self.version, timeout_s=self._receiver.deadline_s)
-        except RuntimeError as error:
-            self._receiver.say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
-            raise
+        if self._streams:
+            self._go = await self._receiver.stream()
+            self.version = self._go.version
+        else:
+            try:
+                await self._receiver.engine.collective("rl_load", self.version, timeout_s=self._receiver.deadline_s)
+            except RuntimeError as error:
+                self._receiver.say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
+                raise
         self._load_s = time.perf_counter() - started
 
     async def loaded(self) -> None:
         """Call it once generation goes on: checks the probe if one came, and tells the learner. Raises WeightsError."""
-        difference, probe = None, self._go.probe
+        difference, probe, started = None, self._go.probe, time.perf_counter()
         if probe is not None:
             ours = await self._receiver.engine.probe(probe.tokens)
             difference = sum(abs(a - b) for a, b in zip(ours, probe.logprobs, strict=True)) / len(ours)
@@ -88,8 +94,18 @@ class Policy:
                 reason += f"{_few(probe.logprobs)} at the learner"
                 self._receiver.say(Failed(round=self._go.round, reason=reason, fatal=True))
                 raise WeightsError(reason)
-        paused_s = self._receiver.engine.paused_s
-        self._receiver.say(Loaded(round=self._go.round, load_s=self._load_s, pause_s=paused_s, probe=difference))
+        engine = self._receiver.engine
+        self._receiver.say(
+            Loaded(
+                round=self._go.round,
+                stop_s=engine.stop_s,
+                load_s=self._load_s,
+                resume_s=engine.resume_s,
+                pause_s=engine.paused_s,
+                verify_s=time.perf_counter() - started,
+                probe=difference,
+            )
+        )
         self._receiver.free()
 
 
@@ -107,6 +123,7 @@ class Receiver:
         heartbeat_s: float = 2.0,
     ) -> None:
         self.engine, self.deadline_s, self.heartbeat_s = engine, config.deadline_s, heartbeat_s
+        self._staging = config.staging
         self._where, self._name, self._keys = where, name, keys
         self._ready: asyncio.Queue[Policy | BaseException] = asyncio.Queue()
         self._link: Link | None = None
@@ -116,6 +133,9 @@ class Receiver:
         self._busy = False
         self._offered: Offer | None = None
         self._staged: list[Staged] = []
+        self._streams = self._streaming = False
+        self._gos: asyncio.Queue[Go | BaseException] = asyncio.Queue()
+        self._arrived: asyncio.Future[bool] | None = None
 
     async def policies(self) -> AsyncGenerator[Policy, None]:
         """Each new policy, received and verified. Load it before asking for the next. Raises WeightsError."""
@@ -130,6 +150,24 @@ class Receiver:
         finally:
             follow.cancel()
             await asyncio.wait([follow])
+
+    async def stream(self) -> Go:
+        """Receive a version right into place; returns what it was. Call it while the engine is paused.
+
+        A broadcast that breaks leaves weights of two versions in place, so this waits on, for the next round and for
+        the next learner if need be: the engine must not go on with them.
+        """
+        while True:
+            go = await self._gos.get()
+            if isinstance(go, BaseException):
+                raise go
+            if go is not self._go:
+                continue  # cancelled in between
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.deadline_s)
+            if await self._arrived:
+                self._streaming = False
+                return go
 
     def say(self, message: Message) -> None:
         """Tell the learner, if there is one."""
@@ -147,7 +185,11 @@ class Receiver:
         error = None if follow.cancelled() else follow.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        self._ready.put_nowait(error or asyncio.CancelledError())
+        reason = error or asyncio.CancelledError()
+        self._ready.put_nowait(reason)
+        self._gos.put_nowait(reason)
+        if self._arrived and not self._arrived.done():
+            self._arrived.set_exception(reason)
 
     async def _follow(self) -> None:
         """Stay with the learner, wherever it goes."""
@@ -206,9 +248,7 @@ class Receiver:
     async def _take(self, message: Message) -> None:
         assert self._link is not None
         if isinstance(message, Welcome):
-            digests = await self.engine.collective("rl_prepare", pack(message), timeout_s=self.deadline_s)
-            if set(digests) != {message.digest}:
-                raise WeightsError(f"the plan of the weights is {digests} here, {message.digest} at the learner")
+            await self._prepare(message)
             self._digest, self._link.heartbeat_s = message.digest, message.heartbeat_s
             self.say(self._join())
         elif isinstance(message, Joined):
@@ -219,7 +259,13 @@ class Receiver:
                 self.free()
         elif isinstance(message, Go):
             self._busy, self._go, self._staged = True, message, []
-            await self.engine.collective("rl_receive", pack(message), self._notify, timeout_s=self.deadline_s)
+            if not self._streams:
+                await self.engine.collective("rl_receive", pack(message), self._notify, timeout_s=self.deadline_s)
+                return
+            self._gos.put_nowait(message)
+            if not self._streaming:
+                self._streaming = True
+                self._ready.put_nowait(Policy(self, message, streams=True))
         elif isinstance(message, Cancel):
             if self._go and self._go.round == message.round:
                 await self._abandon(message.reason)
@@ -230,6 +276,18 @@ class Receiver:
         elif isinstance(message, Refused):
             raise WeightsError(message.reason)
 
+    async def _prepare(self, welcome: Welcome) -> None:
+        """Have all workers make room, each for a copy or all for two buckets."""
+        for staging in (self._staging, "bucket"):
+            answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.deadline_s)
+            digests, modes = ({answer[part] for answer in answers} for part in (0, 1))
+            if digests != {welcome.digest}:
+                raise WeightsError(f"the plan of the weights is {digests} here, {welcome.digest} at the learner")
+            if len(modes) == 1:
+                break
+        self._streams = modes == {"bucket"}
+        log.info("weights: received %s", "into place, bucket by bucket" if self._streams else "into a staging copy")
+
     async def _abandon(self, reason: str) -> None:
         """Stop receiving, unless everything is here already. A thread that is stuck keeps its buckets; the next gets
         others."""
@@ -238,6 +296,12 @@ class Receiver:
         go, self._go = self._go, None
         await self.engine.collective("rl_abort", timeout_s=self.deadline_s)
         self.say(Failed(round=go.round, reason=reason))
+        self._broke()
+
+    def _broke(self) -> None:
+        self._go = None
+        if self._arrived and not self._arrived.done():
+            self._arrived.set_result(False)
         self.free()
 
     async def _collect(self, pull: "zmq.asyncio.Socket") -> None:
@@ -255,15 +319,20 @@ class Receiver:
         bad = max((staged for staged in self._staged if staged.reason), key=lambda staged: staged.fatal, default=None)
         if bad is None:
             self._holds = (go.session, go.version)
-            self.say(Received(round=go.round, receive_s=max(staged.receive_s for staged in self._staged)))
-            self._ready.put_nowait(Policy(self, go))
+            receive_s, span_s = (
+                max(getattr(staged, key) for staged in self._staged) for key in ("receive_s", "span_s")
+            )
+            self.say(Received(round=go.round, receive_s=receive_s, span_s=span_s))
+            if self._arrived and not self._arrived.done():
+                self._arrived.set_result(True)
+            else:
+                self._ready.put_nowait(Policy(self, go, streams=False))
             return
         self.say(Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
         if bad.fatal:
             raise WeightsError(bad.reason)
         log.warning("weights: version %d did not come: %s", go.version, bad.reason)
-        self._go = None
-        self.free()
+        self._broke()
 
 
 def _few(values: list[float]) -> str:

@@ -12,12 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from learner.weights.channel import ChannelError, backend_of
+from learner.weights.channel import ChannelError
+from learner.weights.files import Files
 from learner.weights.group import Group
 from learner.weights.members import Member, Members
 from learner.weights.plan import Plan, dtype_name
@@ -61,14 +61,14 @@ class Rounds:
         plan: Plan,
         bucket_bytes: int,
         shelf: Shelf,
+        group: Group | Files,
         session: str,
         host: str,
-        device: torch.device,
         deadline_s: float,
         heartbeat_s: float,
         keys: ServingKeys | None,
     ) -> None:
-        self.shelf, self.session, self.device = shelf, session, device
+        self.shelf, self.session, self._group = shelf, session, group
         self.deadline_s, self.heartbeat_s, self._keys, self._host = deadline_s, heartbeat_s, keys, host
         self.members = Members()
         self.stats: dict[str, float] = {"weights/members": 0.0, "weights/servers": 0.0, "weights/failed": 0.0}
@@ -81,7 +81,7 @@ class Rounds:
             digest=plan.digest,
             heartbeat_s=heartbeat_s,
         )
-        self._group = Group(host, device, deadline_s)
+        self._bytes_after_first = plan.total_bytes - plan.sizes[0]
         self._round = time.time_ns() >> 20  # greater than those of a learner that died before
         self._busy = False
 
@@ -134,10 +134,10 @@ class Rounds:
             member.hear(message)
 
     def _join(self, route: bytes, member: Member | None, message: Join) -> None:
-        backend = backend_of(self.device)
+        backend = self._group.backend
         if message.protocol != PROTOCOL:
             self._say(route, Refused(reason=f"weights protocol {message.protocol} here, {PROTOCOL} at the learner"))
-        elif message.backend != backend:
+        elif backend not in ("", message.backend):
             reason = f"{message.name} receives over {message.backend}, the learner sends over {backend}: "
             self._say(route, Refused(reason=reason + "set learner.device and rollout.device alike"))
         elif message.digest != self._welcome.digest:
@@ -194,18 +194,25 @@ class Rounds:
         if not ready:
             return
         self._group.form(ready)
+        try:
+            await self._group.prepare(edition, self.shelf)
+        except ChannelError as error:
+            log.error("weights: %s; again in %g s", error, self.heartbeat_s)
+            self.stats["weights/failed"] += 1
+            return await asyncio.sleep(self.heartbeat_s)
         for member in ready:
             self._say(member.route, self._group.go(member, self._round, self.session, edition))
         sending = time.perf_counter()
         broken = await self._broadcast(edition, ready)
         sent_s = time.perf_counter() - sending
         received = await self._answered(ready, Received, Loaded)
+        spans = [member.answer.span_s for member in received if isinstance(member.answer, Received)]
         for member in received:
             member.holds = (self.session, edition.version)
         if broken or len(received) < len(ready):
             self._blame(ready, broken)
         loaded = await self._answered(received, Loaded)
-        self._record(edition, loaded, sent_s, time.perf_counter() - started)
+        self._record(edition, loaded, sent_s, max(spans, default=0.0), time.perf_counter() - started)
 
     async def _gather(self, members: list[Member], offer: Offer) -> list[Member]:
         for member in members:
@@ -262,22 +269,30 @@ class Rounds:
                 self._say(member.route, Refused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}"))
                 self._drop(member, "refused")
 
-    def _record(self, edition: Edition, loaded: list[Member], broadcast_s: float, round_s: float) -> None:
-        answers = [member.answer for member in loaded if isinstance(member.answer, Loaded)]
+    def _record(
+        self, edition: Edition, loaded: list[Member], broadcast_s: float, span_s: float, round_s: float
+    ) -> None:
+        """The timeline: of the slowest server under plain names, of each under its own."""
+        answers = {member.name: member.answer for member in loaded if isinstance(member.answer, Loaded)}
         for member in loaded:
             member.failures = 0
         if not answers:
             return
-        probes = [answer.probe for answer in answers if answer.probe is not None]
+        probes = [answer.probe for answer in answers.values() if answer.probe is not None]
+        verify_s = max(answer.verify_s for answer in answers.values())
         self.stats |= {
             "weights/version": float(edition.version),
             "weights/servers": float(len(answers)),
             "weights/broadcast_s": broadcast_s,
-            "weights/load_s": max(answer.load_s for answer in answers),
-            "weights/pause_s": max(answer.pause_s for answer in answers),
             "weights/round_s": round_s,
-            "weights/lag_s": time.perf_counter() - edition.published_at,
+            "weights/lag_s": time.perf_counter() - edition.published_at - verify_s,
         }
+        if span_s > 0:
+            self.stats["weights/gb_per_s"] = self._bytes_after_first / span_s / 1e9
+        for what in ("stop_s", "load_s", "resume_s", "pause_s", "verify_s"):
+            each = {name: float(getattr(answer, what)) for name, answer in answers.items()}
+            self.stats[f"weights/{what}"] = max(each.values())
+            self.stats |= {f"weights/{name}/{what}": seconds for name, seconds in each.items()}
         if probes:
             self.stats |= {"weights/probe": max(probes), "weights/probe_version": float(edition.version)}
         log.info("weights: version %d on %d server(s) after %.3f s", edition.version, len(answers), round_s)

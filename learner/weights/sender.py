@@ -8,61 +8,28 @@ most the deadline.
 
 import asyncio
 import logging
-import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from configs.schema import WeightsConfig
+from learner.weights.files import Files
+from learner.weights.group import Group
 from learner.weights.plan import Plan, Spec
-from learner.weights.protocol import Probe, ServingKeys
+from learner.weights.probe import Policy, Prober
+from learner.weights.protocol import ServingKeys
 from learner.weights.rounds import Rounds
 from learner.weights.shelf import Shelf
 
 log = logging.getLogger(__name__)
-PROBE_TOKENS = 32
 HEARTBEAT_S = 2.0
-
-
-class Policy(Protocol):
-    """What is published."""
-
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def logprobs_of(self, tokens: list[int]) -> list[float]: ...
-
-
-class Prober:
-    """When the probe is due and what the policy says to it: alike on every rank, for the forward pass is collective.
-
-    Due at the first version published and at multiples of `every`; never if that is 0.
-    """
-
-    def __init__(self, tokens: Sequence[int], every: int, tolerance: float) -> None:
-        self._tokens, self._every, self._tolerance = list(tokens), every, tolerance
-        self._first = True
-
-    def ask(self, policy: Policy, version: int) -> Probe | None:
-        """The probe with the log-probabilities of `policy`, if due."""
-        due = self._every > 0 and (self._first or version % self._every == 0)
-        self._first = False
-        if not due:
-            return None
-        return Probe(tokens=self._tokens, logprobs=policy.logprobs_of(self._tokens), tolerance=self._tolerance)
-
-    @classmethod
-    def of(cls, specs: Sequence[Spec], config: WeightsConfig, seed: int, tokens: Sequence[int] | None) -> "Prober":
-        """With `tokens`, or else with tokens drawn from `seed` among the rows of the first matrix, the embedding."""
-        if tokens is None:
-            rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
-            draw = random.Random(seed)
-            tokens = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        return cls(tokens, config.probe_every, config.probe_tolerance)
 
 
 class Follower:
@@ -99,7 +66,9 @@ class Sender:
         probe: Sequence[int] | None = None,
         keys: ServingKeys | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        folder: Path | None = None,
     ) -> None:
+        """`folder`: where `weights.transport: safetensors` writes. Raises ValueError for a host nobody can reach."""
         specs = [Spec(*spec) for spec in specs]
         if config.host in ("0.0.0.0", "::", "*"):
             raise ValueError(f"weights.host: servers cannot connect to {config.host}; name an address of this machine")
@@ -113,17 +82,15 @@ class Sender:
 
         async def serve() -> None:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            if config.transport == "safetensors":
+                assert folder is not None
+                group: Group | Files = Files(folder, session, config.deadline_s)
+            else:
+                group = Group(config.host, device, config.deadline_s)
             self._rounds = Rounds(
-                plan,
-                config.bucket_mib << 20,
-                self._shelf,
-                session,
-                config.host,
-                device,
-                config.deadline_s,
-                heartbeat_s,
-                keys,
-            )
+                plan, config.bucket_mib << 20, self._shelf, group, session, config.host, config.deadline_s,
+                heartbeat_s, keys,
+            )  # fmt: skip
             await self._rounds.serve(started.set_result)
 
         self._thread = threading.Thread(target=_run, args=(serve, started, self._ended), name="weights", daemon=True)
@@ -141,10 +108,10 @@ class Sender:
         edition.version, edition.probe = version, self._prober.ask(policy, version)
         edition.snapshot.fill(policy.full_weights())
         edition.checksums = edition.snapshot.checksums()
-        edition.published_at = time.perf_counter()
+        edition.published_at = started
         self._shelf.offer(edition)
         self._loop.call_soon_threadsafe(self._rounds.changed.set)
-        self._published["weights/gather_s"] = edition.published_at - started
+        self._published["weights/gather_s"] = time.perf_counter() - started
 
     def stats(self) -> dict[str, float]:
         """The timeline of the last publication and of the last round that reached servers: seconds, counts, the last

@@ -26,6 +26,7 @@ class Edition:
     checksums: list[int] = field(default_factory=list)
     probe: Probe | None = None
     published_at: float = 0.0
+    """When its publication began."""
     holders: int = 0
 
 

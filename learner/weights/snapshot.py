@@ -15,16 +15,27 @@ WORDS = 4096
 
 
 class Snapshot:
-    """The buckets of `plan` on `device`, each a flat uint8 tensor, zero at first."""
+    """The buckets of `plan` on `device`, each a flat uint8 tensor, zero at first.
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
-        self.buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in plan.sizes]
+    `rotating`: there is room for two only, and each bucket takes the place of the one before the last.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, rotating: bool = False) -> None:
+        self.plan, self.device, self.rotating = plan, device, rotating
+        sizes = [max(plan.sizes)] * min(2, len(plan.sizes)) if rotating else plan.sizes
+        room = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+        self.buckets = [room[index % len(room)][:size] for index, size in enumerate(plan.sizes)]
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor under its name, in its shape and dtype, in order: views, no copies."""
         for slot in self.plan.slots:
             yield slot.spec.name, self.view(slot)
+
+    def views_of(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of one bucket."""
+        for slot in self.plan.slots:
+            if slot.bucket == bucket:
+                yield slot.spec.name, self.view(slot)
 
     def view(self, slot: Slot) -> torch.Tensor:
         """The tensor at `slot`, in place."""

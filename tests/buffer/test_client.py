@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from buffer import connection
 from buffer.client import Batches, RefusedError, Samples, heartbeats
 from tests.buffer.wire import Buffer, buffer, client, desk, free_port, group, in_loop, rollout
 
@@ -89,10 +88,9 @@ async def test_a_refused_process_is_told_at_the_door_and_later_if_the_config_cha
 
 
 @in_loop
-async def test_silence_is_warned_of_at_growing_intervals_and_never_an_error(caplog, monkeypatch):
-    monkeypatch.setattr(connection, "LATE_S", 0.2)  # a matter of patience only
+async def test_silence_is_warned_of_at_growing_intervals_and_never_an_error(caplog):
     address = f"tcp://127.0.0.1:{free_port()}"
-    connecting = asyncio.create_task(client(address, retry_s=0.05).__aenter__())
+    connecting = asyncio.create_task(client(address, retry_s=0.05, late_s=0.2).__aenter__())
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(1.2)
     warnings = [record.getMessage() for record in caplog.records]

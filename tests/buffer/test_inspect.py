@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.buffer.wire import Process, client, group, process
 @pytest.fixture
 def traffic(tmp_path):
     """A live run: batch 0 of items 0 to 3, item 4 stored, item 5 dropped, item 6 leased, a learner that waits."""
-    with process(tmp_path) as it:
+    with process(tmp_path, **{"rollout.heartbeat_s": 60}) as it:  # no lease ends, however slow the machine is
         print_ = fingerprint(load(it.arguments()[3:]))
 
         async def make() -> None:
@@ -95,6 +96,27 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     assert json.loads(rows[8]["problem"])["answer"] == "4"
     assert (rows[8]["state"], rows[8]["batch"]) == ("stored", -1)
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_tail_follows_a_live_run(traffic):
+    it, _ = traffic
+    command = [it.arguments()[0], "-m", "buffer", "tail", "-n", "1", "--follow", str(it.run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+        assert "item 4 stored" in following.stdout.readline()
+
+        async def deliver() -> None:
+            print_ = fingerprint(load(it.arguments()[3:]))
+            async with client(it.address, "rollout-1", fingerprint=print_) as server:
+                samples = Samples(server, lambda: 1)
+                await samples.beat({})
+                for item in await samples.ask(2):
+                    await samples.put(item, group(item.item, item.version))
+
+        asyncio.run(deliver())
+        came = [following.stdout.readline() for _ in range(2)]
+        following.send_signal(signal.SIGINT)
+    assert all(" stored" in line and "to rollout-1" in line for line in came) and came[0] != came[1]
+    assert following.returncode == 130
 
 
 def test_a_run_that_is_not_there_is_told_in_one_line(tmp_path, capsys):

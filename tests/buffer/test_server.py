@@ -471,7 +471,7 @@ class Run:
             beating = asyncio.create_task(heartbeats(samples, 0.05, dict, lambda revoked: None))
             while (items := await samples.ask(2)) is not None:
                 for item in items:
-                    if (await samples.put(item, group(item.item))).accepted:
+                    if (await samples.put(item, group(item.item, item.version))).accepted:
                         self.acknowledged.add(item.item)
             beating.cancel()
 

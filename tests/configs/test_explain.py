@@ -78,7 +78,7 @@ def test_target_staleness_decides_what_may_be_open() -> None:
         (["run.versions=10"], "learner.warmup_versions 10 is not below run.versions 10"),
         (["run.versions=19"], "learner.checkpoint_every 20 is more than run.versions 19"),
         (["algorithm.reference_kl=1e-3"], "a frozen copy"),
-        (["algorithm.loss=decoupled"], "one more forward pass"),
+        (["algorithm.loss=m2po"], "one more forward pass"),
         (["buffer.address=tcp://10.0.0.1:5600"], "weights.host 127.0.0.1 is loopback"),
         (["buffer.path=null"], "buffer.path null"),
         (["buffer.max_message_mib=1"], "a rank's part of a batch can take 6 MiB"),
@@ -124,6 +124,11 @@ def test_few_problems_are_noted_and_gpus_left_to_the_cpu_are_not_counted() -> No
             ["algorithm.constant_length=7"],
             "algorithm.constant_length: 7 has no effect with algorithm.aggregation token; "
             "set algorithm.aggregation: constant or constant_length: null",
+        ),
+        (
+            ["algorithm.loss=gspo", "algorithm.aggregation=prompt"],
+            "algorithm.aggregation: prompt has no effect with algorithm.loss gspo, a mean over samples by definition; "
+            "set algorithm.aggregation: sequence or another loss",
         ),
         (
             ["algorithm.overlong=soft", "algorithm.overlong_buffer=1024"],
@@ -174,6 +179,8 @@ def test_what_fits_exactly_is_allowed() -> None:
     same = ["rollout.engine={max_model_len: 2048, dtype: bfloat16}", "learner.tokens_per_microbatch=2048"]
     check(config(*same, "learner.ranks=256", "batch.target_staleness=4"), files=())
     check(config("algorithm.aggregation=constant", "algorithm.constant_length=7", "learner.device=cpu"), files=())
+    for aggregation in ("token", "sequence"):
+        check(config("algorithm.loss=gspo", f"algorithm.aggregation={aggregation}"), files=())
 
 
 def test_epochs_must_reach_as_far_as_the_versions() -> None:

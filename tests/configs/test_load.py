@@ -180,6 +180,7 @@ def test_fingerprint_covers_what_is_shared() -> None:
         assert fingerprint(load([*NEEDED, f"--{same}"])) == base
     for other in ("run.name=b", "run.seed=1", "batch.groups=3", "learner.lr=1e-3", "data.eval=x", "sampling.stop=[a]"):
         assert fingerprint(load([*NEEDED, f"--{other}"])) != base
+    assert fingerprint(load([*NEEDED, "--batch.groups=32", "--learner.lr=1e-6"])) == base  # said aloud, the defaults
 
 
 def test_local_keys_exist() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from configs.schema import ModelConfig
+from learner import collectives, deadlines
 from learner.checkpoint import Checkpoints
+from learner.deadlines import Watch
 from learner.packing import Batch
 from tests.learner import world
 
@@ -52,17 +55,34 @@ def run(folder: Path, mesh: Any, rank: int, start: int, stop: int, cuts: list[in
     records = []
     for version in range(start, stop):
         part = world.cut(world.make_samples(version), version, cuts, rank)
-        records.append(algorithm.step(policy, part))
+        figures = algorithm.step(policy, part)
+        records.append({name: value for name, value in figures.items() if not name.startswith("time/")})
         checkpoints.save(policy, version + 1)
     checkpoints.close()
     return {"records": records, "weights": world.weights(policy)}
 
 
+def late(folder: Path, timeout_s: float) -> None:
+    """Rank 1 sleeps where the others reduce."""
+    with Watch(timeout_s, folder / "logs"):
+        collectives.largest(1.0)
+        if dist.get_rank() == 1:
+            dawdle()
+        collectives.largest(2.0)
+
+
+def dawdle() -> None:
+    threading.Event().wait(40)
+
+
 if __name__ == "__main__":
     case, folder, arguments = sys.argv[1:]
     torch.set_num_threads(1)
+    deadlines.record()
     if json.loads(arguments).get("device") == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60))
-    {"gradients": gradients, "train": train}[case](Path(folder), **json.loads(arguments))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
+    )
+    {"gradients": gradients, "train": train, "late": late}[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()

@@ -1,9 +1,12 @@
 """Measures: sums, their combination, metrics by name, and alerts that fire when and only when they should."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+from configs.load import load
 from learner.algorithms import (
     ADVANTAGES,
     LossInputs,
@@ -12,13 +15,13 @@ from learner.algorithms import (
     group_sums,
     is_max,
     mask_overlong,
-    moments,
     sample_sums,
     summary,
 )
 from learner.algorithms.measures import AGES, ALERTS, BUCKETS, MAXIMA, MEANS, limit_sums, mismatch_sums
 
 VERSION = 70
+DEFAULTS = load(["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"])
 
 
 def inputs(log_ratio: list[float], versions: list[int], advantages: list[float] | None = None) -> LossInputs:
@@ -111,17 +114,15 @@ def test_facts_of_samples_and_groups() -> None:
     assert metrics["groups/solved_all"] == 0.25 and metrics["groups/solved_none"] == 0.5
 
 
-def test_advantages_do_not_depend_on_the_cut() -> None:
-    """A rank that sees its samples and the rewards of their groups gets what one rank with all samples gets."""
+def test_advantages_do_not_depend_on_the_order() -> None:
+    """Samples of a group need not stand together, nor groups be numbered from 0."""
     rng = np.random.default_rng(0)
     rewards, groups = torch.tensor(rng.random(12)), torch.arange(3).repeat_interleave(4) * 5
-    lengths = torch.tensor(rng.integers(1, 30, 12))
-    mine = torch.tensor(rng.random(12) < 0.5)
-    for name, advantage in ADVANTAGES.items():
+    lengths, order = torch.tensor(rng.integers(1, 30, 12)), torch.tensor(rng.permutation(12))
+    for advantage in ADVANTAGES.values():
         whole = advantage(rewards, groups, lengths)
-        shares = [moments(name, rewards, groups, torch.where(side, lengths, 0)) for side in (mine, ~mine)]
-        total = None if shares[0] is None or shares[1] is None else shares[0] + shares[1]
-        torch.testing.assert_close(advantage(rewards, groups, moments=total), whole, rtol=1e-9, atol=1e-12)
+        shuffled = advantage(rewards[order], groups[order], lengths[order])
+        torch.testing.assert_close(shuffled, whole[order], rtol=1e-9, atol=1e-12)
 
 
 def test_no_advantage_without_a_group() -> None:
@@ -184,3 +185,9 @@ def test_alerts_watch_metrics_that_exist() -> None:
     known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm"}
     assert {key for key, *_ in ALERTS} <= known
     assert set(ILL) == {key for key, *_ in ALERTS}
+
+
+def test_remedies_name_keys_that_exist() -> None:
+    for *_, remedy in ALERTS:
+        for section, key in re.findall(r"\b(batch|learner|algorithm|sampling|weights)\.(\w+)", remedy):
+            assert key in type(getattr(DEFAULTS, section)).model_fields, remedy

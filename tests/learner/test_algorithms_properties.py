@@ -18,7 +18,7 @@ from learner.algorithms import (
     m2_limit,
     m2_squares,
     needs_entropy_gradient,
-    needs_proximal,
+    needs_first_pass,
     needs_reference,
 )
 
@@ -320,10 +320,10 @@ def test_a_missing_input_is_named(changes: dict[str, Any], config: dict[str, Any
 
 
 def test_what_a_loss_needs() -> None:
-    assert not any(need(AlgorithmConfig()) for need in (needs_proximal, needs_reference, needs_entropy_gradient))
-    assert needs_proximal(AlgorithmConfig(loss="m2po"))
-    assert needs_proximal(AlgorithmConfig(loss="decoupled"))
-    assert not needs_proximal(AlgorithmConfig(loss="decoupled", proximal="loglinear"))
+    assert not any(need(AlgorithmConfig()) for need in (needs_first_pass, needs_reference, needs_entropy_gradient))
+    assert needs_first_pass(AlgorithmConfig(loss="m2po"))
+    assert not needs_first_pass(AlgorithmConfig(loss="decoupled", proximal="recompute"))
+    assert not needs_first_pass(AlgorithmConfig(loss="decoupled", proximal="loglinear"))
     assert needs_reference(AlgorithmConfig(reference_kl=0.1))
     assert needs_entropy_gradient(AlgorithmConfig(entropy_bonus=0.1))
 

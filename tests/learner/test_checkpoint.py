@@ -3,19 +3,34 @@
 import json
 import logging
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from configs.schema import LearnerConfig
 from learner import checkpoint, export
-from learner.checkpoint import MANIFEST, Checkpoints, Refused, complete, fault, newest, seal
+from learner.checkpoint import MANIFEST, Checkpoints, Refused, Rewarded, complete, fault, kept, newest, seal
 from learner.optimizer import Optimizer
 from tests.learner import rank, world
 from tests.learner.world import LEARNER, policy_of, tiny_model
+
+
+def may_mount() -> bool:
+    """Whether this process may mount a tmpfs, tried in a namespace of its own."""
+    if shutil.which("unshare") is None:
+        return False
+    trial = ["unshare", "--mount", "mount", "-t", "tmpfs", "headrace", "/mnt"]
+    return subprocess.run(trial, capture_output=True).returncode == 0
+
+
+MAY_MOUNT = may_mount()
 
 
 def parts(tmp_path: Path, mesh, versions: int = 100, **changes):
@@ -90,6 +105,46 @@ def test_which_versions_are_written_and_kept(tmp_path: Path, mesh) -> None:
     checkpoints.close()
 
 
+@given(
+    rewards=st.dictionaries(st.integers(1, 60), st.floats(0, 1) | st.just(float("-inf"))),
+    last=st.integers(1, 4),
+    every=st.none() | st.integers(1, 20),
+    best=st.integers(0, 4),
+)
+def test_kept(rewards: dict[int, float], last: int, every: int | None, best: int) -> None:
+    stay = kept(rewards, LEARNER.model_copy(update={"keep_checkpoints": last, "keep_every": every, "keep_best": best}))
+    assert set(sorted(rewards)[-last:]) <= stay <= rewards.keys()
+    assert all(version in stay for version in rewards if every and version % every == 0)
+    known = {version for version, reward in rewards.items() if reward >= 0}
+    for gone in known - stay:
+        assert sum(rewards[version] >= rewards[gone] for version in stay & known) >= best
+    if every is None:
+        assert len(stay) <= last + best
+
+
+class Told:
+    """An algorithm that only tells."""
+
+    def __init__(self, figures: dict[str, float]) -> None:
+        self.figures = figures
+
+    def step(self, policy, part) -> dict[str, float]:
+        return self.figures
+
+
+def test_every_so_many_and_the_best_are_kept(tmp_path: Path, mesh) -> None:
+    changes = {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_every": 3, "keep_best": 1}
+    policy, checkpoints = parts(tmp_path, mesh, **changes)
+    oldest = []
+    for version, reward in enumerate([0.1, 0.9, 0.2, 0.3, 0.8], 1):
+        Rewarded(Told({"reward/mean": reward}), checkpoints).step(policy, None)
+        oldest.append(checkpoints.save(policy, version))
+        checkpoints._settle()
+    assert complete(tmp_path / "checkpoints") == [2, 3, 5]
+    assert oldest == [0, 1, 2, 3, 4]  # the buffer need not keep batches for what is kept for people
+    checkpoints.close()
+
+
 def test_finish_writes_what_is_not_there(tmp_path: Path, mesh) -> None:
     policy, checkpoints = parts(tmp_path, mesh)
     checkpoints.finish(policy, 0)
@@ -158,6 +213,26 @@ def test_a_full_disk_is_refused_with_numbers(tmp_path: Path, mesh, caplog, monke
     checkpoints.finish(policy, 3)
     assert complete(tmp_path / "checkpoints") == [3]
     checkpoints.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 1 MiB."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "headrace", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(not MAY_MOUNT, reason="needs the right to mount a tmpfs; the test above simulates it")
+def test_a_small_disk_is_refused_and_training_goes_on(tmp_path: Path, mesh, small_disk: Path, caplog) -> None:
+    tiny_model(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        result = rank.run(tmp_path, mesh, 0, 0, 3, [24])
+    assert [record["gradient/skipped"] for record in result["records"]] == [0, 0, 0]
+    assert "checkpoint v000002 not written: it takes 0.06 GiB" in caplog.text and "0.00 GiB free" in caplog.text
+    assert complete(small_disk) == []
 
 
 def test_writing_that_fails_costs_a_warning(tmp_path: Path, mesh, caplog) -> None:

@@ -7,8 +7,9 @@ import torch
 
 from configs.schema import AlgorithmConfig
 from learner.algorithms import ADVANTAGES
+from learner.memory import PRODUCTS
 from learner.optimizer import Optimizer
-from learner.packing import Batch
+from learner.packing import Batch, whole
 from tests.learner import world
 from tests.learner.world import (
     ALGORITHM,
@@ -21,6 +22,8 @@ from tests.learner.world import (
     policy_of,
     tiny_model,
 )
+
+KEEP = LEARNER.model_copy(update={"activation_checkpointing": "none"})
 
 
 def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -108,13 +111,39 @@ def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
         close(got, want)
 
 
-def test_activation_checkpointing_and_temperature(tmp_path: Path, mesh) -> None:
+@pytest.mark.parametrize("saving", ["selective", "block"])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, mesh, saving: str) -> None:
     model = tiny_model(tmp_path)
-    keep = LEARNER.model_copy(update={"activation_checkpointing": "none"})
-    one, _ = gradient(policy_of(model, mesh, temperature=0.7), 64)
-    two, _ = gradient(policy_of(model, mesh, keep, temperature=0.7), 64)
+    one, _ = gradient(policy_of(model, mesh, KEEP, temperature=0.7), 64)
+    learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
+    two, _ = gradient(policy_of(model, mesh, learner, temperature=0.7), 64)
     close(one, two)
-    hot, _ = gradient(policy_of(model, mesh, keep, temperature=2.0), 64)
+
+
+def test_selective_computes_no_product_again(tmp_path: Path, mesh) -> None:
+    """In the backward pass of blocks, `block` makes the forward pass's products once more, `selective` none."""
+    model, counts = tiny_model(tmp_path), {}
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func in PRODUCTS
+            return func(*args, **(kwargs or {}))
+
+    for saving in ("none", "selective", "block"):
+        policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
+        scores = policy(whole([1, 2, 3, 4]))[0]
+        with Count() as count:
+            scores.sum().backward()
+        counts[saving] = count.number
+    assert counts["selective"] == counts["none"] < counts["block"]
+
+
+def test_temperature(tmp_path: Path, mesh) -> None:
+    model = tiny_model(tmp_path)
+    one, _ = gradient(policy_of(model, mesh, KEEP, temperature=0.7), 64)
+    hot, _ = gradient(policy_of(model, mesh, KEEP, temperature=2.0), 64)
     assert any((one[name] - hot[name]).norm() > 0.1 * one[name].norm() for name in one)
 
 

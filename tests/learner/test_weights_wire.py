@@ -31,9 +31,9 @@ def a_sender(**keys):
 class Server:
     """A rollout server in this loop. `addresses` is what the buffer would know of the learner."""
 
-    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0):
-        self.engine, self.seen, self.mail = StagingEngine(workers, error), [], asyncio.Queue()
-        self.receiver = Receiver(addresses.where, self.engine, name, config(), heartbeat_s=HEARTBEAT_S)
+    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None):
+        self.engine, self.seen, self.mail = engine or StagingEngine(workers, error), [], asyncio.Queue()
+        self.receiver = Receiver(addresses.where, self.engine, name, config(staging=staging), heartbeat_s=HEARTBEAT_S)
         self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.mail))
 
     async def has(self, version):

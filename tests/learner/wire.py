@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from configs.schema import WeightsConfig
-from learner.weights.channel import Channel
+from learner.weights.channel import Channel, backend_of
 from learner.weights.plan import Spec
 from learner.weights.protocol import TO_SERVER, unpack
 from learner.weights.receiver import Receiver
@@ -59,9 +59,10 @@ class VersionedPolicy:
 class StagingEngine:
     """An engine of `workers` workers that only stage and load. `error` is added to what it says to the probe."""
 
-    def __init__(self, workers: int = 1, error: float = 0.0) -> None:
-        self.version, self.paused_s, self.error = -1, 0.0, error
-        self.staging = [Staging(torch.device("cpu"), worker) for worker in range(workers)]
+    def __init__(self, workers: int = 1, error: float = 0.0, device: str = "cpu") -> None:
+        self.version, self.paused_s, self.stop_s, self.resume_s, self.error = -1, 0.0, 0.0, 0.0, error
+        self.device, self.pauses = torch.device(device), 0
+        self.staging = [Staging(self.device, worker, self.loader(worker)) for worker in range(workers)]
         self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -72,6 +73,7 @@ class StagingEngine:
 
     @asynccontextmanager
     async def paused(self):
+        self.pauses += 1
         yield
 
     def holds(self, version: int) -> bool:
@@ -83,10 +85,10 @@ class StagingEngine:
         )
 
     def rl_describe(self, worker: int) -> dict[str, str]:
-        return {"backend": "gloo"}
+        return {"backend": backend_of(self.device)}
 
-    def rl_prepare(self, worker: int, welcome: bytes) -> str:
-        return self.staging[worker].prepare(welcome)
+    def rl_prepare(self, worker: int, welcome: bytes, staging: str) -> tuple[str, str]:
+        return self.staging[worker].prepare(welcome, staging)
 
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
         self.staging[worker].receive(go, notify)
@@ -95,7 +97,16 @@ class StagingEngine:
         self.staging[worker].abort()
 
     def rl_load(self, worker: int, version: int) -> None:
-        self.weights[worker] = {name: tensor.clone() for name, tensor in self.staging[worker].weights(version)}
+        self.loader(worker)(self.staging[worker].weights(version))
+
+    def loader(self, worker: int) -> Any:
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> float:
+            self.weights[worker] = {}
+            for name, tensor in weights:  # what comes before a broadcast breaks is there
+                self.weights[worker][name] = tensor.clone()
+            return 0.0
+
+        return load
 
 
 class DyingEngine(StagingEngine):
@@ -136,7 +147,7 @@ async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], mai
 
 def config(**keys: Any) -> WeightsConfig:
     """Small buckets and short deadlines."""
-    return WeightsConfig(**{"bucket_mib": 1, "deadline_s": 4.0, "probe_every": 1} | keys)
+    return WeightsConfig(**{"bucket_mib": 1, "deadline_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
 
 
 async def serve(address: str, name: str, mode: str) -> None:

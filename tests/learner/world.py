@@ -130,6 +130,12 @@ def alone() -> Iterator[DeviceMesh]:
 
 def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
     """Run `case` of tests/learner/rank.py in `ranks` processes that form a world; raises if one fails."""
+    ended = outcome(case, ranks, folder, **arguments)
+    assert not any(code for code, _ in ended), "\n".join(errors for _, errors in ended)[-4000:]
+
+
+def outcome(case: str, ranks: int, folder: Path, **arguments: Any) -> list[tuple[int, str]]:
+    """Exit code and stderr of each rank of such a world."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
@@ -140,5 +146,4 @@ def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
         )
         for rank in range(ranks)
     ]
-    ended = [process.communicate(timeout=120)[1] for process in started]
-    assert not any(process.returncode for process in started), "\n".join(ended)[-4000:]
+    return [(process.wait(120), errors) for process, (_, errors) in ((p, p.communicate(timeout=120)) for p in started)]

@@ -31,7 +31,7 @@ from tests.system.toy import ROOT
 
 MARK = "HEADRACE_CHAOS"
 """In the environment of every process of a run, and of what those start."""
-GROUPS_A_KILL, SPARE = 16, 160
+GROUPS_A_KILL, SPARE = 14, 80
 """Size of a run: so that it does not end before its kills."""
 FROZEN_S = 2.6
 """Longer than a lease, 5 heartbeats of 0.4 s."""

@@ -2,7 +2,7 @@
 
 What it trains is a chain of digests: the policy after a version is a hash of the policy before and of every byte of the
 batch. So a batch that is lost, repeated or changed anywhere makes a different policy. Each batch is written to the
-journal, with fsync, before it counts; each checkpoint is an atomically written file. Killed at any moment by `chaos.py`.
+journal, with fsync, before it counts; a checkpoint is an atomically written file. Killed at any moment by `chaos.py`.
 """
 
 import __future__

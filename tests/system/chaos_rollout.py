@@ -34,7 +34,7 @@ END = ord(".")
 
 
 class Engine:
-    """Stands for `rollout.engine.Engine`. A token is the code of a character, stamped with the version of its moment."""
+    """Stands for `rollout.engine.Engine`. Tokens are codes of characters, stamped with the version of their moment."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.version, self.first = run, 0, asyncio.Event()

@@ -1,0 +1,89 @@
+"""Lives of a learner without GPUs or buffer, each killed while it writes a checkpoint; run by `test_kills.py`.
+
+`python -m tests.learner.nursery FOLDER KILLS SEED`: one process imports everything and forks the lives, so that a life
+begins in milliseconds. Each trains on from the newest checkpoint, one checkpoint a version, and notes each version's
+loss in `FOLDER/losses.jsonl`; the last one is let live to the end. `FOLDER/kills.json` tells what each kill hit.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from configs.schema import ModelConfig
+from learner.checkpoint import Checkpoints, complete, newest
+from tests.learner import world
+
+LONGEST_S = 0.5
+"""Longest time between the first sign of a checkpoint and the kill: about what several take."""
+
+
+def live(folder: Path, mesh: DeviceMesh, stop: int) -> None:
+    """Train to version `stop`."""
+    model = ModelConfig(path=str(folder / "model"), dtype="float32")
+    policy = world.policy_of(model, mesh)
+    algorithm = world.algorithm_of(policy, 64)
+    learner = world.LEARNER.model_copy(update={"checkpoint_every": 1, "export_every": 2})
+    checkpoints = Checkpoints(folder / "checkpoints", model, learner, algorithm.optimizer, versions=10**6)
+    start = checkpoints.restore(policy)
+    for version in range(start, stop):
+        figures = algorithm.step(policy, world.cut(world.make_samples(version), version, [24], 0))
+        with (folder / "losses.jsonl").open("a") as file:
+            file.write(json.dumps([version, figures["loss"], figures["gradient/norm"]]) + "\n")
+        checkpoints.save(policy, version + 1)
+    checkpoints.close()
+
+
+def born(folder: Path, stop: int) -> int:
+    """Fork a life; its process id."""
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            with world.alone() as mesh:
+                live(folder, mesh, stop)
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return process
+
+
+def begun(folder: Path, process: int) -> None:
+    """Wait until the life is writing a checkpoint newer than those there when it began."""
+    deadline = time.monotonic() + 60
+    while not list((folder / "checkpoints").glob("v*.tmp")):
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), "a life ended by itself: it could not resume"
+        assert time.monotonic() < deadline, "no checkpoint is begun"
+        time.sleep(0.002)
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    draw, told, reached = random.Random(seed), [], 0
+    for _ in range(kills):
+        for left in (folder / "checkpoints").glob("v*.tmp"):
+            left.rename(left.with_suffix(".left"))  # so that the next life's is seen; a glob for .tmp misses it
+            left.with_suffix(".left").rename(left.with_suffix(".old"))  # what lives clear away
+        process = born(folder, 10**6)
+        begun(folder, process)
+        time.sleep(draw.uniform(0, LONGEST_S))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        writing = sorted(path.name for path in (folder / "checkpoints").glob("v*.tmp"))
+        before, reached = reached, newest(folder / "checkpoints")
+        assert reached >= before, f"went back from {before} to {reached}"
+        told.append({"reached": reached, "writing": writing, "complete": complete(folder / "checkpoints")})
+    stop = reached + 2
+    assert os.waitstatus_to_exitcode(os.waitpid(born(folder, stop), 0)[1]) == 0
+    (folder / "kills.json").write_text(json.dumps({"stop": stop, "kills": told}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

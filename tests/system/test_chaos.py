@@ -1,0 +1,74 @@
+"""The short form of `make chaos`: a few kills, then the whole audit. The long one spreads 200 over all variants."""
+
+import json
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.system.chaos import chaos
+from tests.system.chaos_audit import Finding, audit
+from tests.system.chaos_run import VARIANTS, Run
+
+KILLS = 16
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run through `KILLS` kills, clean in its audit."""
+    folder = tmp_path_factory.mktemp("chaos") / VARIANTS[0].name
+    kills, counts = chaos(folder, VARIANTS[0], KILLS, seed=0)
+    assert kills.total() == KILLS and set(kills) == {"buffer", "learner", "rollout"}
+    assert counts.trained > 200 and counts.reasons["same"] and counts.reasons["hang"]
+    return folder
+
+
+def in_ledger(change: str) -> Callable[[Run], None]:
+    def tamper(run: Run) -> None:
+        with sqlite3.connect(run.ledger) as db:
+            assert db.execute(change).rowcount
+        db.close()
+
+    return tamper
+
+
+def forget_a_batch(run: Run) -> None:
+    lines = run.journal.read_text().splitlines()
+    last = json.loads(lines[-1])["version"]
+    run.journal.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["version"] != last))
+
+
+def train_something_else(run: Run) -> None:
+    lines = [json.loads(line) for line in run.journal.read_text().splitlines()]
+    random.Random(0).choice(lines)["digest"] = "0" * 64
+    run.journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+TRAINED = "(SELECT MAX(item) FROM items WHERE state = 'trained')"
+TAMPERINGS = {
+    "a lost item": in_ledger(f"DELETE FROM items WHERE item = {TRAINED}"),
+    "a problem twice": in_ledger(
+        f"UPDATE items SET row = (SELECT row FROM items WHERE item = 0) WHERE item = {TRAINED}"
+    ),
+    "a drop without a reason": in_ledger("UPDATE items SET reason = '' WHERE state = 'dropped'"),
+    "a batch too late": in_ledger(f"UPDATE items SET version = version - 9 WHERE item = {TRAINED}"),
+    "an item in another batch": in_ledger(f"UPDATE items SET batch = 0 WHERE item = {TRAINED}"),
+    "a changed sample": in_ledger(
+        f"UPDATE samples SET data = (SELECT data FROM samples WHERE item = 0 AND idx = 0) WHERE item = {TRAINED}"
+    ),
+    "a wrong sum": in_ledger("UPDATE totals SET sampled = sampled + 1 WHERE what = 'trained'"),
+    "a lost batch": forget_a_batch,
+    "other bytes": train_something_else,
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS.values(), ids=TAMPERINGS)
+def test_the_audit_finds(tamper: Callable[[Run], None], ended: Path, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(ended, tmp_path / "run")))
+    audit(run)
+    tamper(run)
+    with pytest.raises(Finding):
+        audit(run)
