@@ -87,8 +87,8 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
 
 def _companions(machine: Machine) -> Iterator[Finding]:
-    """On CPU vLLM's package pulls CUDA builds of three libraries; transformers imports them if they are there, and "
-    "fails."""
+    """On CPU vLLM's package pulls CUDA builds of three libraries; transformers imports them if they are there, and
+    fails."""
     torch = machine.installed.get("torch", "")
     for name in COMPANIONS:
         its = machine.installed.get(name)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of one model folder, None where unknown. Example: Qwen2.5-1.5B has 1_543_714_304 parameters, 12 heads, "
-    "32_768 positions."""
+    """Facts of one model folder, None where unknown. Example: Qwen2.5-1.5B has 1_543_714_304 parameters, 12 heads,
+    32_768 positions."""
 
     parameters: int | None = None
     heads: int | None = None

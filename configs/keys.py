@@ -51,8 +51,10 @@ TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
 
 
 class Key(NamedTuple):
-    """A key of the run file. Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.", "
-    "{})`"""
+    """A key of the run file.
+
+    Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.", {})`
+    """
 
     name: str
     type: str

@@ -128,8 +128,8 @@ def fingerprint(config: Config) -> str:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or "
-    "nothing."""
+    """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or
+    nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(OmegaConf.to_yaml(OmegaConf.create(_literal(config.model_dump(mode="json")))), encoding="utf-8")

@@ -92,8 +92,8 @@ class BatchConfig(Section):
     samples: Annotated[int, Field(ge=2)] = 8
     """Samples in a group: answers to one problem, generated together on one server."""
     max_staleness: Annotated[int, Field(ge=0)] = 4
-    """Largest age in versions at which a group may be trained; 0 is synchronous. Held by admission: nothing is "
-    "dropped."""
+    """Largest age in versions at which a group may be trained; 0 is synchronous. Held by admission: nothing is
+    dropped."""
     target_staleness: Annotated[int, Field(ge=0)] | None = None
     """Admit as if this were the bound, for fresher data than the bound demands; null means the bound itself."""
     skip_zero_variance: bool = False
@@ -106,8 +106,8 @@ class AlgorithmConfig(Section):
     advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] = "group_mean"
     """How a group's rewards become advantages."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
-    """Average of the loss over: all tokens; tokens then samples; tokens of a problem then problems; a constant "
-    "length."""
+    """Average of the loss over: all tokens; tokens then samples; tokens of a problem then problems; a constant
+    length."""
     constant_length: Positive | None = None
     """Length L that `aggregation: constant` divides by, with the number of samples; null means "
     "`sampling.max_tokens`."""
@@ -124,8 +124,8 @@ class AlgorithmConfig(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound c of dual-clip PPO for negative advantages, 3 is usual; null turns it off."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
-    """Proximal policy of `decoupled`: one more forward pass, or interpolated between behaviour and learner by "
-    "version."""
+    """Proximal policy of `decoupled`: the learner before its step, or interpolated by version between behaviour and
+    learner."""
     behaviour_mode: Literal["clamp", "mask"] = "mask"
     """What `decoupled` does with a proximal/behaviour ratio above `behaviour_cap`: clamp it, or mask the token."""
     behaviour_cap: Annotated[float, Field(gt=0)] | None = 5.0
@@ -133,8 +133,8 @@ class AlgorithmConfig(Section):
     m2_budget: Annotated[float, Field(gt=0)] = 0.04
     """Second-moment budget of `m2po`."""
     opsm_delta: Annotated[float, Field(gt=0)] | None = None
-    """Mask samples of negative advantage whose mean behaviour - learner log-probability exceeds this (OPSM); null: "
-    "off."""
+    """Mask samples of negative advantage whose mean behaviour - learner log-probability exceeds this (OPSM); null:
+    off."""
     behaviour_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-ratio to the behaviour policy; 1e-3 is usual at high staleness."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
@@ -142,8 +142,8 @@ class AlgorithmConfig(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     overlong: Literal["keep", "mask", "soft"] = "keep"
-    """Truncated answers: train on them, mask them out, or punish length softly over the last `overlong_buffer` "
-    "tokens."""
+    """Truncated answers: train on them, mask them out, or punish length softly over the last `overlong_buffer`
+    tokens."""
     overlong_buffer: Positive = 256
     """Tokens before `sampling.max_tokens` over which the soft punishment grows from 0 to `overlong_factor`."""
     overlong_factor: Annotated[float, Field(ge=0)] = 1.0
@@ -158,8 +158,8 @@ class LearnerConfig(Section):
     threads: Positive | None = None
     """Threads of each rank for CPU arithmetic; null leaves it to torch."""
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Variable-length attention: flash-attn, torch's own varlen_attn, or SDPA; `auto` takes the first one that "
-    "works."""
+    """Variable-length attention: flash-attn, torch's own varlen_attn, or SDPA; `auto` takes the first one that
+    works."""
     tokens_per_microbatch: Positive | Literal["auto"] = 8192
     """Tokens packed into one forward pass of a rank, without padding; `auto` fills the memory estimate."""
     head_chunk_tokens: Positive = 1024
@@ -231,8 +231,8 @@ class WeightsConfig(Section):
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 256
     """Size of the buckets in which weights travel."""
     deadline_s: Seconds = 60.0
-    """Longest wait for a server to get ready for, receive and load a policy; a server beyond it is left out and may "
-    "rejoin."""
+    """Longest wait for a server to get ready for, receive and load a policy; a server beyond it is left out and may
+    rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between checks of a fixed text's log-probabilities, server against learner; 0 checks checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.05
@@ -244,8 +244,8 @@ class BufferConfig(Section):
     address: Address = "tcp://127.0.0.1:5600"
     """Where the buffer listens and all others find it. Beyond loopback ZeroMQ CURVE keys are required."""
     path: Path | None = Path("buffer.sqlite")
-    """SQLite file of the ledger, relative to the run's folder; null keeps it in memory and loses it with the "
-    "process."""
+    """SQLite file of the ledger, relative to the run's folder; null keeps it in memory and loses it with the
+    process."""
     fsync: bool = True
     """Wait for the disk at each commit: survives a power cut, not only a killed process."""
     keep: Literal["checkpoints", "all"] = "checkpoints"

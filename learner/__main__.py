@@ -191,7 +191,7 @@ def weights(config: Config, policy: Policy, first: bool) -> Sender | Follower:
     """This rank's end of the weights wire."""
     specs, seed = policy.weight_specs(), config.run.seed
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    probe = tokens_of(tokenizer)
+    probe = tokens_of(tokenizer, config.data.max_prompt_tokens + config.sampling.max_tokens - 1)
     if not first:
         return Follower(specs, config.weights, seed, probe)
     keys = server_keys_for(f"tcp://{config.weights.host}:0", config.run.path)

@@ -26,6 +26,7 @@ from learner.algorithms import (
     m2_limit,
     m2_squares,
     mask_overlong,
+    needs_first_pass,
     sample_sums,
     soft_overlong,
     summary,
@@ -77,7 +78,7 @@ class Algorithm:
         """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
         shared = self._shared(batch, policy.device)
         microbatches = [microbatch.to(policy.device) for microbatch in batch.microbatches]  # at once: copies wait
-        if self.config.loss == "m2po":
+        if needs_first_pass(self.config):
             shared |= {"m2_limit": self._m2_limit(policy, microbatches, shared)}
         parts = []
         for moved in microbatches:

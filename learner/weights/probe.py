@@ -55,7 +55,13 @@ class Prober:
         return cls(tokens, config.probe_every, config.probe_tolerance)
 
 
-def tokens_of(tokenizer: Any) -> list[int] | None:
-    """TEXT in the model's tokens; None where it knows none of these words (a model of digits, say)."""
+def tokens_of(tokenizer: Any, longest: int) -> list[int]:
+    """TEXT in the model's tokens, at most `longest`; any tokens of a model that knows none of these words.
+
+    A server samples one token after the probe: `longest` is one less than what every server takes.
+    """
     tokens: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)[:PROBE_TOKENS]
-    return tokens if len(set(tokens)) >= PROBE_TOKENS // 4 else None
+    if len(set(tokens)) < PROBE_TOKENS // 4:
+        draw = random.Random(0)  # alike on every rank
+        tokens = [draw.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
+    return tokens[:longest]
