@@ -129,7 +129,7 @@ class Rounds:
             if not isinstance(message, Leave):
                 self._say(route, Rejoin(reason="not a member"))
         elif isinstance(message, Leave):
-            self._drop(member, "left")
+            self._drop(member, _why(member.answer))
         else:
             member.hear(message)
 
@@ -311,3 +311,8 @@ class Rounds:
                     await self.changed.wait()
         except TimeoutError:
             return
+
+
+def _why(answer: Message | None) -> str:
+    """Why a member leaves: what it failed of, if that was its last word."""
+    return answer.reason if isinstance(answer, Failed) and answer.fatal else "left"
