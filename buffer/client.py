@@ -167,8 +167,8 @@ class Batches:
     def trained(self, version: int, oldest_kept: int) -> None:
         """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
 
-        Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call raises
-        what the buffer said of this one.
+        Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
+        `close`, raises what the buffer said against this one.
         """
         self._hear()
         trained = Trained(version=version, oldest_kept=oldest_kept)
@@ -188,13 +188,17 @@ class Batches:
         """End the connection and its thread; the last word to the buffer gets LAST_WORD_S to be heard."""
         if not self._thread.is_alive():
             return
-        if self._told and not wait([self._told], LAST_WORD_S).done:
+        told, self._told = self._told, None
+        heard = bool(told and wait([told], LAST_WORD_S).done)
+        if told and not heard:
             log.warning("the buffer at %s did not hear that the last batch was trained", self.address)
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self._client = None
+        if told and heard:
+            told.result()
 
     async def _end(self) -> None:
         given_up = asyncio.all_tasks() - {asyncio.current_task()}

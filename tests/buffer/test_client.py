@@ -179,6 +179,15 @@ def test_batches_end_when_the_versions_do():
         assert batches.take(1) is None
 
 
+def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close():
+    with threaded() as it:
+        batches = Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5)
+        batches.trained(7, 0)
+        with pytest.raises(RefusedError, match="the next batch is 0"):
+            batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
 def test_batches_without_a_buffer_or_with_another_config_fail_in_words():
     nowhere = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(TimeoutError, match=nowhere):
