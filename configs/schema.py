@@ -237,7 +237,7 @@ class WeightsConfig(Section):
     """Versions between checks of a fixed text's log-probabilities, server against learner; 0 checks checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.05
     """Largest mean absolute difference of those log-probabilities, in nat. Right weights in bfloat16 differ by about
-    0.02, for vLLM rounds its logits; in float32 set 1e-3."""
+    0.01, those of a large random model by 0.05; in float32 set 1e-3."""
 
 
 class BufferConfig(Section):

@@ -26,6 +26,8 @@ ELSEWHERE = {
 """Engine arguments that have a key of their own in the run file."""
 FIXED = ("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size", "pipeline_parallel_size")
 """Engine arguments that Headrace depends on."""
+HEAD = {"head_dtype": "float32"}
+"""vLLM would round logits to model.dtype; the learner does not, and its ratios would see that noise at every token."""
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -70,6 +72,7 @@ def engine_arguments(config: Config, seed: int, fields: Collection[str]) -> dict
         defaults |= {"enforce_eager": True, "max_num_seqs": min(in_flight + 1, 256)}
         defaults |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
     ours = {
+        "hf_overrides": HEAD | given.get("hf_overrides", {}),
         "model": config.model.path,
         "trust_remote_code": config.model.trust_remote_code,
         "dtype": config.model.dtype,

@@ -12,12 +12,10 @@ from learner.weights.plan import Spec
 from learner.weights.protocol import Probe
 
 PROBE_TOKENS = 64
-TEXT = (
-    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. January, February, March, April, May, June, July, "
-    "August, September, October, November, December. 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18"
-)
-"""What a model foresees. Where a token is nearly certain, rounding to bfloat16 moves its log-probability little, and
-wrong weights move it much; elsewhere two right implementations differ by some hundredths (measured: 0.039)."""
+TEXT = ", ".join(map(str, range(1, 65)))
+"""What every model foresees. Where a token is nearly certain, rounding to bfloat16 moves its log-probability little, and
+wrong weights move it much; elsewhere two right implementations differ by some hundredths. SmolLM2-135M in bfloat16,
+vLLM against transformers: 0.005 here, 0.016 over names of days and months, 0.07 over a prompt with sums."""
 
 
 class Policy(Protocol):
@@ -56,12 +54,12 @@ class Prober:
 
 
 def tokens_of(tokenizer: Any, longest: int) -> list[int]:
-    """TEXT in the model's tokens, at most `longest`; any tokens of a model that knows none of these words.
+    """TEXT in the model's tokens, at most `longest`; any tokens of a model that knows no figures.
 
     A server samples one token after the probe: `longest` is one less than what every server takes.
     """
     tokens: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)[:PROBE_TOKENS]
-    if len(set(tokens)) < PROBE_TOKENS // 4:
+    if len(set(tokens)) < PROBE_TOKENS // 8:
         draw = random.Random(0)  # alike on every rank
         tokens = [draw.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
     return tokens[:longest]

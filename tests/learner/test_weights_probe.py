@@ -1,4 +1,4 @@
-"""The probe's tokens: short enough for every server, words where the model knows them."""
+"""The probe's tokens: short enough for every server, figures where the model knows them."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from examples.countdown.make_model import make_tokenizer
 from learner.weights.probe import PROBE_TOKENS, tokens_of
 
 
-class Digits:
-    """A tokenizer that knows no words."""
+class Deaf:
+    """A tokenizer that knows no figures."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [3] * len(text)
@@ -23,10 +23,10 @@ def test_the_probe_leaves_room_for_the_token_that_a_server_samples_after_it(tmp_
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokens_of(tokenizer, 10_000)) == PROBE_TOKENS
     assert tokens_of(tokenizer, 30) == tokens_of(tokenizer, 10_000)[:30]
-    assert tokenizer.decode(tokens_of(tokenizer, 6)) == "Monday"
+    assert tokenizer.decode(tokens_of(tokenizer, 7)) == "1, 2, 3"
 
 
-def test_a_model_that_knows_no_words_gets_the_same_tokens_of_its_own_on_every_rank() -> None:
-    tokens = tokens_of(Digits(), 40)
-    assert tokens == tokens_of(Digits(), 40) and len(tokens) == 40
+def test_a_model_that_knows_no_figures_gets_the_same_tokens_of_its_own_on_every_rank() -> None:
+    tokens = tokens_of(Deaf(), 40)
+    assert tokens == tokens_of(Deaf(), 40) and len(tokens) == 40
     assert set(tokens) <= set(range(12)) and len(set(tokens)) > 6

@@ -7,7 +7,7 @@ from configs.load import ConfigError
 from configs.schema import Config
 from rollout.arguments import engine_arguments, on_cpu
 
-FIELDS = {"gpu_memory_utilization", "max_num_seqs", "max_model_len", "dtype", "logprobs_mode"}
+FIELDS = {"hf_overrides", "gpu_memory_utilization", "max_num_seqs", "max_model_len", "dtype", "logprobs_mode"}
 
 
 def config(device="cpu", **keys):
@@ -28,6 +28,12 @@ def test_the_run_file_decides_and_defaults_give_way():
     assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (3, 64)
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["load_format"] == "dummy"
     assert engine_arguments(config(), 0, FIELDS)["max_model_len"] == 128
+
+
+def test_logits_are_not_rounded_unless_the_run_file_says_so():
+    assert engine_arguments(config(), 0, FIELDS)["hf_overrides"] == {"head_dtype": "float32"}
+    changed = {"hf_overrides": {"head_dtype": "model", "rope_theta": 1e6}}
+    assert engine_arguments(config(**changed), 0, FIELDS)["hf_overrides"] == changed["hf_overrides"]
 
 
 @pytest.mark.parametrize(
