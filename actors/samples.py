@@ -10,10 +10,12 @@ from buffer.protocol import Sample
 from buffer.store import reading
 
 FIRST = """
-SELECT items.batch, problems.problem, samples.data, samples.reward
-FROM items JOIN samples USING (item) LEFT JOIN problems USING (row)
-WHERE items.batch >= 0 AND samples.idx = 0 AND samples.data IS NOT NULL
-ORDER BY items.batch {order}, items.item {order} LIMIT ?
+SELECT batch, problem, data_of(segment, position, bytes), reward FROM (
+    SELECT items.batch, problem, segment, position, samples.bytes, reward
+    FROM items JOIN samples USING (item) LEFT JOIN problems USING (row)
+    WHERE items.batch >= 0 AND samples.idx = 0 AND segment IS NOT NULL
+    ORDER BY items.batch {order}, items.item {order} LIMIT ?
+)
 """
 
 
@@ -36,7 +38,7 @@ def stored(path: Path, wanted: int = 2) -> tuple[list[Example], list[Example]]:
         return [], []
     with contextlib.closing(reading(path)) as db:
         first, last = (db.execute(FIRST.format(order=order), [wanted]).fetchall() for order in ("ASC", "DESC"))
-    return [_example(*row) for row in first], [_example(*row) for row in last]
+    return [_example(*row) for row in first if row[2]], [_example(*row) for row in last if row[2]]
 
 
 def _example(batch: int, problem: str | None, data: bytes, reward: float) -> Example:

@@ -6,7 +6,6 @@ same bytes. A contender that is not installed is named as absent, never left out
 """
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -16,8 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,9 @@ import numpy as np
 import uvloop
 import zmq
 
+from benchmarks.buffer_ends import Traffic
 from benchmarks.buffer_peers import (
     GROUPS,
-    IN_FLIGHT,
     SAMPLES,
     TOKENS,
     bare_zmq,
@@ -38,86 +36,14 @@ from benchmarks.buffer_peers import (
     redis_read,
     redis_streams,
 )
-from buffer.client import Client, Samples, heartbeats
-from buffer.protocol import Item, Noted, Part, Put, Stored, Take, Trained
+from buffer.client import Client, Samples
+from buffer.protocol import Item, Put, Stored
 from configs.load import fingerprint, load
-from rollout.places import Places
 
 RESULTS = Path(__file__).parent / "results"
 
 
 # ours
-
-
-@dataclass
-class Traffic:
-    """Rollout servers and a learner without models, at full speed or at `groups_s`, for `seconds`."""
-
-    address: str
-    fingerprint: str
-    clients: int
-    seconds: float
-    groups_s: float | None = None
-    version: int = 0
-    taken: int = 0
-    puts: list[float] = field(default_factory=list)
-    told: "asyncio.Task[Noted] | None" = None
-
-    async def roll(self, client: Client, number: int) -> None:
-        samples = Samples(client, lambda: self.version)
-        beating = asyncio.create_task(heartbeats(samples, 0.5, dict, lambda revoked: None))
-        due, seen, places = time.monotonic() + number / (self.groups_s or 1e9), -1, Places(IN_FLIGHT)
-        try:
-            async with asyncio.TaskGroup() as tasks:  # as `rollout.loop.roll` does
-                while items := await samples.ask(await places.free()):
-                    if seen != self.version:
-                        seen = self.version
-                        samples.nudged.set()
-                    for item in items:
-                        if self.groups_s:
-                            due = max(due + self.clients / self.groups_s, time.monotonic() - 1.0)
-                            await asyncio.sleep(max(0.0, due - time.monotonic()))
-                        places.take()
-                        tasks.create_task(self.put(samples, item)).add_done_callback(places.give)
-        finally:
-            beating.cancel()
-
-    async def put(self, samples: Samples, item: Item) -> None:
-        put = Put(server=samples.client.name, item=item.item, lease=item.lease, samples=packed(item.version))
-        began = time.perf_counter()
-        await samples.client.expect(put, Stored)
-        samples.holding.discard(item.lease)
-        self.puts.append(time.perf_counter() - began)
-
-    async def learn(self, client: Client) -> None:
-        while True:
-            part = await client.expect(Take(version=self.version, rank=0, world=1), Part)
-            self.taken += part.total_groups
-            trained = Trained(version=self.version, oldest_kept=self.version)
-            self.version += 1
-            if self.told:
-                await self.told
-            self.told = asyncio.create_task(client.expect(trained, Noted))  # as `buffer.client.Batches` does
-
-    async def run(self) -> float:
-        """Groups a second, Put to Take."""
-        async with AsyncExitStack() as stack:
-            connect = [Client(self.address, f"rollout-{i}", "rollout", self.fingerprint) for i in range(self.clients)]
-            servers = await asyncio.gather(*(stack.enter_async_context(client) for client in connect))
-            learner = await stack.enter_async_context(Client(self.address, "learner-0", "learner", self.fingerprint))
-            tasks = [asyncio.create_task(self.roll(client, i)) for i, client in enumerate(servers)]
-            tasks.append(asyncio.create_task(self.learn(learner)))
-            await asyncio.sleep(min(1.0, self.seconds / 4))
-            began, before = time.monotonic(), self.taken
-            self.puts.clear()
-            await asyncio.wait(tasks, timeout=self.seconds, return_when="FIRST_COMPLETED")
-            rate = (self.taken - before) / (time.monotonic() - began)
-            for task in tasks:
-                if task.done():
-                    task.result()
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            return rate
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         print(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {REMEDY}", file=sys.stderr)
         return 1
     return 0

@@ -37,8 +37,12 @@ from buffer.protocol import (
     Where,
     Work,
 )
-from buffer.records import Facts, Transaction
+from buffer.recent import Group, Recent
+from buffer.records import Transaction
 from buffer.store import Store
+
+RECENT_BYTES = 256 * 2**20
+"""Of samples that stay at hand until they are trained; others are read back from the store."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,7 @@ class Answers:
         self._replaced: set[str] = set()
         self._payloads: dict[int, list[bytes]] = {}
         """Samples by item, of groups accepted since the last transaction."""
-        self._leaving: dict[int, list[bytes]] = {}
-        """The same, of the last transaction, which may be being written."""
+        self._recent = Recent(RECENT_BYTES)
         self._void: set[int] = set()
         self.bytes_stored = 0
         """Of samples accepted and not yet trained."""
@@ -139,11 +142,10 @@ class Answers:
         return deadline
 
     def changes(self) -> Transaction | None:
-        """What changed since the last call, to be written before anything is answered; None: nothing. The transaction
-        before must have been written: its samples are read from the store from now on."""
+        """What changed since the last call, to be written before anything else is asked; None: nothing."""
         changes = self.ledger.drain()
         payloads = {item: self._payloads[item] for item in changes.facts}  # of what was not discarded since
-        void, self._void, self._payloads, self._leaving = self._void, set(), {}, payloads
+        void, self._void, self._payloads = self._void, set(), {}
         return Transaction(changes, payloads, void) if changes or void else None
 
     def why(self, peer: Peer, message: Message) -> str:
@@ -217,6 +219,7 @@ class Answers:
         refusal = self.ledger.put(peer.key, put.item, put.lease, facts, now)
         if entry and fresh and refusal is None:
             self._payloads[put.item] = put.samples
+            self._recent.add(put.item, list(zip(put.samples, facts, strict=True)))
             if entry.state == "stored":  # else a filter left it out
                 self._bytes[put.item] = sum(map(len, put.samples))
                 self.bytes_stored += self._bytes[put.item]
@@ -258,9 +261,11 @@ class Answers:
             self._cut = key, parts(*key, groups)
         return self._cut[1][take.rank]
 
-    def _group(self, item: int) -> list[tuple[bytes, Facts]]:
-        if here := self._payloads.get(item) or self._leaving.get(item):
-            return [(data, facts_of(data)) for data in here]
+    def _group(self, item: int) -> Group:
+        if known := self._recent.get(item):
+            return known
+        if item in self._payloads:
+            return [(data, facts_of(data)) for data in self._payloads[item]]
         return self.store.group(item)
 
     def _trained(self, peer: Peer, trained: Trained, now: float) -> Message:
@@ -280,4 +285,5 @@ class Answers:
         entries, last = self.ledger.book.entries, self.ledger.last_trained
         waiting = {item for item, entry in entries.items() if entry.state == "stored" or entry.batch > last}
         self._bytes = {item: size for item, size in self._bytes.items() if item in waiting}
+        self._recent.keep(waiting)
         self.bytes_stored = sum(self._bytes.values())

@@ -61,9 +61,9 @@ class Desk:
         self._parked: dict[tuple[bytes, str | int], Parked] = {}
         self._out: list[tuple[bytes, bytes]] = []
 
-    def receive(self, frames: Sequence[bytes], now: float) -> None:
+    def receive(self, frames: Sequence[bytes | memoryview], now: float) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
-        identity, data = frames[0], frames[-1]
+        identity, data = bytes(frames[0]), frames[-1]
         try:
             self._check(frames)
             number, message = unpack(data, REQUESTS)
@@ -94,11 +94,11 @@ class Desk:
                     self._unpark(parked)  # its process was replaced
 
     def changes(self) -> Transaction | None:
-        """What changed since the last call, which `write` is to write before `answers` are sent; None: nothing."""
+        """What changed since the last call; None: nothing. To be committed before `answers` are sent."""
         return self.means.changes()
 
-    def write(self, transaction: Transaction) -> None:
-        """Commit it: all of it or, with sqlite3.Error raised, nothing. The only part that a thread may do meanwhile."""
+    def commit(self, transaction: Transaction) -> None:
+        """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
         self.means.store.commit(transaction.changes, transaction.payloads, transaction.void)
 
     def answers(self) -> list[tuple[bytes, bytes]]:
@@ -106,7 +106,7 @@ class Desk:
         out, self._out = self._out, []
         return out
 
-    def _check(self, frames: Sequence[bytes]) -> None:
+    def _check(self, frames: Sequence[bytes | memoryview]) -> None:
         if len(frames) != 2:
             raise ValueError(f"a message is one frame, not {len(frames) - 1}")
         if len(frames[1]) > self.max_message:

@@ -2,8 +2,9 @@
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
-from buffer.protocol import Part, PartSample
+from buffer.protocol import Part
 from buffer.records import Facts
 
 
@@ -25,25 +26,27 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
 def parts(version: int, world: int, groups: Sequence[tuple[int, int, Sequence[tuple[bytes, Facts]]]]) -> list[Part]:
     """The parts of batch `version`: `groups` are (item, dispatch version, samples, packed and their facts), in the
     batch's order."""
-    samples: list[PartSample] = []
+    samples: list[dict[str, Any]] = []
     facts: list[Facts] = []
     for item, dispatched, group in groups:
         rewards = [fact.reward for _, fact in group]
         facts += [fact for _, fact in group]
         samples += [
-            PartSample(item=item, index=index, dispatched=dispatched, rewards=rewards, sample=data)
+            {"item": item, "index": index, "dispatched": dispatched, "rewards": rewards, "sample": data}
             for index, (data, _) in enumerate(group)
         ]
     return [
-        Part(
-            version=version,
-            rank=rank,
-            world=world,
-            samples=[samples[position] for position in positions],
-            total_groups=len(groups),
-            total_samples=len(samples),
-            total_tokens=sum(fact.tokens for fact in facts),
-            total_sampled=sum(fact.sampled for fact in facts),
+        Part.model_validate(  # of plain values: one call for all samples
+            {
+                "version": version,
+                "rank": rank,
+                "world": world,
+                "samples": [samples[position] for position in positions],
+                "total_groups": len(groups),
+                "total_samples": len(samples),
+                "total_tokens": sum(fact.tokens for fact in facts),
+                "total_sampled": sum(fact.sampled for fact in facts),
+            }
         )
         for rank, positions in enumerate(cut([fact.tokens for fact in facts], world))
     ]

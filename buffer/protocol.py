@@ -20,6 +20,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 PROTOCOL = 1
+LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_map_len": 2**16, "max_ext_len": 16}
+"""Of what is unpacked before anything is known of it."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
@@ -336,7 +338,7 @@ def pack(number: int, message: Message) -> bytes:
     return bytes(msgpack.packb({"kind": type(message).__name__, "id": number, **message.model_dump()}))
 
 
-def unpack(data: bytes, kinds: dict[str, type[Message]]) -> tuple[int, Message]:
+def unpack(data: bytes | memoryview, kinds: dict[str, type[Message]]) -> tuple[int, Message]:
     """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
     fields = open_map(data)
     kind, number = fields.pop("kind", None), fields.pop("id", None)
@@ -355,7 +357,7 @@ def in_words(error: ValidationError) -> str:
     return f"{where}: {first['msg'][:200]}".replace("\n", " ")
 
 
-def number_of(data: bytes) -> int:
+def number_of(data: bytes | memoryview) -> int:
     """The `id` of what may be a broken message, so that its refusal finds the asker; 0 where it cannot be told."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(data[:200])
@@ -367,11 +369,10 @@ def number_of(data: bytes) -> int:
     return number if key == "id" and isinstance(number, int) else 0
 
 
-def open_map(data: bytes) -> dict[str, Any]:
+def open_map(data: bytes | memoryview) -> dict[str, Any]:
     """The fields of a message or sample, not yet validated. Raises ValueError, in one line."""
-    limits = {"max_array_len": 2**20, "max_map_len": 2**16, "max_ext_len": 16}
     try:
-        fields = msgpack.unpackb(data, strict_map_key=False, **limits)
+        fields = msgpack.unpackb(data, **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:  # TypeError: a list as a key
         raise ValueError(f"not MessagePack: {error or type(error).__name__}") from None
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):

@@ -26,6 +26,10 @@ class Facts:
     oldest: int | None = field(default=None, compare=False)
     """Policy version of its oldest sampled token; not written down, the item's dispatch version accounts for it."""
 
+    def row_values(self) -> tuple[int | float, ...]:
+        """What the store writes, in the order of the fields."""
+        return self.tokens, self.sampled, self.reward, self.truncated
+
 
 @dataclass(frozen=True)
 class Leased:
@@ -132,17 +136,6 @@ class Changes:
 
     def __bool__(self) -> bool:
         return any((self.items, self.facts, self.discarded, self.batches, self.totals, self.scalars))
-
-    def merge(self, later: "Changes") -> None:
-        """Add `later` changes, as when a commit failed and is to be tried again with what came since."""
-        for item in later.discarded:
-            self.facts.pop(item, None)
-        self.items |= later.items
-        self.facts |= later.facts
-        self.discarded |= later.discarded
-        self.batches |= later.batches
-        self.totals |= later.totals
-        self.scalars |= later.scalars
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 Waits for messages, for the desk's next deadline, or for the disk. Takes all messages that are there, has the desk apply
 them, commits what they changed in one transaction, and only then sends the answers: what is acknowledged is on disk.
-The commit runs in a thread; what arrives meanwhile is applied and goes into the next one. While the disk is full,
-nothing is answered; the commit is tried again until there is room.
+What arrives meanwhile waits in ZeroMQ's queues for the next one: in a thread of its own the commit was slower, for what
+it does between two waits for the disk takes Python's lock. While the disk is full, nothing is received or answered; the
+commit is tried again until there is room.
 """
 
 import asyncio
+import errno
 import logging
 import sqlite3
 import time
-from collections.abc import Sequence
 from types import TracebackType
 
 import zmq
@@ -19,7 +20,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.desk import Desk
 from buffer.keys import ServerKeys, is_loopback, split
-from buffer.records import Transaction
 
 log = logging.getLogger(__name__)
 MESSAGES, BYTES = 1024, 64 * 2**20
@@ -29,7 +29,8 @@ COPIED = 2**16
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 PASSING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
-"""Errors of a commit that end by themselves, or once somebody makes room."""
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a commit that end by themselves, or once somebody makes room: SQLite's, the system's."""
 
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
@@ -59,10 +60,6 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         """The same socket, for what is done without waiting: a future for each message would cost more than it."""
-        self._gathered = 0
-        """Bytes received for the next commit."""
-        self._failing = False
-        """The last commit failed and is being tried again."""
         self._auth: AsyncioAuthenticator | None = None
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
@@ -111,77 +108,57 @@ class Server:
     async def serve(self, desk: Desk) -> None:
         """Serve until cancelled. It has committed and answered everything it received then, unless the disk is full."""
         deadline: float | None = None
-        writing: asyncio.Task[None] | None = None
-        try:
-            while True:
-                await self._wake(deadline, writing)
-                if writing and writing.done():
-                    writing = writing.result()
-                received, more = self._receive()
-                now = time.monotonic()
-                for frames in received:
-                    desk.receive(frames, now)
-                if not more:  # a server is silent only if nothing of it waits to be read
-                    deadline = desk.expire(now)
-                desk.settle(now)
-                if writing and more:  # as much as one commit gathers is waiting already
-                    await asyncio.wait([writing])
-                    writing = writing.result()
-                if not writing:
-                    transaction, answers, self._gathered = desk.changes(), desk.answers(), 0
-                    if transaction or answers:
-                        writing = asyncio.create_task(self._write(desk, transaction, answers))
-        except asyncio.CancelledError:
-            await self._finish(desk, writing)
-            raise
+        while True:
+            await self._wake(deadline)
+            received, more = self._receive()
+            now = time.monotonic()
+            for frames in received:
+                desk.receive(frames, now)
+            if not more:  # a server is silent only if nothing of it waits to be read
+                deadline = desk.expire(now)
+            desk.settle(now)
+            await self._commit(desk)
 
-    async def _wake(self, deadline: float | None, writing: "asyncio.Task[None] | None") -> None:
-        """Wait for a message, for `deadline`, or for the end of what is being written."""
+    async def _wake(self, deadline: float | None) -> None:
+        """Wait for a message or for `deadline`."""
         if self._plain.poll(0):
-            return await asyncio.sleep(0)
+            return await asyncio.sleep(0)  # signals want to be heard too
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        polling = asyncio.ensure_future(self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1))
-        try:
-            await asyncio.wait([polling, writing] if writing else [polling], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            polling.cancel()
+        await self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
 
-    async def _finish(self, desk: Desk, writing: "asyncio.Task[None] | None") -> None:
-        if writing and self._failing:  # no answer is owed that could be given
-            writing.cancel()
-            return
-        if writing:
-            await asyncio.wait([writing])
-            writing.result()
-        await self._write(desk, desk.changes(), desk.answers())
-
-    def _receive(self) -> tuple[list[list[bytes]], bool]:
+    def _receive(self) -> tuple[list[list[bytes | memoryview]], bool]:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""
-        received: list[list[bytes]] = []
-        while len(received) < MESSAGES and self._gathered < BYTES:
+        received: list[list[bytes | memoryview]] = []
+        gathered = 0
+        while len(received) < MESSAGES and gathered < BYTES:
             try:
-                frames = self._plain.recv_multipart(zmq.DONTWAIT)
+                identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            received.append(frames)
-            self._gathered += sum(map(len, frames))
+            received.append([identity.bytes, *(frame.buffer for frame in rest)])
+            gathered += sum(map(len, rest))
         return received, True
 
-    async def _write(self, desk: Desk, transaction: Transaction | None, answers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Commit in a thread, so that the loop goes on receiving; then answer."""
+    async def _commit(self, desk: Desk) -> None:
+        """Write what changed, then answer."""
         wait_s, longest_s = RETRY_S
+        transaction = desk.changes()
         while transaction:
             try:
-                await asyncio.to_thread(desk.write, transaction)
+                desk.commit(transaction)
                 break
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF not in PASSING and error.sqlite_errorcode not in PASSING:
+            except (sqlite3.OperationalError, OSError) as error:
+                if not _passing(error):
                     raise
                 where = desk.means.store.path
                 log.error("%s: %s; nothing is acknowledged until this ends: make room on its disk", where, error)
-                self._failing = True
                 await asyncio.sleep(wait_s)  # no event tells of free space
                 wait_s = min(2 * wait_s, longest_s)
-        self._failing = False
-        for answer in answers:
+        for answer in desk.answers():
             self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPIED)
+
+
+def _passing(error: sqlite3.OperationalError | OSError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    return bool({error.sqlite_errorcode, error.sqlite_errorcode & 0xFF} & PASSING)

@@ -35,6 +35,7 @@ FOLLOW_S = 1.0
 ROWS = 256
 """Samples that `export` holds in memory at a time."""
 
+SAMPLES = "SELECT idx, data_of(segment, position, bytes) FROM samples WHERE item = ? ORDER BY idx"
 COLUMNS = pa.schema(
     [
         ("item", pa.int64()), ("index", pa.int32()), ("row", pa.int64()), ("epoch", pa.int32()), ("state", pa.string()),
@@ -211,7 +212,7 @@ def show(run: Run, item: int) -> Iterable[str]:
         yield from (f"{name:<12} {found[name]}" for name in names)
         problem = db.execute("SELECT problem FROM problems WHERE row = ?", [found["row"]]).fetchone()
         yield f"problem      {problem[0] if problem else 'not recorded'}"
-        for idx, data in db.execute("SELECT idx, data FROM samples WHERE item = ? ORDER BY idx", [item]).fetchall():
+        for idx, data in db.execute(SAMPLES, [item]).fetchall():
             yield ""
             yield from (
                 _sample(idx, data) if data is not None else [f"sample {idx}     removed (buffer.keep: checkpoints)"]
@@ -232,13 +233,15 @@ def _sample(index: int, data: bytes) -> Iterable[str]:
 def export(run: Run, out: Path) -> Iterable[str]:
     """Write all samples that are there to `out`, one row each (COLUMNS)."""
     query = """
-        SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem, s.data
+        SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
+            data_of(segment, position, s.bytes)
         FROM samples s JOIN items i ON s.item = i.item LEFT JOIN problems p ON i.row = p.row
-        WHERE s.data IS NOT NULL ORDER BY s.item, s.idx"""
+        WHERE segment IS NOT NULL ORDER BY s.item, s.idx"""
     number, draft = 0, out.with_name(f".{out.name}.part")
     with closing(run.reading()) as db, pq.ParquetWriter(draft, COLUMNS) as writer:
         rows = db.execute(query)
-        while some := rows.fetchmany(ROWS):
+        while found := rows.fetchmany(ROWS):
+            some = [row for row in found if row[-1] is not None]  # else removed meanwhile
             number += len(some)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
     draft.replace(out)

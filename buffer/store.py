@@ -1,24 +1,7 @@
-"""The store: the ledger and its samples in one SQLite file, a transaction each transition. Used by `buffer/answers.py`.
+"""The store: the ledger in one SQLite file, a transaction each transition, its samples beside it in segments.
 
-Readable with any SQLite tool, also while the buffer runs:
-`sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
-
-    items     item, row, epoch     number for life, row of the data set, pass over the data set
-              state, reason        waiting, leased, stored, batched, trained, dropped; why dropped, or failed last
-              version, server      dispatch version and server of the last lease
-              lease, request       number of the last lease; number of the Ask that was answered with it
-              attempts             dispatches so far
-              batch                batch it went into; dropped: the one then collected; else -1
-              samples, tokens, sampled, truncated   sums over its group
-              leased_at, stored_at, changed_at      Unix time
-              bytes                size of its samples here; 0 once removed
-    samples   item, idx, tokens, sampled, reward, truncated; data: MessagePack of `buffer.protocol.Sample`
-    batches   version, trained, formed_at, trained_at
-    problems  row, problem         JSON of each problem that was dispatched
-    totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/audit.py`
-    meta      name, value          counters of the ledger, fingerprint of the run's config, digest of its data
-
-Only one process may write: it holds a lock on FILE.lock until it ends, however it ends.
+Used by `buffer/answers.py`; the tables are in `buffer/tables.py`, the samples' files in `buffer/segments.py`. Only one
+process may write: it holds a lock on FILE.lock until it ends, however it ends.
 """
 
 import fcntl
@@ -26,65 +9,23 @@ import json
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from buffer import segments
 from buffer.records import Changes, Entry, Facts, LedgerError, Lengths, Saved
+from buffer.segments import Groups, InMemory, Place, Segments
+from buffer.tables import APPLICATION, BATCH, GROUP, ITEM, KEPT, SAMPLE, SCHEMA, SEGMENT, TABLES, TOTAL, TRAINED
 
 if TYPE_CHECKING:
     from buffer.problems import Problems  # imports pyarrow, which readers of the file can do without
 
-APPLICATION, SCHEMA = 0x48445243, 1
-PAGE_BYTES, WAL_PAGES = 16384, 1024
+LOG_PAGES = 4096
 """The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
-
-TABLES = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL);
-CREATE TABLE items (
-    item INTEGER PRIMARY KEY, row INTEGER NOT NULL, epoch INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
-    version INTEGER NOT NULL, server TEXT NOT NULL, lease INTEGER NOT NULL, request INTEGER NOT NULL,
-    attempts INTEGER NOT NULL, batch INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    sampled INTEGER NOT NULL, truncated INTEGER NOT NULL,
-    leased_at REAL, stored_at REAL, changed_at REAL, bytes INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX items_by_batch ON items (batch);
-CREATE TABLE samples (
-    item INTEGER NOT NULL, idx INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
-    reward REAL NOT NULL, truncated INTEGER NOT NULL, data BLOB, PRIMARY KEY (item, idx)
-);
-CREATE TABLE batches (version INTEGER PRIMARY KEY, trained INTEGER NOT NULL, formed_at REAL, trained_at REAL);
-CREATE TABLE totals (
-    what TEXT NOT NULL, which TEXT NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    sampled INTEGER NOT NULL, truncated INTEGER NOT NULL, PRIMARY KEY (what, which)
-) WITHOUT ROWID;
-"""
-ITEM = """
-INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15,
-    ?16, CASE WHEN ?12 THEN ?16 END, ?16, 0)
-ON CONFLICT (item) DO UPDATE SET
-    state = ?4, reason = ?5, version = ?6, server = ?7, lease = ?8, request = ?9, attempts = ?10, batch = ?11,
-    samples = ?12, tokens = ?13, sampled = ?14, truncated = ?15,
-    leased_at = CASE WHEN lease = ?8 THEN leased_at ELSE ?16 END,
-    stored_at = CASE WHEN ?12 THEN COALESCE(stored_at, ?16) END, changed_at = ?16
-"""
-KEPT = """
-SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
-    request, attempts, batch, samples, tokens, sampled, truncated FROM items WHERE batch = -1 OR batch >= ?
-"""
-SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?)"
-TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
-BATCH = """
-INSERT INTO batches VALUES (?1, ?2, ?3, CASE WHEN ?2 THEN ?3 END)
-ON CONFLICT (version) DO UPDATE SET trained = ?2, trained_at = CASE WHEN ?2 THEN ?3 END
-"""
-TRAINED = """
-UPDATE items SET state = CASE WHEN ?2 THEN 'trained' ELSE 'batched' END, changed_at = ?3
-WHERE batch = ?1 AND state IN ('batched', 'trained')
-"""
 
 
 class StoreError(LedgerError):
@@ -109,20 +50,20 @@ class Store:
         with ExitStack() as ends, _explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
-            threads = {"check_same_thread": False}  # one at a time: `commit` may run in another than the rest
-            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64, **threads)
+            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
             ends.callback(self._db.close)
             self._open(fsync, fingerprint)
-            self._reader = reading(path) if path else self._db  # reads groups while a commit runs
+            self._live = Counter[int]()
+            """Bytes of each segment that are named."""
+            self._segments = self._opened_segments(fsync)
+            self._last = self._segments.number
+            ends.callback(self._segments.close)
             self._known_rows = {row for (row,) in self._db.execute("SELECT row FROM problems")}
             ends.callback(self._shorten)
-            if path:
-                ends.callback(self._reader.close)
             self._ends = ends.pop_all()
 
     def _open(self, fsync: bool, fingerprint: str) -> None:
         db, where = self._db, self.path
-        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
@@ -130,11 +71,10 @@ class Store:
             raise StoreError(f"buffer.path {where}: an SQLite file of another program; name another file")
         if not new and schema != SCHEMA:
             raise StoreError(f"buffer.path {where}: schema {schema}, known is {SCHEMA}; use the Headrace that wrote it")
-        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite writes zeros over what is pruned, at half the speed
+        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what is removed
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-        db.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
-        db.execute(f"PRAGMA journal_size_limit = {2 * PAGE_BYTES * WAL_PAGES}")
+        db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         if new:
             with self._transaction():
                 for statement in TABLES.split(";"):
@@ -155,6 +95,22 @@ class Store:
         if value and not known:
             self._db.execute("INSERT INTO meta VALUES (?, ?)", [name, value])
 
+    def _opened_segments(self, fsync: bool) -> Segments | InMemory:
+        """Raises StoreError where samples are named that are not there."""
+        if not self.path:
+            return InMemory()
+        known = {number: (size, live) for number, size, live in self._db.execute("SELECT * FROM segments")}
+        number = max(known, default=1)
+        self._live.update({each: live for each, (_, live) in known.items()})
+        found = Segments(segments.folder_of(self.path), number, known.get(number, (0, 0))[0], fsync)
+        if lost := found.missing({number: size for number, (size, live) in known.items() if live}):
+            raise StoreError(
+                f"buffer.path {self.path}: {lost} is gone or cut short, and holds samples of the run; bring it back "
+                "to where it was, or choose another run.name"
+            )
+        found.keep(known)
+        return found
+
     def load(self) -> Saved:
         """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with _explained(self.path):
@@ -166,35 +122,47 @@ class Store:
     def commit(
         self, changes: Changes, payloads: Mapping[int, Sequence[bytes]] | None = None, void: Collection[int] = ()
     ) -> None:
-        """Write `changes`, the samples (`Sample.pack()` each) of the groups accepted in them, and remove the samples of
-        the items in `void`: all of it or, with sqlite3.Error raised, nothing."""
-        now = time.time()
-        with self._transaction():
-            db, payloads = self._db, payloads or {}
-            self._remove(changes.discarded)
-            db.executemany(ITEM, [(*row, now) for row in changes.items.values()])
-            db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
-            for item, facts in changes.facts.items():
-                self._write_group(item, facts, payloads.get(item))
-            for version, trained in sorted(changes.batches.items()):
-                db.execute(BATCH, (version, trained, now))
-                db.execute(TRAINED, (version, trained, now))
-            db.executemany(TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
-            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
-            self._remove(void)
+        """Write `changes`, name the samples (`Sample.pack()` each) of the groups accepted in them, and no more those of
+        the items in `void`: all of it or, with sqlite3.Error or OSError raised, nothing."""
+        groups = {item: payloads[item] for item in changes.facts if item in payloads} if payloads else {}
+        with self._segments.appended(groups) as places, self._transaction():
+            live, empty = self._write(changes, groups, places, void)
+        self._live.update(live)
+        self._last = self._segments.number
+        self._segments.remove(empty)
         if self._problems is not None:
             self._known_rows.update(row[1] for row in changes.items.values())
 
+    def _write(
+        self, changes: Changes, groups: Groups, places: Mapping[int, Place], void: Collection[int]
+    ) -> tuple[Counter[int], list[int]]:
+        """Returns the change of the bytes named by segment, and the segments of which nothing is named any more."""
+        db, now = self._db, time.time()
+        live = self._remove(changes.discarded)
+        db.executemany(ITEM, [(*row, now) for row in changes.items.values()])
+        db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
+        live.update(self._write_groups(changes.facts, groups, places))
+        for version, trained in sorted(changes.batches.items()):
+            db.execute(BATCH, (version, trained, now))
+            db.execute(TRAINED, (version, trained, now))
+        db.executemany(TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
+        db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
+        live.update(self._remove(void))
+        ends = {place.segment: place.position + sum(map(len, groups[item])) for item, place in places.items()}
+        return live, self._count(live, ends)
+
     def samples(self, item: int) -> list[bytes]:
         """The packed samples of a group, in order; empty if it has none or they were removed."""
-        query = "SELECT data FROM samples WHERE item = ? AND data IS NOT NULL ORDER BY idx"
-        return [data for (data,) in self._reader.execute(query, [item])]
+        return [data for data, _ in self.group(item)]
 
     def group(self, item: int) -> list[tuple[bytes, Facts]]:
-        """The packed samples of a group, in order, each with its facts; empty as above."""
-        query = "SELECT data, tokens, sampled, reward, truncated FROM samples WHERE item = ? ORDER BY idx"
-        found = self._reader.execute(query, [item])
-        return [(data, Facts(n, sampled, reward, bool(cut))) for data, n, sampled, reward, cut in found if data]
+        """The packed samples of a group, in order, each with its facts; empty as above. Raises OSError."""
+        rows = self._db.execute(GROUP, [item]).fetchall()
+        if not rows or rows[0][0] is None:
+            return []
+        samples = self._segments.read(Place(*rows[0][:2]), [row[2] for row in rows])
+        facts = (Facts(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
+        return list(zip(samples, facts, strict=True))
 
     def sizes(self) -> dict[int, int]:
         """Bytes of samples by item."""
@@ -219,18 +187,42 @@ class Store:
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _remove(self, items: Collection[int]) -> None:
-        self._db.executemany("DELETE FROM samples WHERE item = ?", [(item,) for item in items])
-        self._db.executemany("UPDATE items SET bytes = 0 WHERE item = ?", [(item,) for item in items])
+    def _remove(self, items: Collection[int]) -> Counter[int]:
+        """Name their samples no more; returns by how many bytes less each segment is named (negative)."""
+        rows, freed = [(item,) for item in items], Counter[int]()
+        for row in rows:
+            for segment, size in self._db.execute("SELECT segment, bytes FROM samples WHERE item = ?", row):
+                if segment is not None:
+                    freed[segment] -= size
+        self._db.executemany("DELETE FROM samples WHERE item = ?", rows)
+        self._db.executemany("UPDATE items SET bytes = 0 WHERE item = ?", rows)
+        return freed
 
-    def _write_group(self, item: int, facts: Sequence[Facts], samples: Sequence[bytes] | None) -> None:
-        data: Sequence[bytes | None] = samples or [None] * len(facts)
-        rows = [
-            (item, index, fact.tokens, fact.sampled, fact.reward, fact.truncated, blob)
-            for index, (fact, blob) in enumerate(zip(facts, data, strict=True))
-        ]
+    def _write_groups(
+        self, facts: Mapping[int, Sequence[Facts]], groups: Groups, places: Mapping[int, Place]
+    ) -> Counter[int]:
+        """Name the samples of `facts`, at their places if they came with any; returns the bytes by segment."""
+        rows, sizes, named = list[tuple[Any, ...]](), list[tuple[int, int]](), Counter[int]()
+        for item, samples in facts.items():
+            segment, position = places.get(item, (None, None))
+            lengths: Sequence[int | None] = [len(data) for data in groups.get(item, ())] or [None] * len(samples)
+            for index, (fact, length) in enumerate(zip(samples, lengths, strict=True)):
+                rows.append((item, index, *fact.row_values(), segment, position, length))
+                if segment is not None and position is not None and length is not None:
+                    named[segment] += length
+                    position += length
+            sizes.append((sum(length or 0 for length in lengths), item))
         self._db.executemany(SAMPLE, rows)
-        self._db.execute("UPDATE items SET bytes = ? WHERE item = ?", (sum(map(len, samples or ())), item))
+        self._db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
+        return named
+
+    def _count(self, live: Counter[int], ends: Mapping[int, int]) -> list[int]:
+        """Write down what has changed of the segments; returns those of which nothing is named any more."""
+        self._db.executemany(SEGMENT, [(number, ends.get(number, 0), live[number]) for number in {*live, *ends}])
+        closed = {*live, self._last} - {self._segments.number}
+        empty = [number for number in closed if not self._live[number] + live[number]]
+        self._db.executemany("DELETE FROM segments WHERE segment = ?", [(number,) for number in empty])
+        return empty
 
     def _new_problems(self, changes: Changes) -> list[tuple[int, str]]:
         if self._problems is None:
@@ -251,7 +243,10 @@ class Store:
 
 
 def reading(path: Path) -> sqlite3.Connection:
-    """A connection that only reads the file of a live or a dead buffer. Raises StoreError if there is none."""
+    """A connection that only reads the file of a live or a dead buffer. Raises StoreError if there is none.
+
+    Its SQL knows `data_of(segment, position, bytes)`: a packed sample, NULL once it was removed.
+    """
     if not path.is_file():
         raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
     with _explained(path):
@@ -259,7 +254,17 @@ def reading(path: Path) -> sqlite3.Connection:
         if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
             db.close()
             raise StoreError(f"{path}: not the file of a Headrace buffer")
+    folder = segments.folder_of(path)
+    db.create_function("data_of", 3, lambda segment, *at: segment and _data(folder, segment, *at))
     return db
+
+
+def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:
+    """None if it was removed since the query began."""
+    try:
+        return segments.read(folder, Place(segment, position), size)
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from actors.curve import braille
 from actors.records import Records, moving_mean
 from actors.samples import stored
 from buffer.protocol import Array, Sample
-from buffer.store import TABLES
+from buffer.segments import Segments, folder_of
+from buffer.tables import TABLES
 from configs.load import load, write
 
 
@@ -57,10 +58,16 @@ def store(run: Path) -> None:
     prompts = [{"prompt": [{"role": "user", "content": "8 6 4=2"}]}, {"problem": "What <b> is 1+1?"}]
     for row, prompt in enumerate(prompts):
         db.execute("INSERT INTO problems VALUES (?, ?)", (row, json.dumps(prompt)))
+    samples = Segments(folder_of(run / "buffer.sqlite"), 1, 0)
     for item, (row, batch) in enumerate([(0, 0), (1, 0), (0, 39), (1, 39), (0, -1)]):
+        data = sample(f"answer {item} <i>")
+        with samples.appended({item: [data]}) as places:
+            place = places[item]
         values = f"{item}, {row}, 0, 'trained', '', 0, 's', 1, 1, 1, {batch}, 1, 2, 1, 0, 0, 0, 0, 9"
         db.execute(f"INSERT INTO items VALUES ({values})")
-        db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?)", (item, batch / 39, sample(f"answer {item} <i>")))
+        where = (place.segment, place.position, len(data))
+        db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?, ?, ?)", (item, batch / 39, *where))
+    samples.close()
     db.commit()
     db.close()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.ledger import Facts, Ledger
+from buffer.segments import folder_of
 from buffer.store import Store
 
 TRACEME, SYSCALL, SETOPTIONS = 0, 24, 0x4200
@@ -29,6 +30,7 @@ STOPPED_BY_CALL = signal.SIGTRAP | 0x80
 LIBC = ctypes.CDLL(None, use_errno=True)
 EVERY = 3
 """Of a transition that changes no state (opening, closing) every third call will do."""
+TABLES = ("samples", "segments", "meta", "totals")
 GROUP = (Facts(10, 6, 0.0), Facts(12, 8, 1.0, True))
 Transition = Callable[[Store, Ledger], Callable[[], None]]
 
@@ -85,10 +87,14 @@ def state(path: Path) -> Any:
     store, _ = reopened(path, fsync=False)
     with store:
         assert store._db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-        tables = {name: store._db.execute(f"SELECT * FROM {name}").fetchall() for name in ("samples", "meta", "totals")}
+        tables = {name: store._db.execute(f"SELECT * FROM {name}").fetchall() for name in TABLES}
+        groups = {item: store.group(item) for (item,) in store._db.execute("SELECT DISTINCT item FROM samples")}
         items = store._db.execute("SELECT item, state, lease, server, batch, bytes FROM items").fetchall()
         batches = store._db.execute("SELECT version, trained FROM batches").fetchall()
-        return tables, items, batches, store.load()
+        files = {file.name for file in folder_of(path).iterdir()}  # after the clearing up of a start
+        named = {f"{number:06}.samples" for (number,) in store._db.execute("SELECT segment FROM segments")}
+        assert files <= named | {"000001.samples"}, f"{files} are there, {named} are named"
+        return tables, groups, items, batches, store.load()
 
 
 def begin(path: Path) -> None:
@@ -136,10 +142,14 @@ TRANSITIONS: dict[str, Transition] = {"put": putting, "many": many, "close": clo
 
 
 def fresh(first: Path, path: Path) -> None:
+    shutil.rmtree(folder_of(path), ignore_errors=True)
     for old in path.parent.glob(f"{path.name}*"):
         old.unlink()
     for file in first.parent.glob(f"{first.name}*"):
-        shutil.copyfile(file, path.with_name(file.name.replace(first.name, path.name)))
+        if file.is_file():
+            shutil.copyfile(file, path.with_name(file.name.replace(first.name, path.name)))
+    if folder_of(first).is_dir():
+        shutil.copytree(folder_of(first), folder_of(path))
 
 
 def every_kill(first: Path, path: Path, prepare: Callable[[], Callable[[], None]]) -> Counter[str]:

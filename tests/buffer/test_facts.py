@@ -53,7 +53,17 @@ def test_what_is_taken_by_the_short_way_is_a_sample(path, value):
 def test_facts_and_that_the_usual_sample_takes_the_short_way():
     data = sample(reward=0.25, tokens=6).pack()
     assert facts_of(data) == Facts(6, 3, 0.25, False)
-    assert facts._usual(msgpack.unpackb(data))
+    for tokens in (2, 127, 128, 255, 256, 65_535, 65_536, 70_000):
+        data = sample(tokens=tokens).pack()
+        assert facts._quick(data) == facts._careful(data) == facts_of(data)
+
+
+def test_a_number_of_tokens_that_cannot_be_costs_nothing():
+    data = sample(tokens=70_000).pack()
+    lies = data[: facts.AT + 1] + b"\xff\xff\xff\xff" + data[facts.AT + 5 :]
+    assert data[facts.AT] == 0xCE and facts._number(lies) == 0
+    with pytest.raises(ValueError):
+        facts_of(lies)
 
 
 def test_a_sample_that_leaves_out_what_may_be_left_out_is_taken():

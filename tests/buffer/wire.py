@@ -78,7 +78,7 @@ def desk(
 def committed(the_desk: Desk) -> None:
     """Write what changed."""
     if transaction := the_desk.changes():
-        the_desk.write(transaction)
+        the_desk.commit(transaction)
 
 
 @dataclass

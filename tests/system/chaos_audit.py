@@ -1,7 +1,7 @@
 """The audit after a chaos run: the ledger's file against the learner's journal, checkpoints and problems. Reads only.
 
 `audit` returns what it counted; `Finding` says what is wrong. Nothing here trusts the buffer's own code but
-`Sample.unpack`: rows are read with SQLite.
+`reading` and `Sample.unpack`: rows are read with SQLite.
 """
 
 import json
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from buffer.protocol import Sample
+from buffer.segments import folder_of
+from buffer.store import reading
 from configs.schema import Config
 from tests.system.chaos_learner import digest_of, following
 from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row
@@ -51,13 +53,14 @@ class Counts:
 def audit(run: Run) -> Counts:
     """Raises Finding for the first thing that is wrong."""
     config, counts = run.config(), Counts()
-    with closing(sqlite3.connect(f"{run.ledger.as_uri()}?mode=ro", uri=True)) as db:
+    with closing(reading(run.ledger)) as db:
         db.row_factory = sqlite3.Row
         (fine,) = db.execute("PRAGMA integrity_check").fetchone()
         need(fine == "ok", f"SQLite's own check: {fine}")
         items = {found["item"]: found for found in db.execute("SELECT * FROM items ORDER BY item")}
         _problems(items, config, counts)
         _samples(db, items, config, counts)
+        _segments(db, run)
         _totals(db, items, counts)
         _batches(db, items, config, run, counts)
     return counts
@@ -109,7 +112,7 @@ def _dropped(item: Any, config: Config, counts: Counts) -> None:
 def _samples(db: sqlite3.Connection, items: dict[int, Any], config: Config, counts: Counts) -> None:
     """Every group whole, every sample sound and of its problem, sums right, no token older than the bound."""
     stored: dict[int, list[Any]] = {}
-    for found in db.execute("SELECT * FROM samples ORDER BY item, idx"):
+    for found in db.execute("SELECT *, data_of(segment, position, bytes) AS data FROM samples ORDER BY item, idx"):
         stored.setdefault(found["item"], []).append(found)
     for number, item in items.items():
         rows = stored.pop(number, [])
@@ -129,6 +132,16 @@ def _samples(db: sqlite3.Connection, items: dict[int, Any], config: Config, coun
         hopeless = kind_of(item["row"]) in {**HOPELESS, **PERMANENT}
         need(not (rows and hopeless), f"{what} became a group, and could not")
     need(not stored, f"samples of items that are not there: {sorted(stored)[:5]}")
+
+
+def _segments(db: sqlite3.Connection, run: Run) -> None:
+    """The files are those that are named, and what is counted of each is what is named in it."""
+    named = dict(db.execute("SELECT segment, SUM(bytes) FROM samples WHERE segment IS NOT NULL GROUP BY segment"))
+    counted = dict(db.execute("SELECT segment, live FROM segments").fetchall())
+    need(+Counter(counted) == +Counter(named), f"segments: {counted} bytes are counted, {named} are named")
+    files = {int(file.stem) for file in folder_of(run.ledger).glob("*.samples")}
+    need(files >= set(named), f"segments {set(named) - files} are gone")
+    need(files <= {*counted, 1}, f"segments {files - set(counted)} were left behind")
 
 
 def _sample(found: Any, item: Any, what: str, config: Config, counts: Counts) -> None:
@@ -193,7 +206,8 @@ def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run:
     need(all(size == config.batch.groups for size in sizes[:-1]), f"batches of {Counter(sizes)} groups")
     digests, policies = {}, [""]
     for version in sorted(members):
-        query = f"SELECT item, idx, data FROM samples WHERE item IN ({','.join(map(str, members[version]))})"
+        some = ",".join(map(str, members[version]))
+        query = f"SELECT item, idx, data_of(segment, position, bytes) FROM samples WHERE item IN ({some})"
         digests[version] = digest_of(tuple(found) for found in db.execute(query))
         policies.append(following(policies[-1], digests[version]))
         old = [number for number in members[version] if items[number]["version"] + config.batch.max_staleness < version]

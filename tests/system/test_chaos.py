@@ -57,7 +57,8 @@ TAMPERINGS = {
     "a batch too late": in_ledger(f"UPDATE items SET version = version - 9 WHERE item = {TRAINED}"),
     "an item in another batch": in_ledger(f"UPDATE items SET batch = 0 WHERE item = {TRAINED}"),
     "a changed sample": in_ledger(
-        f"UPDATE samples SET data = (SELECT data FROM samples WHERE item = 0 AND idx = 0) WHERE item = {TRAINED}"
+        "UPDATE samples SET (segment, position, bytes) = "
+        f"(SELECT segment, position, bytes FROM samples WHERE item = 0 AND idx = 0) WHERE item = {TRAINED}"
     ),
     "a wrong sum": in_ledger("UPDATE totals SET sampled = sampled + 1 WHERE what = 'trained'"),
     "a lost batch": forget_a_batch,
