@@ -4,7 +4,7 @@
 
 B: parameters of all blocks' matrices; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
 scored tokens; L: blocks; a: heads x their width; q: sum of the squared lengths (causal attention: half of all pairs).
-6 = 2 in the forward and 4 in the backward pass. What is computed twice (checkpointing, the head's logits) and padding
+6 = 2 in the forward and 4 in the backward pass. What is computed twice (checkpointing, some losses' logits) and padding
 do not count, nor does the look-up of embeddings. Pure; used by `learner.step` and `learner.metrics`.
 """
 

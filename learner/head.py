@@ -1,13 +1,19 @@
 """The log-probability head: fp32 log-probabilities and entropies of given tokens, never a [tokens, vocabulary] tensor.
 
-Logits exist for `chunk` tokens at a time; the backward pass computes them again. Consumes hidden states and the output
-embedding, gathered by FSDP; waits for nothing. Used by `learner.policy`.
+Logits exist for `chunk` tokens at a time. `logprobs_and_entropy` computes them again in the backward pass, a fourth
+matrix product of the vocabulary's size; `chunked_loss`, for a loss that can be had chunk by chunk, makes all gradients
+while the logits are there. Consumes hidden states and the output embedding, gathered by FSDP; waits for nothing. Used
+by `learner.policy`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
+"""(log-probabilities, entropies, which of the tokens they are) -> their share of the loss: [], by plain autograd."""
 
 
 def logprobs_and_entropy(
@@ -26,6 +32,24 @@ def logprobs_and_entropy(
     """
     logprobs, entropy = _Head.apply(hidden, weight, targets, temperature, chunk, entropy_gradient)  # type: ignore[no-untyped-call]
     return logprobs, entropy
+
+
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss: ChunkLoss,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and entropies, without gradient; and the sum of `loss` over the chunks, its gradient made here.
+
+    Arguments and answers otherwise as of `logprobs_and_entropy`; with `entropy_gradient` the gradient goes through the
+    entropies that `loss` is given as well.
+    """
+    logprobs, entropy, total = _Loss.apply(hidden, weight, targets, loss, temperature, chunk, entropy_gradient)  # type: ignore[no-untyped-call]
+    return logprobs, entropy, total
 
 
 class _Head(torch.autograd.Function):
@@ -76,13 +100,66 @@ class _Head(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
+class _Loss(torch.autograd.Function):
+    """`_Head` and the loss behind it in one: what is kept for the backward pass are the gradients themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        loss: ChunkLoss,
+        temperature: float,
+        chunk: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = _precision(hidden)
+        logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        total = logprobs.new_zeros(())
+        wide = _widened(weight, dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        for part in _chunks(len(hidden), chunk):
+            z = _matmul(hidden[part], wide.T, dtype)
+            logprobs[part], norms, entropy[part] = _scores(z, targets[part], temperature)
+            value, by = _differentiated(loss, logprobs[part], entropy[part], part, entropy_gradient)
+            total += value
+            dz = _slope(z, targets[part], norms, entropy[part], *by, temperature, wide.dtype)
+            del z
+            grad_hidden[part] = dz @ wide
+            _add_matmul(grad_weight, dz.T, hidden[part])
+            del dz
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(logprobs, entropy)
+        return logprobs, entropy, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grads[2], grad_weight * grads[2], None, None, None, None, None
+
+
+def _differentiated(
+    loss: ChunkLoss, logprobs: Tensor, entropy: Tensor, part: slice, entropy_gradient: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """The loss of `part`, and its gradient by the log-probabilities and, if wanted, by the entropies."""
+    leaves = [logprobs.detach().requires_grad_(), entropy.detach().requires_grad_(entropy_gradient)]
+    with torch.enable_grad():
+        value = loss(leaves[0], leaves[1], part)
+    wanted = leaves if entropy_gradient else leaves[:1]
+    grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+    by_logprob, *by_entropy = (grad.contiguous() for grad in grads)  # kernels read them by place
+    return value.detach(), (by_logprob, by_entropy[0] if by_entropy else None)
+
+
 def _scores(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the targets, log-normalisers, entropies of `z`, [tokens, vocabulary], which it uses up."""
+    """Log-probabilities of the targets, log-normalisers, entropies of `z`, [tokens, vocabulary], which it leaves."""
     if _fused(z):
         from learner import kernels  # triton is there where CUDA is
 
         return kernels.scores(z, targets, temperature)
-    z.div_(temperature)
+    z = z / temperature
     norms = z.logsumexp(-1)
     logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - norms
     p = (z - norms[:, None]).exp_()

@@ -89,7 +89,8 @@ def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: 
     }
     gathered = width * (root * (1 + reference) + 2 * block)
     return Estimate([
-        # the head's gradient in fp32 and as it leaves, and the logits of a chunk with theirs
+        # the head's gradient in fp32 and as it leaves, and the logits of a chunk with theirs: at the end of the forward
+        # pass or the start of the backward pass, whichever makes them, while all activations are kept
         Moment(always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept}),
         # a block's gradient as it is, in fp32 to be reduced, and that of the output embedding, which waits for the end
         Moment(

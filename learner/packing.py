@@ -149,15 +149,16 @@ def spread(lengths: Sequence[int], budget: int, quadratic: float, number: int) -
 
 
 def _row(entry: PartSample, sample: Sample) -> Row:
+    sampled = sample.sampled.numpy() != 0
     return Row(
         item=entry.item,
         index=entry.index,
         reward=sample.reward,
         tokens=sample.tokens.shape[0],
-        sampled=int(sample.sampled.numpy()[1:].sum()),
+        sampled=int(sampled[1:].sum()),
         truncated=sample.finish == "length",
         dispatched=entry.dispatched,
-        num_versions=len(set(sample.versions.numpy()[sample.sampled.numpy() != 0].tolist())),
+        num_versions=len(np.unique(sample.versions.numpy()[sampled])),
         metrics=sample.metrics,
     )
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from configs.schema import LearnerConfig, ModelConfig
 from learner import attention, initial
 from learner.flops import Costs
-from learner.head import logprobs_and_entropy
+from learner.head import ChunkLoss, chunked_loss, logprobs_and_entropy
 from learner.packing import Microbatch, whole
 from learner.weights.plan import Spec
 
@@ -71,13 +71,32 @@ class Policy(nn.Module):
             fully_shard(block, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(self, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
 
-    def forward(self, microbatch: Microbatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, microbatch: Microbatch, temperature: float | None = None, loss: ChunkLoss | None = None
+    ) -> tuple[Tensor, ...]:
         """Log-probability and entropy of each trainable token given those before it: two [tokens] float32.
 
-        0 where `microbatch.sampled` is false: there the head computes nothing.
+        0 where `microbatch.sampled` is false: there the head computes nothing. With `loss`, a function of some of
+        `microbatch.scored`, they have no gradient, and its sum is the third answer, [] float32, which has.
         """
+        scored = microbatch.scored
+        given = (
+            self._hidden(microbatch).index_select(0, scored - 1),
+            self.model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
+            microbatch.tokens[scored],
+        )
+        options = self.temperature if temperature is None else temperature, self.chunk, self.entropy_gradient
+        if loss is None:
+            scores: tuple[Tensor, ...] = logprobs_and_entropy(*given, *options)
+        else:
+            scores = chunked_loss(*given, loss, *options)
+        blank = scores[0].new_zeros(len(microbatch.tokens))
+        return *(blank.index_copy(0, scored, score) for score in scores[:2]), *scores[2:]
+
+    def _hidden(self, microbatch: Microbatch) -> Tensor:
+        """What the last norm answers: [tokens, width]."""
         decoder = self.model.get_decoder()  # type: ignore[no-untyped-call]
-        hidden = decoder(
+        hidden: Tensor = decoder(
             input_ids=microbatch.tokens[None],
             position_ids=microbatch.positions[None],
             use_cache=False,
@@ -86,17 +105,7 @@ class Policy(nn.Module):
             max_length_q=microbatch.longest,
             max_length_k=microbatch.longest,
         ).last_hidden_state[0]
-        scored = microbatch.scored
-        logprobs, entropy = logprobs_and_entropy(
-            hidden.index_select(0, scored - 1),
-            self.model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
-            microbatch.tokens[scored],
-            self.temperature if temperature is None else temperature,
-            self.chunk,
-            self.entropy_gradient,
-        )
-        blank = logprobs.new_zeros(len(microbatch.tokens))
-        return blank.index_copy(0, scored, logprobs), blank.index_copy(0, scored, entropy)
+        return hidden
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:

@@ -6,6 +6,7 @@ must come, each with its part of the same batch. Called by `learner.loop`.
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +24,7 @@ from learner.algorithms import (
     combine,
     group_sums,
     is_max,
+    is_tokenwise,
     m2_limit,
     m2_squares,
     mask_overlong,
@@ -35,9 +37,13 @@ from learner.optimizer import Optimizer
 from learner.packing import Batch, Microbatch
 from learner.policy import Policy
 
-PER_SAMPLE = ("advantages", "prompt_tokens")
+PER_SAMPLE = ("advantages", "prompt_tokens", "sequence_tokens")
 PHASES = ("pack", "backward", "update")
 """Of a step: laying out the batch, forward and backward pass with their waits, optimizer."""
+Known = dict[str, Any]
+"""What `LossInputs` is told of a microbatch before its forward pass: all but log-probabilities and entropies."""
+Pass = Callable[[Policy, Microbatch, Known, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+"""A forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
 
 
 class Algorithm:
@@ -57,6 +63,7 @@ class Algorithm:
         length = config.constant_length or max_tokens
         self.config = config.model_copy(update={"constant_length": length})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
+        self.forward: Pass = by_chunk if is_tokenwise(config) else at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
         """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks."""
@@ -80,25 +87,25 @@ class Algorithm:
         microbatches = [microbatch.to(policy.device) for microbatch in batch.microbatches]  # at once: copies wait
         if needs_first_pass(self.config):
             shared |= {"m2_limit": self._m2_limit(policy, microbatches, shared)}
-        parts = []
-        for moved in microbatches:
-            reference = self.reference.score(moved) if self.reference else None
-            logprobs, entropy = policy(moved)
-            inputs = _inputs(moved, shared, logprobs, entropy=entropy, reference=reference)
-            loss, sums = LOSSES[self.config.loss](inputs, self.config)
-            # FSDP averages over ranks where the loss is a sum; the anchor ties even a dummy's loss to every parameter
-            (loss * dist.get_world_size() + 0.0 * logprobs.sum()).backward()
-            parts.append({key: value.detach() for key, value in sums.items()})
-        return combine(parts)
+        return combine([self.backward_of(policy, moved, shared) for moved in microbatches])
+
+    def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
+        """Add one microbatch's gradient. Nothing in here waits for the GPU, so that it is never left without work."""
+        reference = self.reference.score(microbatch) if self.reference else None
+        known = _known(microbatch, shared) | {"reference": reference}
+        loss, sums = self.forward(policy, microbatch, known, self.config)
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks where the loss is a sum
+        return sums
 
     def _shared(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """What the losses of all microbatches are told alike; tensors are [samples], in the order of `batch.rows`."""
-        group_tokens: Counter[int] = Counter()
+        sampled, group_tokens = [row.sampled for row in batch.rows], Counter[int]()
         for row in batch.rows:
             group_tokens[row.item] += row.sampled
         return {
             "advantages": self._advantages(batch).to(device),
             "prompt_tokens": torch.tensor([group_tokens[row.item] for row in batch.rows]).to(device),
+            "sequence_tokens": torch.tensor(sampled).to(device),
             "num_sequences": len(batch.rows),
             "num_tokens": group_tokens.total(),
             "num_prompts": len(group_tokens),
@@ -123,22 +130,46 @@ class Algorithm:
         No other loss needs one: a batch is one optimizer step, so that the proximal policy of `decoupled` is the policy
         itself, which is what LossInputs without `proximal` means.
         """
-        squares = [m2_squares(_inputs(moved, shared, policy.score(moved))) for moved in microbatches]
+        scored = (LossInputs(logprobs=policy.score(moved), **_known(moved, shared)) for moved in microbatches)
+        squares = [m2_squares(inputs) for inputs in scored]
         return m2_limit(collectives.concatenate(torch.cat(squares), torch.inf), self.config.m2_budget)
 
 
-def _inputs(microbatch: Microbatch, shared: dict[str, Any], logprobs: Tensor, **more: Any) -> LossInputs:
+def at_once(
+    policy: Policy, microbatch: Microbatch, known: Known, config: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of all tokens together, after their pass; the head's logits are computed again to differentiate it."""
+    logprobs, entropy = policy(microbatch)
+    loss, sums = LOSSES[config.loss](LossInputs(logprobs=logprobs, entropy=entropy, **known), config)
+    return loss + 0.0 * logprobs.sum(), sums  # the anchor ties even a dummy's loss to every parameter
+
+
+def by_chunk(
+    policy: Policy, microbatch: Microbatch, known: Known, config: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same for a loss that `is_tokenwise`, differentiated in the head's chunks; the sums of all tokens together.
+
+    A chunk's loss is some fifty kernels of microseconds beside milliseconds of matrix products; the sums would be three
+    times as many again.
+    """
+    name, scored = config.loss, _at(known, microbatch.scored)
+
+    def loss(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
+        return LOSSES[name].of_tokens(LossInputs(logprobs=logprobs, entropy=entropy, **_at(scored, part)), config)
+
+    logprobs, entropy, total = policy(microbatch, loss=loss)
+    return total, LOSSES[name](LossInputs(logprobs=logprobs, entropy=entropy, **known), config)[1]
+
+
+def _known(microbatch: Microbatch, shared: dict[str, Any]) -> Known:
     place = microbatch.sequence
     told = {name: x[place] if name in PER_SAMPLE else x for name, x in shared.items()}
-    return LossInputs(
-        logprobs=logprobs,
-        behaviour=microbatch.behaviour,
-        sampled=microbatch.sampled,
-        sequence=place,
-        versions=microbatch.versions,
-        **told,
-        **more,
-    )
+    return told | {name: getattr(microbatch, name) for name in ("behaviour", "sampled", "sequence", "versions")}
+
+
+def _at(known: Known, place: Tensor | slice) -> Known:
+    """`known` of the tokens at `place`."""
+    return {name: x[place] if isinstance(x, Tensor) and x.dim() else x for name, x in known.items()}
 
 
 def _added(sums: dict[str, Tensor]) -> dict[str, float]:

@@ -72,13 +72,14 @@ def m2_tokens(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor
 
 
 def m2_squares(inputs: LossInputs) -> Tensor:
-    """Squared log-ratios, of any number, of the tokens that M2PO may drop in this part; to be gathered from all parts.
+    """Squared log-ratios of the tokens that M2PO may drop in this part, to be gathered from all parts: [tokens] float.
 
+    inf for all other tokens: never within a budget, and unlike a selection nothing waits for the GPU to count them.
     `inputs.logprobs` may come from any pass under the weights at the start of the step, without gradient.
     """
     inputs = inputs.clean()
     chosen = m2_tokens(inputs.logprobs, inputs.behaviour, inputs.advantages)
-    return ((inputs.logprobs - inputs.behaviour).detach() ** 2)[chosen]
+    return torch.where(chosen, (inputs.logprobs - inputs.behaviour).detach() ** 2, torch.inf)
 
 
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
@@ -90,7 +91,7 @@ def m2_limit(squares: Tensor, budget: float) -> Tensor:
     ordered = squares.detach().sort().values
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)
     padded = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
-    return padded[(means <= budget).sum()]
+    return padded.gather(0, (means <= budget).sum(0, keepdim=True)).squeeze(0)
 
 
 def behaviour_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:

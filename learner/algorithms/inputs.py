@@ -47,6 +47,8 @@ class LossInputs:
     """Groups in the whole batch; needed by `aggregation: prompt`."""
     prompt_tokens: Tensor | None = None
     """int64: sampled tokens of the token's whole group, over all ranks; needed by `aggregation: prompt`."""
+    sequence_tokens: Tensor | None = None
+    """int64: sampled tokens of the token's sample; None: counted here, right only where the sample is whole."""
     m2_limit: Tensor | None = None
     """[] float: `corrections.m2_limit` of the whole batch; None: of this part, right only if it is the whole batch."""
 
@@ -85,7 +87,9 @@ def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: i
     if aggregation == "token":
         weights = ones / max(inputs.num_tokens, 1)
     elif aggregation == "sequence":
-        weights = ones / inputs.lengths().clamp(min=1)[inputs.sequence] / max(inputs.num_sequences, 1)
+        known = inputs.sequence_tokens
+        lengths = inputs.lengths()[inputs.sequence] if known is None else known
+        weights = ones / lengths.clamp(min=1) / max(inputs.num_sequences, 1)
     elif aggregation == "prompt":
         if inputs.prompt_tokens is None or inputs.num_prompts is None:
             raise ValueError(

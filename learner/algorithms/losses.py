@@ -1,4 +1,4 @@
-"""The policy losses. Each is a short function giving the loss of each token; `_complete` makes a batch's loss of it.
+"""The policy losses. Each is a short function giving the loss of each token; `Loss` makes a batch's loss of it.
 
 Consumes `LossInputs` of one part; waits for nothing; the learner calls `LOSSES[config.loss](inputs, config)` for each
 microbatch. The loss is the sum over the part divided by counts of the whole batch, and the returned sums are of the
@@ -7,6 +7,7 @@ and sg() stops the gradient.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,6 @@ from learner.algorithms.corrections import (
 )
 from learner.algorithms.inputs import LossInputs, aggregation_weights
 from learner.algorithms.measures import limit_sums, mismatch_sums
-
-Loss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Terms(NamedTuple):
@@ -144,33 +143,57 @@ def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]
     return parts
 
 
-def _complete(policy: Callable[[LossInputs, AlgorithmConfig], Terms], aggregation: str | None = None) -> Loss:
+@dataclass(frozen=True)
+class Loss:
     """The loss of a part from that of its tokens: OPSM, penalties and bonus, aggregation; with the part's sums."""
 
-    def loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    policy: Callable[[LossInputs, AlgorithmConfig], Terms]
+    aggregation: str | None = None
+    """What is put in the place of `config.aggregation`."""
+    tokenwise: bool = True
+    """Whether a token's term has to do with no other token's log-probability; see `is_tokenwise`."""
+
+    def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and sums of the part: [], and [] float64 each."""
         inputs = inputs.clean()
-        terms = policy(inputs, config)
+        terms = self.policy(inputs, config)
         dropped = off_policy_sequences(inputs, config.opsm_delta)
         parts = {"policy": torch.where(dropped, 0, terms.loss)} | _penalties(inputs, config)
-        weights = aggregation_weights(inputs, aggregation or config.aggregation, config.constant_length)
+        weights = aggregation_weights(inputs, self.aggregation or config.aggregation, config.constant_length)
         losses = {f"loss/{name}": (weights * part).sum() for name, part in parts.items()}
         sums = {name: value.detach().double() for name, value in losses.items()}
         sums |= mismatch_sums(inputs) | limit_sums(inputs, terms.masked | dropped, terms.capped & ~dropped)
         return torch.stack(list(losses.values())).sum(), sums
 
-    return loss
+    def of_tokens(self, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+        """The share of the loss that some of the part's tokens have, all of them sampled: []. For `is_tokenwise` only.
+
+        Wants counts and `m2_limit` in `inputs` where they are used, for the tokens at hand do not tell them.
+        """
+        terms = sum(_penalties(inputs, config).values(), self.policy(inputs, config).loss)
+        weights = aggregation_weights(inputs, self.aggregation or config.aggregation, config.constant_length)
+        return (weights * terms).sum()
 
 
 LOSSES: dict[str, Loss] = {
-    "dppo": _complete(dppo),
-    "cispo": _complete(cispo),
-    "ppo": _complete(ppo),
-    "decoupled": _complete(decoupled),
-    "gspo": _complete(gspo, aggregation="sequence"),
-    "m2po": _complete(m2po),
-    "topr": _complete(topr),
-    "reinforce": _complete(reinforce),
+    "dppo": Loss(dppo),
+    "cispo": Loss(cispo),
+    "ppo": Loss(ppo),
+    "decoupled": Loss(decoupled),
+    "gspo": Loss(gspo, aggregation="sequence", tokenwise=False),
+    "m2po": Loss(m2po),
+    "topr": Loss(topr, tokenwise=False),
+    "reinforce": Loss(reinforce),
 }
+
+
+def is_tokenwise(config: AlgorithmConfig) -> bool:
+    """Whether the gradient by a token's log-probability follows from that token and what is known before the pass.
+
+    Known are advantages, behaviour, reference, versions, counts of sample, group and batch (any aggregation will do),
+    and the limit of `m2po`. The ratios of `gspo` and `topr` and the drift of `opsm_delta` are of whole samples.
+    """
+    return LOSSES[config.loss].tokenwise and config.opsm_delta is None
 
 
 def needs_first_pass(config: AlgorithmConfig) -> bool:

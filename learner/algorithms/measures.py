@@ -57,7 +57,7 @@ def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
     """Rows of `table` [tokens, 4] added up by age bucket."""
     assert inputs.versions is not None
     age = torch.where(inputs.sampled, inputs.version - inputs.versions, 0).clamp(min=0)
-    bucket = torch.bucketize(age, torch.tensor(AGES, device=age.device), right=True) - 1
+    bucket = torch.stack([age >= low for low in AGES[1:]]).sum(0)  # a tensor of AGES would be copied, and waited for
     rows = table.new_zeros(len(AGES), table.shape[1]).index_add(0, bucket, table)
     sums = {"token_age": age.double().sum(), "token_age_max": _largest(age.double())}
     for name, row in zip(BUCKETS, rows.unbind(), strict=True):

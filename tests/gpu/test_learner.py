@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from configs.schema import AlgorithmConfig
 from learner import attention
-from learner.head import logprobs_and_entropy
+from learner.head import chunked_loss, logprobs_and_entropy
 from learner.packing import Batch, lay
 from tests.learner import world
 from tests.learner.test_attention import documents, packed, padded_scores
@@ -62,6 +63,48 @@ def test_head(vocabulary: int, tokens: int, entropy_gradient: bool) -> None:
         near(ours.detach(), theirs.detach(), 1e-4)
     for ours, theirs in zip((hidden, weight), exact, strict=True):
         near(ours.grad, theirs.grad, 1e-2)
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(5003, 300), (151936, 33), (64, 0)])
+def test_chunked_loss(vocabulary: int, tokens: int, bonus: bool) -> None:
+    """Gradients made in the forward pass against those made in the backward pass, of the same kernels."""
+    draw = torch.Generator("cuda").manual_seed(vocabulary)
+    hidden, weight = (
+        torch.randn(n, 128, device="cuda", generator=draw).mul(0.3).bfloat16().requires_grad_()
+        for n in (tokens, vocabulary)
+    )
+    targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=draw)
+    by = torch.randn(2, tokens, device="cuda", generator=draw)
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
+        terms = by[0][part] * logprobs.sin()
+        return (terms + by[1][part] * entropy.cos() if bonus else terms).sum()
+
+    *scores, total = chunked_loss(hidden, weight, targets, loss, 0.7, 128, bonus)
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, 0.7, 128, bonus)
+    want = loss(logprobs, entropy, slice(None))
+    assert torch.equal(scores[0], logprobs) and torch.equal(scores[1], entropy)
+    for a, b in zip(*(torch.autograd.grad(2 * x, (hidden, weight)) for x in (total, want)), strict=True):
+        assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm()
+
+
+@pytest.mark.parametrize("loss", ["dppo", "m2po", "gspo"])
+def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: str) -> None:
+    """From the forward pass to the end of the backward pass the CPU only hands out work."""
+    learner = LEARNER.model_copy(update={"attention": "varlen"})
+    policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
+    step, entries = algorithm_of(policy, 200, AlgorithmConfig(loss=loss)), make_samples(long=90)
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 200)
+    shared = step._shared(batch, policy.device) | {"m2_limit": torch.ones((), device="cuda")}
+    microbatch = batch.microbatches[0].to(policy.device)
+    step.backward_of(policy, microbatch, shared)  # kernels are built, FSDP has seen its order
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.backward_of(policy, microbatch, shared)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
@@ -136,7 +179,8 @@ def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh) -> None:
     """Two ranks over NCCL against one, in fp32."""
     model = tiny_model(tmp_path / "model", tied=True)
     want = gradients(model, gpu)
-    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], device="cuda", long=90)
+    told = {"device": "cuda", "long": 90, "algorithms": [world.ALGORITHM.model_dump(mode="json")]}
+    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], **told)
     found = torch.load(tmp_path / "gradients.pt", map_location="cuda")
     assert len(found) == 2
     for got in found.values():

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from configs.schema import ModelConfig
+from configs.schema import AlgorithmConfig, ModelConfig
 from learner import collectives, deadlines
 from learner.checkpoint import Checkpoints
 from learner.deadlines import Watch
@@ -20,18 +21,25 @@ from learner.packing import Batch
 from tests.learner import world
 
 
-def gradients(folder: Path, cuts: list[list[int]], budgets: list[int], device: str = "cpu", long: int = 24) -> None:
-    """Gradients of one batch under several cuts into parts and budgets, as `FOLDER/gradients.pt`."""
+def gradients(
+    folder: Path,
+    cuts: list[list[int]],
+    budgets: list[int],
+    algorithms: list[dict[str, Any]],
+    device: str = "cpu",
+    long: int = 24,
+) -> None:
+    """Gradients of one batch under several cuts into parts, budgets and algorithms, as `FOLDER/gradients.pt`."""
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
-    policy = world.policy_of(model, mesh)
     entries = world.make_samples(long=long)
-    for parts in cuts:
-        for budget in budgets:
-            algorithm = world.algorithm_of(policy, budget)
+    for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
+        policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0)
+        for parts, budget in product(cuts, budgets):
+            algorithm = world.algorithm_of(policy, budget, config)
             batch = Batch.from_part(world.cut(entries, 3, parts, rank), budget, policy.attention_cost)
             algorithm.backward(policy, batch)
-            found[f"{parts} {budget}"] = world.gradients(policy)
+            found[f"{parts} {budget} {number}"] = world.gradients(policy)
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")

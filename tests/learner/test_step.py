@@ -1,15 +1,17 @@
 """One optimizer step is the same whatever the ranks, the packing and the microbatches; and a bad one is skipped."""
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
 from configs.schema import AlgorithmConfig
-from learner.algorithms import ADVANTAGES
+from learner.algorithms import ADVANTAGES, is_tokenwise
 from learner.memory import PRODUCTS
 from learner.optimizer import Optimizer
-from learner.packing import Batch, whole
+from learner.packing import Batch, pack, whole
+from learner.step import at_once, by_chunk
 from tests.learner import world
 from tests.learner.world import (
     ALGORITHM,
@@ -99,16 +101,88 @@ def test_packing_changes_nothing(tmp_path: Path, mesh, options: dict) -> None:
         torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-5)
 
 
+BONUS = {"entropy_bonus": 0.1, "behaviour_kl": 0.1}
+BY_CHUNK = [BONUS, {"aggregation": "prompt"}, {"loss": "ppo", "aggregation": "sequence"}, {"loss": "m2po"}]
+
+
+@pytest.mark.parametrize("options", BY_CHUNK, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_by_chunk_is_as_at_once(tmp_path: Path, mesh, tied: bool, options: dict) -> None:
+    """Gradients to rounding, metrics to the bit; chunks of 7 tokens, blocks computed again, a temperature."""
+    algorithm = AlgorithmConfig(**options)
+    bonus = algorithm.entropy_bonus > 0
+    policy = policy_of(tiny_model(tmp_path, tied), mesh, temperature=0.7, entropy_gradient=bonus)
+    step = algorithm_of(policy, 64, algorithm)
+    assert is_tokenwise(algorithm) and step.forward is by_chunk
+    found = []
+    for forward in (by_chunk, at_once):
+        step.forward = forward
+        batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.attention_cost)
+        sums = step.backward(policy, batch)
+        found.append((gradients(policy), sums))
+        step.optimizer.adamw.zero_grad()
+    (ours, sums), (theirs, others) = found
+    assert all(gradient.norm() > 0 for name, gradient in theirs.items() if "k_proj.bias" not in name)
+    close(ours, theirs)
+    assert sums.keys() == others.keys()
+    for name, value in sums.items():
+        assert torch.equal(value, others[name]), name
+
+
+def test_losses_of_whole_samples_wait_for_all_chunks(tmp_path: Path, mesh) -> None:
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    for options in ({"loss": "gspo"}, {"loss": "topr"}, {"opsm_delta": 0.1}):
+        assert algorithm_of(policy, 64, AlgorithmConfig(**options)).forward is at_once
+
+
+@pytest.mark.parametrize("options", [{}, BONUS, {"loss": "gspo"}], ids=str)
+def test_a_dummy_reaches_every_parameter_with_zeros(tmp_path: Path, mesh, options: dict) -> None:
+    """Or FSDP's collectives of the other ranks would wait for it."""
+    algorithm = AlgorithmConfig(**options)
+    policy = policy_of(tiny_model(tmp_path), mesh, entropy_gradient=algorithm.entropy_bonus > 0)
+    step = algorithm_of(policy, 64, algorithm)
+    batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64)
+    step.backward_of(policy, pack([]), step._shared(batch, policy.device))
+    found = gradients(policy)
+    assert len(found) == len(list(policy.parameters()))
+    assert not any(gradient.any() for gradient in found.values())
+
+
 def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
     """Two processes over gloo against this one: even parts, uneven ones, and a rank without any sample."""
     model = tiny_model(tmp_path / "model", tied=True)
     want, _ = gradient(policy_of(model, mesh), 64)
-    cuts = [[12, 12], [20, 4], [24, 0], [0, 24]]
-    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6])
+    cuts, told = [[12, 12], [20, 4], [24, 0], [0, 24]], [ALGORITHM.model_dump(mode="json")]
+    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6], algorithms=told)
     found = torch.load(tmp_path / "gradients.pt")
     assert len(found) == 8
     for got in found.values():
         close(got, want)
+
+
+ON_RANKS: list[dict] = [
+    {},
+    {"overlong": "soft", "overlong_buffer": 10},
+    {"advantage": "batch_std", "aggregation": "sequence"},
+    {"loss": "m2po", "aggregation": "prompt"},
+    {"loss": "gspo", **BONUS},
+    BONUS,
+]
+
+
+def test_ranks_change_nothing_of_what_is_counted_over_the_batch(tmp_path: Path, mesh) -> None:
+    """Deviations, punishments, limits and counts are of all ranks' samples; each option moves the gradient."""
+    model = tiny_model(tmp_path / "model", tied=True)
+    algorithms = [ALGORITHM.model_copy(update=options) for options in ON_RANKS]
+    told = [algorithm.model_dump(mode="json") for algorithm in algorithms]
+    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=told)
+    found, wanted = torch.load(tmp_path / "gradients.pt"), []
+    for got, algorithm in zip(found.values(), algorithms, strict=True):
+        policy = policy_of(model, mesh, entropy_gradient=algorithm.entropy_bonus > 0)
+        want, _ = gradient(policy, 64, algorithm)
+        close(got, want)
+        wanted.append(torch.cat([part.flatten() for part in want.values()]))
+    assert all((one - other).norm() > 1e-3 * one.norm() for one, other in combinations(wanted, 2))
 
 
 @pytest.mark.parametrize("saving", ["selective", "block"])
