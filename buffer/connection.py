@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from buffer.keys import ClientKeys
-from buffer.protocol import ANSWERS, PROTOCOL, Hello, Message, Refused, Stranger, Welcome, pack, unpack
+from buffer.protocol import ANSWERS, PROTOCOL, Frame, Hello, Message, Refused, Stranger, Welcome, pack, unpack
 
 log = logging.getLogger(__name__)
 SLOWEST = 12
@@ -76,7 +76,7 @@ class Client:
             name=name, token=self.token, role=role, protocol=PROTOCOL, fingerprint=fingerprint, serves=serves
         )
         self._hello_number = self._number = 0
-        self._pending: dict[int, tuple[bytes, asyncio.Future[Message]]] = {}
+        self._pending: dict[int, tuple[Frame, asyncio.Future[Message]]] = {}
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
         """What was last seen to be wrong with the connection."""
@@ -146,7 +146,7 @@ class Client:
         self._number += 1
         return self._number
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, frame: Frame) -> None:
         sent = self._socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
         assert isinstance(sent, asyncio.Future)
         error = sent.exception()

@@ -14,6 +14,7 @@ from buffer.answers import Answers, Peer
 from buffer.protocol import (
     REQUESTS,
     Ask,
+    Frame,
     Hello,
     Message,
     Refused,
@@ -59,9 +60,9 @@ class Desk:
         self.errors: Counter[str] = Counter()
         """Refused messages since the start, by kind; `malformed` for what was none."""
         self._parked: dict[tuple[bytes, str | int], Parked] = {}
-        self._out: list[tuple[bytes, bytes]] = []
+        self._out: list[tuple[bytes, Frame]] = []
 
-    def receive(self, frames: Sequence[bytes | memoryview], now: float) -> None:
+    def receive(self, frames: Sequence[Frame], now: float) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
         identity, data = bytes(frames[0]), frames[-1]
         try:
@@ -101,12 +102,12 @@ class Desk:
         """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
         self.means.store.commit(transaction.changes, transaction.payloads, transaction.void)
 
-    def answers(self) -> list[tuple[bytes, bytes]]:
+    def answers(self) -> list[tuple[bytes, Frame]]:
         """(identity, frame), to be sent once the `changes` taken with them are written."""
         out, self._out = self._out, []
         return out
 
-    def _check(self, frames: Sequence[bytes | memoryview]) -> None:
+    def _check(self, frames: Sequence[Frame]) -> None:
         if len(frames) != 2:
             raise ValueError(f"a message is one frame, not {len(frames) - 1}")
         if len(frames[1]) > self.max_message:

@@ -20,8 +20,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 PROTOCOL = 1
+ROOM_A_SAMPLE = 256
+"""Bytes that the rest of a `PartSample` takes, and more; if not, the packer makes room."""
 LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_map_len": 2**16, "max_ext_len": 16}
 """Of what is unpacked before anything is known of it."""
+Frame = bytes | memoryview
+"""A message as it travels."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
@@ -333,12 +337,18 @@ ANSWERS: dict[str, type[Message]] = {
 }
 
 
-def pack(number: int, message: Message) -> bytes:
+def pack(number: int, message: Message) -> Frame:
     """One message as one frame."""
-    return bytes(msgpack.packb({"kind": type(message).__name__, "id": number, **message.model_dump()}))
+    fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
+    if not isinstance(message, Part):
+        return bytes(msgpack.packb(fields))
+    size = sum(len(sample.sample) for sample in message.samples)  # megabytes: made in place, not grown and copied
+    packer = msgpack.Packer(autoreset=False, buf_size=size + ROOM_A_SAMPLE * (len(message.samples) + 1))
+    packer.pack(fields)
+    return memoryview(packer.getbuffer())
 
 
-def unpack(data: bytes | memoryview, kinds: dict[str, type[Message]]) -> tuple[int, Message]:
+def unpack(data: Frame, kinds: dict[str, type[Message]]) -> tuple[int, Message]:
     """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
     fields = open_map(data)
     kind, number = fields.pop("kind", None), fields.pop("id", None)
@@ -357,7 +367,7 @@ def in_words(error: ValidationError) -> str:
     return f"{where}: {first['msg'][:200]}".replace("\n", " ")
 
 
-def number_of(data: bytes | memoryview) -> int:
+def number_of(data: Frame) -> int:
     """The `id` of what may be a broken message, so that its refusal finds the asker; 0 where it cannot be told."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(data[:200])
@@ -369,7 +379,7 @@ def number_of(data: bytes | memoryview) -> int:
     return number if key == "id" and isinstance(number, int) else 0
 
 
-def open_map(data: bytes | memoryview) -> dict[str, Any]:
+def open_map(data: Frame) -> dict[str, Any]:
     """The fields of a message or sample, not yet validated. Raises ValueError, in one line."""
     try:
         fields = msgpack.unpackb(data, **LIMITS)

@@ -20,6 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.desk import Desk
 from buffer.keys import ServerKeys, is_loopback, split
+from buffer.protocol import Frame
 
 log = logging.getLogger(__name__)
 MESSAGES, BYTES = 1024, 64 * 2**20
@@ -126,9 +127,9 @@ class Server:
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         await self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
 
-    def _receive(self) -> tuple[list[list[bytes | memoryview]], bool]:
+    def _receive(self) -> tuple[list[list[Frame]], bool]:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""
-        received: list[list[bytes | memoryview]] = []
+        received: list[list[Frame]] = []
         gathered = 0
         while len(received) < MESSAGES and gathered < BYTES:
             try:

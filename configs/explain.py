@@ -107,7 +107,11 @@ def checkpoint_bytes(config: Config) -> int | None:
 
 
 def _kept(config: Config) -> int:
-    return min(config.learner.keep_checkpoints + 1, _up(config.run.versions, config.learner.checkpoint_every))
+    """Checkpoints on disk at once, one being written among them, at worst."""
+    learner, versions = config.learner, config.run.versions
+    every = versions // learner.keep_every if learner.keep_every else 0
+    written = _up(versions, learner.checkpoint_every) + every
+    return min(learner.keep_checkpoints + learner.keep_best + every + 1, written)
 
 
 def _state(config: Config) -> int:
@@ -127,7 +131,7 @@ def _disk(config: Config) -> Iterator[str]:
         total = f"{_giga(parameters)} parameters x {each} = {_giga(disk)}B of disk"
     yield (
         f"checkpoints: every {learner.checkpoint_every} versions, "
-        f"{learner.keep_checkpoints} kept and one being written: {total}"
+        f"{_kept(config)} on disk at once, one being written among them: {total}"
     )
     batch = config.batch.groups * config.batch.samples * longest(config) * TOKEN_BYTES / 2**30
     yield (

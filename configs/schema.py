@@ -157,9 +157,9 @@ class LearnerConfig(Section):
     """`auto` takes the GPU when torch sees one."""
     threads: Positive | None = None
     """Threads of each rank for CPU arithmetic; null leaves it to torch."""
-    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Variable-length attention: flash-attn, torch's own varlen_attn, or SDPA; `auto` takes the first one that
-    works."""
+    attention: Literal["auto", "flash4", "flash", "varlen", "sdpa"] = "auto"
+    """Variable-length attention: FlashAttention 4 (`pip install flash-attn-4`, Hopper and later), flash-attn, torch's
+    own varlen_attn, or SDPA; `auto` takes the first of the latter three that works."""
     tokens_per_microbatch: Positive | Literal["auto"] = 8192
     """Tokens packed into one forward pass of a rank, without padding; `auto` fills the memory estimate."""
     head_chunk_tokens: Positive = 1024
@@ -179,11 +179,11 @@ class LearnerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradient norm is clipped to this."""
     activation_checkpointing: Literal["none", "selective", "block"] = "block"
-    """Recompute each transformer block in the backward pass (`block`), all of it but products and attention "
-    "(`selective`), or keep all activations (`none`)."""
+    """Recompute each transformer block in the backward pass (`block`), all of it but products and attention
+    (`selective`), or keep all activations (`none`)."""
     compile: bool = False
-    """Compile each transformer block with torch.compile: a minute at the start, then faster, and as lean as "
-    "`selective`."""
+    """Compile each transformer block with torch.compile: a minute at the start, then faster, and as lean as
+    `selective`."""
     cpu_offload: bool = False
     """Keep master weights and optimizer state in host memory."""
     timeout_s: Seconds = 600.0

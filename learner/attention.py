@@ -17,6 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 PREFIX = "headrace_"
+AUTO = ("flash", "varlen", "sdpa")
+"""What `auto` tries; `flash4` only where it is asked for, as long as it has not been measured."""
+PACKAGES = {
+    "flash": ("flash-attn", "flash_attn.flash_attn_interface"),
+    "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
+}
+"""What to install, and the module that is there then."""
 Answer = tuple[Tensor, None]
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """torch 2.11 takes grouped heads without being asked."""
@@ -24,11 +31,11 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signat
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ValueError."""
-    missing = {name: _missing(name, device, dtype) for name in ("flash", "varlen", "sdpa")}
     if wanted == "auto":
-        return next(name for name, why in missing.items() if why is None)
-    if missing[wanted] is not None:
-        raise ValueError(f"learner.attention: {wanted} {missing[wanted]}; use auto, or sdpa, which works everywhere")
+        return next(name for name in AUTO if _missing(name, device, dtype) is None)
+    missing = _missing(wanted, device, dtype)
+    if missing is not None:
+        raise ValueError(f"learner.attention: {wanted} {missing}; use auto, or sdpa, which works everywhere")
     return wanted
 
 
@@ -40,9 +47,16 @@ def _missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"needs an NVIDIA GPU, and the learner is on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs model.dtype bfloat16, and it is {str(dtype).removeprefix('torch.')}"
-    if name == "flash" and find_spec("flash_attn") is None:
-        return "is not installed"
+    if name in PACKAGES and not installed(name):
+        return f"is not installed (pip install {PACKAGES[name][0]})"
+    if name == "flash4" and torch.cuda.get_device_capability(device) < (9, 0):
+        return "needs a Hopper GPU or a later one"
     return None
+
+
+def installed(name: str) -> bool:
+    """Whether the kernel's package is there; the two share the name `flash_attn`, and either may be alone."""
+    return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
 def flash(
@@ -57,6 +71,22 @@ def flash(
     out = flash_attn_varlen_func(
         q, k, v, starts, starts, longest, longest, softmax_scale=scale, causal=True, window_size=window
     )
+    return out[None], None
+
+
+@torch.compiler.disable
+def flash4(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Answer:
+    """FlashAttention 4, for Hopper and later; shapes as in `flash`. It compiles itself: torch's compiler keeps out."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    starts, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    out, _ = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=kwargs.get("scaling"), causal=True, window_size=_window(kwargs, none=(None, None)),
+    )  # fmt: skip
     return out[None], None
 
 
@@ -94,7 +124,7 @@ def sdpa(
     return out.transpose(1, 2)[real][None], None
 
 
-def _window(kwargs: dict[str, Any], none: tuple[int, int]) -> tuple[int, int]:
+def _window(kwargs: dict[str, Any], none: tuple[Any, Any]) -> tuple[Any, Any]:
     """A model's sliding window as (left, right) for the kernels; `none` where it has none."""
     window = kwargs.get("sliding_window")
     return none if window is None else (window - 1, 0)
@@ -111,7 +141,7 @@ def products() -> list[Any]:
     ]
 
 
-ATTENTIONS = {"flash": flash, "varlen": varlen, "sdpa": sdpa}
+ATTENTIONS = {"flash4": flash4, "flash": flash, "varlen": varlen, "sdpa": sdpa}
 
 for _name, _attention in ATTENTIONS.items():
     AttentionInterface.register(PREFIX + _name, _attention)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-NAMES = ["sdpa", "varlen", *(["flash"] if find_spec("flash_attn") else [])]
+NAMES = ["sdpa", "varlen", *(name for name in attention.PACKAGES if attention.installed(name))]
 
 
 @pytest.fixture

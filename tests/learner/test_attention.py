@@ -1,5 +1,8 @@
 """Packed documents through our attention against the same documents one by one, and padded, through transformers."""
 
+import importlib
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,19 @@ def test_choice() -> None:
         attention.choose("varlen", cpu, torch.bfloat16)
     with pytest.raises(ValueError, match=r"flash needs model\.dtype bfloat16, and it is float32"):
         attention.choose("flash", gpu, torch.float32)
+    if not attention.installed("flash4"):
+        with pytest.raises(ValueError, match=r"flash4 is not installed \(pip install flash-attn-4\[cu13\]\); use auto"):
+            attention.choose("flash4", gpu, torch.bfloat16)
+
+
+def test_the_two_packages_that_share_a_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, file in (("flash4", "cute/__init__.py"), ("flash", "flash_attn_interface.py")):
+        shutil.rmtree(tmp_path / "flash_attn", ignore_errors=True)
+        path = tmp_path / "flash_attn" / file
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+        importlib.invalidate_caches()
+        for loaded in [loaded for loaded in sys.modules if loaded.startswith("flash_attn")]:
+            del sys.modules[loaded]
+        assert [found for found in attention.PACKAGES if attention.installed(found)] == [name]
