@@ -3,20 +3,17 @@
 Each takes orders as words on stdin and answers with JSON lines that begin with @ on stdout; its parent is the
 benchmark. A learner is the real policy under FSDP with random weights (no optimizer, which the wire never touches) and
 the real sender; a server is the real engine and receiver. At odd versions the last norm is 0, so every token has
-log-probability -ln(vocabulary) exactly: each token tells whether its stamp is right.
+log-probability -ln(vocabulary) exactly: each token tells whether its stamp is right. All times are of the machine's
+one monotonic clock.
 """
 
 import asyncio
-import itertools
 import json
-import math
 import os
-import random
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,11 +21,14 @@ import torch
 import torch.distributed as dist
 import uvloop
 
+from benchmarks.weights_traffic import Lag, Traffic, vocabulary_of
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("MASTER_PORT", "29601")) + 10
-WINDOW_S = 0.5
+SERVED_S = 100.0
+"""The longest that a version may take to the servers."""
 GPU = torch.cuda.is_available()
+PARTS = ("stop_s", "settle_s", "resume_s")
 
 
 def say(**fields: Any) -> None:
@@ -54,28 +54,15 @@ def learner(config: Config) -> None:
     if isinstance(wire, Sender):
         say(address=wire.address, bytes=wire.stats()["weights/bytes"])
     wire.publish(policy, 0)
-    group: Any = None
+    peer = Peer(policy, rank)
     for line in sys.stdin:
         order, *words = line.split()
         if order == "updates":
-            rows = [update(policy, wire, version, float(words[1])) for version in range(1, 1 + int(words[0]))]
-            say(updates=rows)
+            say(updates=[update(policy, wire, version, float(words[1])) for version in range(1, 1 + int(words[0]))])
         elif order == "peer":
-            from vllm.distributed.weight_transfer import nccl_engine
-
-            peer: Any = nccl_engine.NCCLWeightTransferEngine
-            if rank == 0:
-                where = {"master_address": "127.0.0.1", "master_port": PEER_PORT, "world_size": int(words[0])}
-                group = peer.trainer_init(where)
-            say(joined=True)
+            peer.join(int(words[0]))
         elif order == "push":
-            if rank == 0:
-                peer.trainer_send_weights(policy.full_weights(), {"group": group, "packed": True})
-            else:
-                for _ in policy.full_weights():
-                    pass
-            torch.cuda.synchronize()
-            say(sent=True)
+            peer.push()
         else:
             break
     wire.close()
@@ -87,14 +74,12 @@ def update(policy: Any, wire: Any, version: int, gap_s: float) -> dict[str, floa
     norm = policy.model.get_decoder().norm.weight
     with torch.no_grad():
         norm.to_local().fill_(1.0 - version % 2)
-    if GPU:
-        torch.cuda.synchronize()
+    synchronize()
     started = time.monotonic()
     wire.publish(policy, version)
     published = time.monotonic()
-    deadline = published + 100.0
     while "weights/servers" in wire.stats() and wire.stats().get("weights/version") != version:
-        if time.monotonic() > deadline:
+        if time.monotonic() > published + SERVED_S:
             break
         time.sleep(0.01)  # the learner would be training
     stats = {key: value for key, value in wire.stats().items() if "rollout" not in key}
@@ -102,117 +87,147 @@ def update(policy: Any, wire: Any, version: int, gap_s: float) -> dict[str, floa
     return {**stats, "version": version, "started": started, "publish_s": published - started}
 
 
-class Traffic:
-    """Requests that never end, and what can be said of each of their tokens."""
+class Peer:
+    """The learner's end of vLLM's own transfer."""
 
-    def __init__(self, engine: Any, vocabulary: int, running: int, length: int) -> None:
-        self.engine, self.running, self.length = engine, running, length
-        self.flat = -math.log(vocabulary)
-        self.stopping = False
-        self.finished = self.lost = self.early = self.late = self.tokens = 0
-        self.arrivals: list[tuple[float, int]] = []
+    def __init__(self, policy: Any, rank: int) -> None:
+        self.policy, self.rank = policy, rank
+        self._engine: Any = None
+        self._group: Any = None
 
-    async def request(self, number: int) -> None:
-        draw = random.Random(number)
-        while not self.stopping:
-            prompt = [draw.randrange(1000, 40000) for _ in range(128)]
-            first = self.length if self.finished else draw.randrange(self.length // 8, self.length)
-            try:
-                completion = await self.engine.generate(prompt, first, 1.0)
-            except RuntimeError as error:
-                self.lost += 1
-                print(f"lost: {error}", file=sys.stderr, flush=True)
-                continue
-            self.finished += 1
-            self.judge(completion, first)
+    def join(self, world: int) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine
 
-    def judge(self, completion: Any, length: int) -> None:
-        """Count tokens whose log-probability belies their version."""
-        if completion.finish == "length" and len(completion.tokens) != length:
-            self.lost += 1
-        self.tokens += len(completion.tokens)
-        for logprob, version in zip(completion.logprobs, completion.versions, strict=True):
-            flat = abs(logprob - self.flat) < 2e-5
-            self.early += version % 2 == 1 and not flat
-            self.late += version % 2 == 0 and flat
+        self._engine = nccl_engine.NCCLWeightTransferEngine
+        if self.rank == 0:
+            where = {"master_address": "127.0.0.1", "master_port": PEER_PORT, "world_size": world}
+            self._group = self._engine.trainer_init(where)
+        say(joined=True)
 
-    async def watch(self) -> None:
-        """Note when tokens arrive."""
-        while True:
-            if not self.arrivals or self.arrivals[-1][1] != self.engine._tokens:
-                self.arrivals.append((time.monotonic(), self.engine._tokens))
-            await asyncio.sleep(0.002)
+    def push(self) -> None:
+        if self.rank == 0:
+            self._engine.trainer_send_weights(self.policy.full_weights(), {"group": self._group, "packed": True})
+        else:
+            for _ in self.policy.full_weights():
+                pass
+        synchronize()
+        say(sent=True)
 
-    def rate(self, start: float, end: float) -> float:
-        """Tokens a second between two moments."""
-        inside = [arrival for arrival in self.arrivals if start <= arrival[0] <= end]
-        if len(inside) < 2:
-            return 0.0
-        return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
 
-    def change(self, paused: float, resumed: float) -> dict[str, float]:
-        """Tokens a second around a pause, and the longest time without any."""
-        around = [t for t, _ in self.arrivals if paused - WINDOW_S <= t <= resumed + WINDOW_S]
-        gaps = [b - a for a, b in itertools.pairwise(around)]
-        before = self.rate(paused - WINDOW_S - 0.05, paused - 0.05)
-        after = self.rate(resumed + 0.1, resumed + 0.1 + WINDOW_S)
-        return {"before": before, "after": after, "silence_s": max(gaps, default=0.0), "step_s": median(gaps or [0.0])}
+def synchronize() -> None:
+    """Until this process's GPU has done all."""
+    if GPU:
+        torch.cuda.synchronize()
+
+
+class Serving:
+    """A rollout server: the real engine and receiver, followed as `rollout.loop.follow` does it, under traffic."""
+
+    def __init__(self, engine: Any, config: Config, name: str, running: int, length: int) -> None:
+        self.engine, self.config, self.name = engine, config, name
+        self.traffic = Traffic(engine, vocabulary_of(config.model.path), running, length)
+        self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
+        self.events: list[dict[str, Any]] = []
+
+    async def follow(self, address: str) -> None:
+        """Take each policy; what is known of each pause."""
+        from learner.weights.receiver import Receiver
+
+        async def where(known: str | None) -> str:
+            if known:
+                await asyncio.Event().wait()
+            return address
+
+        policies: AsyncGenerator[Any, None] = Receiver(where, self.engine, self.name, self.config.weights).policies()
+        async for policy in policies:
+            started = time.monotonic()
+            async with self.engine.paused():
+                await policy.load()
+                self.engine.version = policy.version
+            swapped = time.monotonic()
+            await policy.loaded()
+            event = {"version": policy.version, "paused": started, "swapped": swapped, "load_s": policy._load_s}
+            self.events.append(event | self.pause(started, swapped))
+            self.first.set()
+
+    def pause(self, started: float, swapped: float) -> dict[str, float]:
+        """The parts of the last pause."""
+        parts = {key: getattr(self.engine, key) for key in PARTS}
+        return parts | {"pause_s": self.engine.paused_s, "late_s": self.lag.worst(started, swapped)}
+
+    async def join(self, offset: int, world: int) -> None:
+        """Enter the group of vLLM's own transfer."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"master_address": "127.0.0.1", "master_port": PEER_PORT, "rank_offset": offset, "world_size": world}
+        await self.engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        say(joined=True)
+
+    async def push(self, published: float) -> None:
+        """One update by vLLM's own transfer; its times."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        names, shapes = zip(*specs_of(self.config), strict=True)
+        info = {"names": list(names), "dtype_names": ["bfloat16"] * len(names), "shapes": list(shapes), "packed": True}
+        started = time.monotonic()
+        async with self.engine.paused():
+            await self.engine._llm.start_weight_update()
+            await self.engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await self.engine._llm.finish_weight_update()
+        swapped = time.monotonic()
+        say(pushed=self.pause(started, swapped) | {"lag_s": swapped - published})
+
+    def report(self) -> dict[str, Any]:
+        """All of it; the first policy loaded an idle engine and does not count."""
+        events = [event | self.traffic.around(event["paused"], event["swapped"]) for event in self.events[1:]]
+        counts = {key: getattr(self.traffic, key) for key in ("finished", "lost", "early", "late", "tokens")}
+        return {"events": events, "busy": self.busy, **counts}
+
+    async def obey(self, orders: "asyncio.Queue[list[str]]", offset: int) -> None:
+        """`peer WORLD`, `push PUBLISHED`, until `stop`."""
+        while (order := await orders.get())[0] != "stop":
+            if order[0] == "peer":
+                self.busy = self.lag.busy()  # of the updates, which are over
+                await self.join(offset, int(order[1]))
+            else:
+                await self.push(float(order[1]))
 
 
 async def server(config: Config, name: str, running: int, length: int, offset: int) -> None:
-    """A rollout server: `address A`, `peer WORLD`, `push STARTED`, `stop`."""
-    from learner.weights.receiver import Receiver
+    """The server's process: the learner's address is the first order."""
     from rollout.engine import Engine
 
     engine = await Engine.start(config, seed=1)
+    orders = orders_from_stdin()
+    say(started=name)
+    serving = Serving(engine, config, name, running, length)
+    address = (await orders.get())[1]
+    async with asyncio.TaskGroup() as tasks:
+        others = [tasks.create_task(serving.follow(address))]
+        await serving.first.wait()
+        others += [tasks.create_task(serving.lag.watch()), *serving.traffic.start(tasks)]
+        await asyncio.sleep(5.0)
+        serving.lag.busy()
+        say(serving=name)
+        await serving.obey(orders, offset)
+        serving.busy = serving.busy or serving.lag.busy()
+        for other in others:
+            other.cancel()
+    say(**serving.report())
+    await engine.close()
+
+
+def orders_from_stdin() -> "asyncio.Queue[list[str]]":
+    """Each line as its words."""
     lines: asyncio.Queue[list[str]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    read = lambda: [loop.call_soon_threadsafe(lines.put_nowait, line.split()) for line in sys.stdin]  # noqa: E731
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line.split())
+
     threading.Thread(target=read, daemon=True).start()
-    say(started=name)
-    address = (await lines.get())[1]
-    spec = json.loads(Path(config.model.path, "config.json").read_text())
-    traffic, events = Traffic(engine, spec["vocab_size"], running, length), []
-
-    async def where(known: str | None) -> str:
-        if known:
-            await asyncio.Event().wait()
-        return address
-
-    async def follow(policies: AsyncGenerator[Any, None]) -> None:
-        async for policy in policies:
-            started = time.monotonic()
-            async with engine.paused():
-                await policy.load()
-                engine.version = policy.version
-            now = time.monotonic()
-            await policy.loaded()
-            events.append({"version": policy.version, "paused": started, "swapped": now, "pause_s": engine.paused_s,
-                           "stop_s": engine.stop_s, "resume_s": engine.resume_s, "load_s": policy._load_s})  # fmt: skip
-            first.set()
-
-    first = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(follow(Receiver(where, engine, name, config.weights).policies()))
-        await first.wait()
-        watching = tasks.create_task(traffic.watch())
-        requests = [tasks.create_task(traffic.request(number)) for number in range(running)]
-        await asyncio.sleep(3.0)
-        say(serving=name)
-        while (order := await lines.get())[0] != "stop":
-            if order[0] == "peer":
-                await join_peer(engine, offset, int(order[1]))
-            else:
-                say(pushed=await peer_push(engine, float(order[1]), specs_of(config)))
-        traffic.stopping = True
-        await asyncio.wait(requests)
-        following.cancel()
-        watching.cancel()
-    for event in events[1:]:
-        event |= traffic.change(event["paused"], event["swapped"])
-    say(events=events[1:], finished=traffic.finished, lost=traffic.lost, early=traffic.early, late=traffic.late,
-        tokens=traffic.tokens)  # fmt: skip
-    await engine.close()
+    return lines
 
 
 def specs_of(config: Config) -> list[tuple[str, list[int]]]:
@@ -221,28 +236,6 @@ def specs_of(config: Config) -> list[tuple[str, list[int]]]:
 
     skeleton = initial.skeleton(config.model, "sdpa")
     return [(name, list(parameter.shape)) for name, parameter in skeleton.named_parameters()]
-
-
-async def join_peer(engine: Any, offset: int, world: int) -> None:
-    """Enter the group of vLLM's own transfer."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-    info = {"master_address": "127.0.0.1", "master_port": PEER_PORT, "rank_offset": offset, "world_size": world}
-    await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-    say(joined=True)
-
-
-async def peer_push(engine: Any, started: float, specs: list[tuple[str, list[int]]]) -> dict[str, float]:
-    """One update by vLLM's own transfer; its times."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-    names, shapes = [name for name, _ in specs], [shape for _, shape in specs]
-    info = {"names": names, "dtype_names": ["bfloat16"] * len(names), "shapes": shapes, "packed": True}
-    async with engine.paused():
-        await engine._llm.start_weight_update()
-        await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await engine._llm.finish_weight_update()
-    return {"pause_s": engine.paused_s, "lag_s": time.monotonic() - started}
 
 
 def limit(rank: int, world: int, port: int) -> None:
@@ -259,12 +252,12 @@ def limit(rank: int, world: int, port: int) -> None:
         port = store.port
     channel = Channel("127.0.0.1", port, 0, rank, world, device, 60.0)
     channel.connect()
-    room = [torch.ones(size, dtype=torch.uint8, device=device)] * 11
+    room = [torch.ones(size, dtype=torch.uint8, device=device)] * 10
     rates = []
     for _ in range(10):
         for _ in channel.broadcast(room):
             pass
-        rates.append(10 * size / channel.span_s / 1e9)
+        rates.append(len(room) * size / channel.span_s / 1e9)
     say(gb_per_s=median(rates))
 
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CLOSE_S = 0.5
 DEAD = "vLLM's engine process died; its last words are above"
 SETTLED_TICKS = 16
 """Passes of the event loop without a new token after which nothing that vLLM sent before a pause can still be under
-way."""
+way: it takes up at least one chunk of what waits in each pass."""
 
 
 class EngineDead(RuntimeError):
@@ -42,16 +43,38 @@ class EngineError(EpisodeError, RuntimeError):
     """vLLM refused or failed a call and lives on."""
 
 
+@dataclasses.dataclass(eq=False)
+class Run:
+    """A request that vLLM works on. `state` is vLLM's record of it in this process, and counts its tokens."""
+
+    state: Any = None
+    replaced: list[tuple[int, int]] = field(default_factory=list)
+    """Versions replaced while it ran, each with the number of tokens it had by then."""
+
+    def tokens(self) -> int:
+        """Those that have come from vLLM's process so far."""
+        return self.state.detokenizer.num_output_tokens() if self.state else 0
+
+    def versions(self, length: int, newest: int) -> list[int]:
+        """The version that sampled each of `length` tokens, of which `newest` sampled what no other did."""
+        versions: list[int] = []
+        for tokens, version in [*self.replaced, (length, newest)]:
+            versions += [version] * (tokens - len(versions))
+        return versions
+
+
 class Engine:
     """One vLLM engine. Made by `start`. `version` is stamped on each token; set it inside `paused`."""
 
     def __init__(self, llm: AsyncLLM, tokenizer: Any, eos: Sequence[int]) -> None:
         self._llm, self.tokenizer, self._eos = llm, tokenizer, tuple(eos)
-        self.version = 0
-        self.paused_s = self.stop_s = self.resume_s = 0.0
+        self.version = self._sampling = 0
+        self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
+        """Of the last pause, and of it: until vLLM stood still, until its last tokens were here, until it went on."""
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
-        self._running = self._waiting = self._tokens = self._chunks = 0
+        self._runs: set[Run] = set()
+        self._over = 0
         self._counted_at, self._counted = time.monotonic(), 0
 
     @classmethod
@@ -82,26 +105,29 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # an output a token costs this process as much as all else
         )
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        finish = None
-        with self._counting() as count, _deaths():
-            async for output in self._llm.generate(self._salted(prompt), parameters, self._next_id()):
-                delta = output.outputs[0]
-                tokens += delta.token_ids
-                if delta.logprobs is not None:
-                    logprobs += delta.logprobs.logprobs  # type: ignore[union-attr]
-                versions += [self.version] * len(delta.token_ids)
-                finish = delta.finish_reason
-                count(len(delta.token_ids))
-        if finish not in ("stop", "length") or len(logprobs) != len(tokens):
+        with self._running() as run, _deaths():
+            output = (await self._final(prompt, parameters, run)).outputs[0]
+            tokens, finish = list(output.token_ids), output.finish_reason
+            logprobs = output.logprobs.logprobs if output.logprobs else []
+            versions = run.versions(len(tokens), self._sampling)
+        if finish not in ("stop", "length") or not len(tokens) == len(logprobs) == len(versions):
             raise EngineError(
                 f"vLLM ended a request: {finish!r}, {len(tokens)} tokens, {len(logprobs)} log-probabilities"
             )
         return Completion(tokens, logprobs, versions, finish)  # type: ignore[arg-type]
+
+    async def _final(self, prompt: list[int], parameters: SamplingParams, run: Run) -> Any:
+        """vLLM's one answer to a request; `run` gets its record of it."""
+        name = self._next_id()
+        try:
+            outputs = await self._llm.add_request(name, self._salted(prompt), parameters)
+            run.state = self._llm.output_processor.request_states.get(outputs.request_id)  # none if it is over already
+            return await outputs.get()
+        except asyncio.CancelledError:
+            await self._llm.abort(name)
+            raise
 
     async def probe(self, tokens: list[int]) -> list[float]:
         """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it."""
@@ -120,17 +146,21 @@ class Engine:
     async def paused(self) -> AsyncIterator[None]:
         """Generation stands still inside; unfinished sequences keep their cache and go on afterwards.
 
-        On entry every token sampled before has its version: the stamp may change. The prefix cache is kept, salted by
-        version.
+        A `version` set inside holds for the tokens sampled from here on: those before are stamped with the one before,
+        also if they are still on their way from vLLM's process. The prefix cache is kept, salted by version.
         """
         async with self._pausing:
             started = time.perf_counter()
-            await self._living(self._llm.pause_generation(mode="keep", clear_cache=False), None)
+            # `pause_generation` is this and a wait of 20 ms for what `_settle` makes sure of
+            pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await self._living(pause, None)
+            self.stop_s = time.perf_counter() - started
+            settled = asyncio.ensure_future(self._settle())  # while the weights are loaded
             try:
-                await self._settle()
-                self.stop_s = time.perf_counter() - started
                 yield
             finally:
+                await settled
+                self._stamp()
                 resuming = time.perf_counter()
                 await self._living(self._llm.resume_generation(), None)
                 self.resume_s = time.perf_counter() - resuming
@@ -161,12 +191,18 @@ class Engine:
             await asyncio.wait([handler])
         raise EngineDead(DEAD)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled so far, unfinished sequences' included."""
+        return self._over + sum(run.tokens() for run in self._runs)
+
     def stats(self) -> dict[str, float]:
         """Sequences with and without a first token, and sampled tokens a second since the last call."""
-        now = time.monotonic()
-        rate = (self._tokens - self._counted) / max(now - self._counted_at, 1e-9)
-        self._counted_at, self._counted = now, self._tokens
-        return {"running": float(self._running), "waiting": float(self._waiting), "tokens_per_s": rate}
+        now, tokens = time.monotonic(), self.tokens
+        rate = (tokens - self._counted) / max(now - self._counted_at, 1e-9)
+        self._counted_at, self._counted = now, tokens
+        running = sum(run.tokens() > 0 for run in self._runs)
+        return {"running": float(running), "waiting": float(len(self._runs) - running), "tokens_per_s": rate}
 
     async def close(self) -> None:
         """End vLLM's process."""
@@ -189,37 +225,34 @@ class Engine:
                 await asyncio.wait([answer, death])
 
     async def _settle(self) -> None:
-        """Until all tokens that vLLM sent before it paused have reached `generate`.
+        """Until all tokens that vLLM sent before it stood still are counted.
 
-        vLLM answers the pause after them on the same socket, but hands them on in tasks of its own, chunk by chunk:
-        each pass of the loop brings them nearer, so some passes without any mean that none is left.
+        It says so after them on the same socket, but takes them up in a task of its own, chunk by chunk: each pass of
+        the loop brings some, so some passes without any mean that none is left.
         """
-        idle = 0
+        started, idle, seen = time.perf_counter(), 0, self.tokens
         while idle < SETTLED_TICKS:
-            seen = self._chunks
             await asyncio.sleep(0)
-            idle = idle + 1 if seen == self._chunks else 0
+            tokens = self.tokens
+            idle, seen = idle + 1 if seen == tokens else 0, tokens
+        self.settle_s = time.perf_counter() - started
+
+    def _stamp(self) -> None:
+        """All that is counted was sampled by the version so far; from now on `version` samples."""
+        if self.version != self._sampling:
+            for run in self._runs:
+                run.replaced.append((run.tokens(), self._sampling))
+        self._sampling = self.version
 
     @contextmanager
-    def _counting(self) -> Iterator[Any]:
-        started = False
-        self._waiting += 1
-
-        def count(tokens: int) -> None:
-            nonlocal started
-            self._tokens += tokens
-            self._chunks += 1
-            if not started:
-                started = True
-                self._waiting, self._running = self._waiting - 1, self._running + 1
-
+    def _running(self) -> Iterator[Run]:
+        run = Run()
+        self._runs.add(run)
         try:
-            yield count
+            yield run
         finally:
-            if started:
-                self._running -= 1
-            else:
-                self._waiting -= 1
+            self._runs.remove(run)
+            self._over += run.tokens()
 
     def _salted(self, tokens: list[int]) -> Any:
         return {"prompt_token_ids": tokens, "cache_salt": str(self.version)}

@@ -40,8 +40,9 @@ class WorkerExtension:
         """How this worker can receive."""
         return {"backend": backend_of(self.device)}
 
-    def rl_ping(self) -> None:
-        """Answer: the engine is not stuck."""
+    def rl_ping(self) -> float:
+        """The time here (`time.monotonic`): the engine is not stuck."""
+        return time.monotonic()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str]:
         """Make room for a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""

@@ -66,7 +66,7 @@ class Channel:
         self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
         self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_s)
         self.span_s = 0.0
-        """Of the last broadcast: from the first bucket's arrival to the last's."""
+        """Of the last broadcast, by this host's clock: from when all ranks were there until all buckets were here."""
         self._group: dist.ProcessGroup | None = None
         self._aborted = False
 
@@ -91,8 +91,8 @@ class Channel:
     def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
         """Send (rank 0) or fill (others) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.
 
-        Yields the index of each that is through: on a GPU, for whatever this thread's stream does next. All are
-        through for certain when this is exhausted.
+        Waits for all ranks first, so that `span_s` is of the buckets only. Yields the index of each that is through:
+        on a GPU, for whatever this thread's stream does next. All are through for certain when this is exhausted.
         """
         group = self._group  # held here, so that its end, which may take a while, is this thread's affair
         if group is None or self._aborted:
@@ -101,23 +101,23 @@ class Channel:
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         on_gpu = self.device.type == "cuda"
         ahead = (len(buckets) if on_gpu else AHEAD) if ahead is None else ahead
-        watch = Stopwatch(self.device)
         works: deque[dist.Work] = deque()
         try:
+            group.allreduce([torch.zeros(1, device=self.device)]).wait(self._timeout)
+            started = time.perf_counter()
             for index in range(len(buckets) + ahead):
                 if index < len(buckets):
                     works.append(group.broadcast([buckets[index]], options))
                 if ahead <= index and works:
                     work = works.popleft()
                     work.block_current_stream() if on_gpu else work.wait(self._timeout)
-                    watch.lap()
                     yield index - ahead
-            work.wait(self._timeout)  # on a GPU the first time that this thread waits
+            work.wait(self._timeout)  # on a GPU it is through only now
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
         if self._aborted:  # which ends the kernels too, and so looks like success
             raise ChannelError(f"group {self.epoch} was given up")
-        self.span_s = watch.span_s()
+        self.span_s = time.perf_counter() - started
 
     def abort(self) -> None:
         """Give the group up; whoever waits in it gets a ChannelError, at the latest when the timeout is over."""
@@ -143,31 +143,6 @@ class Channel:
             group = c10d.ProcessGroupNCCL(store, self.rank, self.world, options)
         group.eager_connect_single_device(self.device)
         return group
-
-
-class Stopwatch:
-    """From the first lap to the last, by the clock of `device`: its current stream, or the host's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._first: Any = None
-        self._last: Any = None
-
-    def lap(self) -> None:
-        """Now, or when the stream comes to this point."""
-        if self._on_gpu:
-            self._last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._last.record()
-        else:
-            self._last = time.perf_counter()
-        self._first = self._first or self._last
-
-    def span_s(self) -> float:
-        """Waits for the stream to come to the last lap."""
-        if not self._on_gpu or self._first is None:
-            return float((self._last or 0) - (self._first or 0))
-        self._last.synchronize()
-        return float(self._first.elapsed_time(self._last)) / 1000
 
 
 def _end(group: Any) -> None:

@@ -59,7 +59,7 @@ class Ready(Message):
 
 class Received(Message):
     """All buckets are here and their checksums agree; generation went on meanwhile, unless they went right into place.
-    `span_s`: from the first bucket's arrival to the last's."""
+    `span_s`: from when all ranks were there until all buckets were here."""
 
     round: Count
     receive_s: float
@@ -68,10 +68,12 @@ class Received(Message):
 
 class Loaded(Message):
     """The server generates under the new version, and stood still for `pause_s`: until it had stopped, until the
-    weights were in place, until it went on. `probe` is the mean absolute difference of the probe, if it was due."""
+    weights were in place (meanwhile, `settle_s`, its last tokens came), until it went on. `probe` is the mean absolute
+    difference of the probe, if it was due."""
 
     round: Count
     stop_s: float
+    settle_s: float
     load_s: float
     resume_s: float
     pause_s: float

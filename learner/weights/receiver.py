@@ -10,9 +10,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Protocol
 
 import zmq
 import zmq.asyncio
@@ -29,7 +27,6 @@ from learner.weights.protocol import (
     Go,
     Join,
     Joined,
-    Loaded,
     Message,
     Offer,
     Ready,
@@ -41,72 +38,9 @@ from learner.weights.protocol import (
     pack,
     unpack,
 )
+from learner.weights.received import Engine, Policy, WeightsError
 
 log = logging.getLogger(__name__)
-
-
-class Engine(Protocol):
-    """What receives: a vLLM engine with the worker extension of `rollout/worker.py`."""
-
-    paused_s: float
-    """Length of the last pause, of which `stop_s` until all stood still and `resume_s` until it went on."""
-    stop_s: float
-    resume_s: float
-
-    async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
-    async def probe(self, tokens: list[int]) -> list[float]: ...
-
-
-class WeightsError(RuntimeError):
-    """The weights that came are wrong, or the learner refuses this server. The process ends with the text."""
-
-
-class Policy:
-    """A version that lies in the staging copies of all workers, or, `streams`, is about to be sent."""
-
-    def __init__(self, receiver: "Receiver", go: Go, streams: bool) -> None:
-        self.version, self._receiver, self._go, self._streams = go.version, receiver, go, streams
-        self._load_s = 0.0
-
-    async def load(self) -> None:
-        """Put it in place. Call it while the engine is paused. Streaming, `version` may be a later one afterwards."""
-        started = time.perf_counter()
-        if self._streams:
-            self._go = await self._receiver.stream()
-            self.version = self._go.version
-        else:
-            try:
-                await self._receiver.engine.collective("rl_load", self.version, timeout_s=self._receiver.deadline_s)
-            except RuntimeError as error:
-                self._receiver.say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
-                raise
-        self._load_s = time.perf_counter() - started
-
-    async def loaded(self) -> None:
-        """Call it once generation goes on: checks the probe if one came, and tells the learner. Raises WeightsError."""
-        difference, probe, started = None, self._go.probe, time.perf_counter()
-        if probe is not None:
-            ours = await self._receiver.engine.probe(probe.tokens)
-            difference = sum(abs(a - b) for a, b in zip(ours, probe.logprobs, strict=True)) / len(ours)
-            if not difference <= probe.tolerance:
-                reason = f"version {self.version}: the probe's log-probabilities differ by {difference:.4g} nat on "
-                reason += f"average (weights.probe_tolerance {probe.tolerance:g}): {_few(ours)} here, "
-                reason += f"{_few(probe.logprobs)} at the learner"
-                self._receiver.say(Failed(round=self._go.round, reason=reason, fatal=True))
-                raise WeightsError(reason)
-        engine = self._receiver.engine
-        self._receiver.say(
-            Loaded(
-                round=self._go.round,
-                stop_s=engine.stop_s,
-                load_s=self._load_s,
-                resume_s=engine.resume_s,
-                pause_s=engine.paused_s,
-                verify_s=time.perf_counter() - started,
-                probe=difference,
-            )
-        )
-        self._receiver.free()
 
 
 class Receiver:
@@ -333,10 +267,6 @@ class Receiver:
             raise WeightsError(bad.reason)
         log.warning("weights: version %d did not come: %s", go.version, bad.reason)
         self._broke()
-
-
-def _few(values: list[float]) -> str:
-    return "[" + ", ".join(f"{value:.3f}" for value in values[:4]) + ", ...]"
 
 
 async def _text(answer: Awaitable[str]) -> str:

@@ -46,6 +46,7 @@ from learner.weights.protocol import (
     unpack,
 )
 from learner.weights.shelf import Edition, Shelf
+from learner.weights.timeline import Timeline
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -54,7 +55,7 @@ refused."""
 
 
 class Rounds:
-    """Serves what is on `shelf`. `serve` is its life; all else is called within its loop, save `stats`."""
+    """Serves what is on `shelf`. `serve` is its life; all else is called within its loop, save `timeline`."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Rounds:
         self.shelf, self.session, self._group = shelf, session, group
         self.deadline_s, self.heartbeat_s, self._keys, self._host = deadline_s, heartbeat_s, keys, host
         self.members = Members()
-        self.stats: dict[str, float] = {"weights/members": 0.0, "weights/servers": 0.0, "weights/failed": 0.0}
+        self.timeline = Timeline(plan.total_bytes)
         self.changed = asyncio.Event()
         tensors = [Tensor(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots]
         self._welcome = Welcome(
@@ -81,7 +82,6 @@ class Rounds:
             digest=plan.digest,
             heartbeat_s=heartbeat_s,
         )
-        self._bytes_after_first = plan.total_bytes - plan.sizes[0]
         self._round = time.time_ns() >> 20  # greater than those of a learner that died before
         self._busy = False
 
@@ -145,7 +145,7 @@ class Rounds:
         else:
             if member is None:
                 self.members.join(route, message)
-                self._count()
+                self.timeline.members(len(self.members))
                 log.info("weights: %s joined, %d worker(s), version %d", message.name, message.workers, message.version)
             self._say(route, Joined(session=self.session))
 
@@ -159,17 +159,14 @@ class Rounds:
 
     def _drop(self, member: Member, reason: str) -> None:
         self.members.drop(member)
-        self._count()
+        self.timeline.members(len(self.members))
         if member in self._group.members:
             self._group.give_up()
         if reason != "left":
-            self.stats["weights/failed"] += 1
+            self.timeline.failed(1)
             log.warning("weights: %s is left out: %s", member.name, reason)
             self._say(member.route, Rejoin(reason=reason))
         self.changed.set()
-
-    def _count(self) -> None:
-        self.stats["weights/members"] = float(len(self.members))
 
     # rounds
 
@@ -198,7 +195,7 @@ class Rounds:
             await self._group.prepare(edition, self.shelf)
         except ChannelError as error:
             log.error("weights: %s; again in %g s", error, self.heartbeat_s)
-            self.stats["weights/failed"] += 1
+            self.timeline.failed(1)
             return await asyncio.sleep(self.heartbeat_s)
         for member in ready:
             self._say(member.route, self._group.go(member, self._round, self.session, edition))
@@ -212,7 +209,7 @@ class Rounds:
         if broken or len(received) < len(ready):
             self._blame(ready, broken)
         loaded = await self._answered(received, Loaded)
-        self._record(edition, loaded, sent_s, max(spans, default=0.0), time.perf_counter() - started)
+        self.timeline.record(edition, loaded, sent_s, max(spans, default=0.0), time.perf_counter() - started)
 
     async def _gather(self, members: list[Member], offer: Offer) -> list[Member]:
         for member in members:
@@ -260,7 +257,7 @@ class Rounds:
         self._group.give_up()
         failed = [member for member in ready if isinstance(member.answer, Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._round, len(failed), len(ready), broken)
-        self.stats["weights/failed"] += len(failed)
+        self.timeline.failed(len(failed))
         if any(member.gone for member in ready):
             return
         for member in failed:
@@ -268,34 +265,6 @@ class Rounds:
             if member.failures >= ATTEMPTS and isinstance(member.answer, Failed):
                 self._say(member.route, Refused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}"))
                 self._drop(member, "refused")
-
-    def _record(
-        self, edition: Edition, loaded: list[Member], broadcast_s: float, span_s: float, round_s: float
-    ) -> None:
-        """The timeline: of the slowest server under plain names, of each under its own."""
-        answers = {member.name: member.answer for member in loaded if isinstance(member.answer, Loaded)}
-        for member in loaded:
-            member.failures = 0
-        if not answers:
-            return
-        probes = [answer.probe for answer in answers.values() if answer.probe is not None]
-        verify_s = max(answer.verify_s for answer in answers.values())
-        self.stats |= {
-            "weights/version": float(edition.version),
-            "weights/servers": float(len(answers)),
-            "weights/broadcast_s": broadcast_s,
-            "weights/round_s": round_s,
-            "weights/lag_s": time.perf_counter() - edition.published_at - verify_s,
-        }
-        if span_s > 0:
-            self.stats["weights/gb_per_s"] = self._bytes_after_first / span_s / 1e9
-        for what in ("stop_s", "load_s", "resume_s", "pause_s", "verify_s"):
-            each = {name: float(getattr(answer, what)) for name, answer in answers.items()}
-            self.stats[f"weights/{what}"] = max(each.values())
-            self.stats |= {f"weights/{name}/{what}": seconds for name, seconds in each.items()}
-        if probes:
-            self.stats |= {"weights/probe": max(probes), "weights/probe_version": float(edition.version)}
-        log.info("weights: version %d on %d server(s) after %.3f s", edition.version, len(answers), round_s)
 
     # small parts
 

@@ -116,7 +116,7 @@ class Sender:
     def stats(self) -> dict[str, float]:
         """The timeline of the last publication and of the last round that reached servers: seconds, counts, the last
         probe."""
-        return self._published | self._rounds.stats
+        return self._published | self._rounds.timeline.stats
 
     def close(self, drain_s: float = 0.0) -> None:
         """End the wire; first wait up to `drain_s` seconds until every server has the newest version."""

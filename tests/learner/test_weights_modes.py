@@ -12,11 +12,11 @@ import torch
 
 from learner.weights.channel import ChannelError
 from learner.weights.plan import Plan
-from learner.weights.receiver import WeightsError
+from learner.weights.received import WeightsError
 from learner.weights.sender import Sender
 from learner.weights.snapshot import Snapshot
-from tests.learner.test_weights_wire import Addresses, a_process, a_sender, line, run, servers, until_stat
-from tests.learner.wire import HEARTBEAT_S, SPECS, StagingEngine, VersionedPolicy, config
+from tests.learner.test_weights_wire import a_process, a_sender, line, run, until_stat
+from tests.learner.wire import HEARTBEAT_S, SPECS, Addresses, StagingEngine, VersionedPolicy, config, servers
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 import zmq
 
-from learner.weights.receiver import Receiver, WeightsError
+from learner.weights.received import WeightsError
 from learner.weights.sender import Follower, Sender
-from tests.learner.wire import HEARTBEAT_S, SPECS, StagingEngine, VersionedPolicy, config, follow
+from tests.learner.wire import HEARTBEAT_S, SPECS, WAIT_S, Addresses, VersionedPolicy, config, servers
 
 CPU = torch.device("cpu")
-WAIT_S = 15
 
 
 @contextmanager
@@ -26,55 +25,6 @@ def a_sender(**keys):
         yield sender
     finally:
         sender.close()
-
-
-class Server:
-    """A rollout server in this loop. `addresses` is what the buffer would know of the learner."""
-
-    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None):
-        self.engine, self.seen, self.mail = engine or StagingEngine(workers, error), [], asyncio.Queue()
-        self.receiver = Receiver(addresses.where, self.engine, name, config(staging=staging), heartbeat_s=HEARTBEAT_S)
-        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.mail))
-
-    async def has(self, version):
-        """Wait until `version` is loaded; its weights must be right."""
-        async with asyncio.timeout(WAIT_S):
-            while self.engine.version != version:
-                mail = asyncio.create_task(self.mail.get())
-                await asyncio.wait({mail, self.task}, return_when="FIRST_COMPLETED")
-                if self.task.done():
-                    mail.cancel()
-                    self.task.result()
-        assert self.engine.holds(version)
-
-
-class Addresses:
-    """The buffer's knowledge of where the learner is."""
-
-    def __init__(self, address=None):
-        self.address, self.changed, self.asked = address, asyncio.Condition(), []
-
-    async def where(self, known):
-        self.asked.append(known)
-        async with self.changed:
-            await self.changed.wait_for(lambda: self.address not in (None, known))
-        return self.address
-
-    async def set(self, address):
-        async with self.changed:
-            self.address = address
-            self.changed.notify_all()
-
-
-@asynccontextmanager
-async def servers(addresses, *names, **keys):
-    made = [Server(addresses, name, **keys) for name in names]
-    try:
-        yield made
-    finally:
-        for server in made:
-            server.task.cancel()
-        await asyncio.gather(*(server.task for server in made), return_exceptions=True)
 
 
 @asynccontextmanager

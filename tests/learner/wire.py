@@ -6,6 +6,7 @@ What such a server does it says on stdout, a line each.
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -14,26 +15,39 @@ from typing import Any
 import torch
 
 from configs.schema import WeightsConfig
-from learner.weights.channel import Channel, backend_of
+from learner.weights.channel import Channel, ChannelError, backend_of, own_stream
 from learner.weights.plan import Spec
 from learner.weights.protocol import TO_SERVER, unpack
 from learner.weights.receiver import Receiver
 from learner.weights.staging import Staging
 
 HEARTBEAT_S = 0.2
-SPECS = [
-    Spec("embed", (96, 1024), torch.float32),
-    *(Spec(f"layer.{i}", (300, 1000), torch.bfloat16) for i in range(6)),
-    Spec("big", (700, 1000), torch.float32),
-    Spec("norm", (7,), torch.bfloat16),
-]
-"""Six MiB and a half: several buckets of 1 MiB, one tensor larger than a bucket, one odd size."""
+WAIT_S = 15
+PERIOD = 4099
+
+
+def specs(times: int) -> list[Spec]:
+    """Six MiB and a half, `times` over: several buckets of as many MiB, one tensor larger than a bucket, one odd
+    size."""
+    return [
+        Spec("embed", (times * 96, 1024), torch.float32),
+        *(Spec(f"layer.{i}", (times * 300, 1000), torch.bfloat16) for i in range(6)),
+        Spec("big", (times * 700, 1000), torch.float32),
+        Spec("norm", (7,), torch.bfloat16),
+    ]
+
+
+SPECS = specs(1)
+TIMES = {"cpu": 1, "cuda": 50}
+"""So that what the last ones still have to get is more than NCCL sends ahead of who receives."""
 
 
 def weight(spec: Spec, version: int) -> torch.Tensor:
-    """The tensor of `spec` at `version`; other names and versions give others."""
+    """The tensor of `spec` at `version`, of random numbers that recur; other names and versions give others."""
     seed = sum(map(ord, spec.name)) + 1000 * version
-    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed)).to(spec.dtype)
+    values = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)).to(spec.dtype)
+    size = torch.Size(spec.shape).numel()
+    return values.repeat(-(-size // PERIOD))[:size].view(spec.shape)
 
 
 def logprobs(version: int, tokens: list[int]) -> list[float]:
@@ -44,11 +58,11 @@ def logprobs(version: int, tokens: list[int]) -> list[float]:
 class VersionedPolicy:
     """A policy of which only the version matters."""
 
-    def __init__(self, version: int) -> None:
-        self.version, self.asked = version, 0
+    def __init__(self, version: int, specs: list[Spec] = SPECS) -> None:
+        self.version, self.asked, self.specs = version, 0, specs
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in SPECS:
+        for spec in self.specs:
             yield spec.name, weight(spec, self.version)
 
     def logprobs_of(self, tokens: list[int]) -> list[float]:
@@ -60,8 +74,10 @@ class StagingEngine:
     """An engine of `workers` workers that only stage and load. `error` is added to what it says to the probe."""
 
     def __init__(self, workers: int = 1, error: float = 0.0, device: str = "cpu") -> None:
-        self.version, self.paused_s, self.stop_s, self.resume_s, self.error = -1, 0.0, 0.0, 0.0, error
+        self.version, self.error = -1, error
+        self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
         self.device, self.pauses = torch.device(device), 0
+        self.specs = specs(TIMES[self.device.type])
         self.staging = [Staging(self.device, worker, self.loader(worker)) for worker in range(workers)]
         self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
 
@@ -79,8 +95,8 @@ class StagingEngine:
     def holds(self, version: int) -> bool:
         """Does each worker have exactly the weights of `version`?"""
         return all(
-            set(weights) == {spec.name for spec in SPECS}
-            and all(torch.equal(weights[spec.name], weight(spec, version)) for spec in SPECS)
+            set(weights) == {spec.name for spec in self.specs}
+            and all(torch.equal(weights[spec.name].cpu(), weight(spec, version)) for spec in self.specs)
             for weights in self.weights
         )
 
@@ -110,28 +126,53 @@ class StagingEngine:
 
 
 class DyingEngine(StagingEngine):
-    """Stops for ever at a chosen moment of receiving, once the process has said so."""
+    """Stops for ever at a chosen moment of receiving, once the process has said so: `go` at once, `half` after four
+    buckets. `stall` is half, but the process lives on: only the first broadcast stops, until it is given up."""
 
-    def __init__(self, mode: str) -> None:
-        super().__init__()
+    def __init__(self, mode: str, device: str = "cpu") -> None:
+        super().__init__(device=device)
         self.mode = mode
+        if mode == "stall":
+            self.staging = [Stalling(self.device, 0, self.loader(0))]
 
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
         if self.mode == "half":
-            message = unpack(go, TO_SERVER)
-            channel = Channel(
-                message.host, message.port, message.epoch, message.offset, message.world, torch.device("cpu"), 60
-            )
-            channel.connect()
-            next(
-                channel.broadcast(
-                    [torch.zeros(len(b), dtype=torch.uint8) for b in self.staging[0]._snapshot.buckets[:4]]
-                )
-            )
+            with own_stream(self.device):
+                message = unpack(go, TO_SERVER)
+                where = (message.host, message.port, message.epoch, message.offset, message.world)
+                channel = Channel(*where, self.device, 60)
+                receive_four(channel, self.staging[0]._snapshot.buckets)
         if self.mode in ("go", "half"):
             print(self.mode, flush=True)
             time.sleep(600)
         super().rl_receive(worker, go, notify)
+
+
+class Stalling(Staging):
+    """Its first broadcast stops after four buckets."""
+
+    stalls, given_up = True, threading.Event()
+
+    def abort(self) -> None:
+        super().abort()
+        self.given_up.set()
+
+    def _take(self, go: Any, snapshot: Any, channel: Any) -> list[int]:
+        if not self.stalls:
+            return super()._take(go, snapshot, channel)
+        self.stalls = False
+        self.given_up.clear()
+        receive_four(channel, snapshot.buckets)
+        print("stall", flush=True)
+        self.given_up.wait()
+        raise ChannelError("stalled")
+
+
+def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
+    """Take part in the first broadcasts only."""
+    channel.connect()
+    for _ in channel.broadcast([torch.empty_like(bucket) for bucket in buckets[:4]]):
+        pass
 
 
 async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], mail: "asyncio.Queue[int]") -> None:
@@ -145,12 +186,61 @@ async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], mai
         mail.put_nowait(policy.version)
 
 
+class Server:
+    """A rollout server in this loop. `addresses` is what the buffer would know of the learner."""
+
+    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None):
+        self.engine, self.seen, self.mail = engine or StagingEngine(workers, error), [], asyncio.Queue()
+        self.receiver = Receiver(addresses.where, self.engine, name, config(staging=staging), heartbeat_s=HEARTBEAT_S)
+        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.mail))
+
+    async def has(self, version):
+        """Wait until `version` is loaded; its weights must be right."""
+        async with asyncio.timeout(WAIT_S):
+            while self.engine.version != version:
+                mail = asyncio.create_task(self.mail.get())
+                await asyncio.wait({mail, self.task}, return_when="FIRST_COMPLETED")
+                if self.task.done():
+                    mail.cancel()
+                    self.task.result()
+        assert self.engine.holds(version)
+
+
+class Addresses:
+    """The buffer's knowledge of where the learner is."""
+
+    def __init__(self, address=None):
+        self.address, self.changed, self.asked = address, asyncio.Condition(), []
+
+    async def where(self, known):
+        self.asked.append(known)
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.address not in (None, known))
+        return self.address
+
+    async def set(self, address):
+        async with self.changed:
+            self.address = address
+            self.changed.notify_all()
+
+
+@asynccontextmanager
+async def servers(addresses, *names, **keys):
+    made = [Server(addresses, name, **keys) for name in names]
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.task.cancel()
+        await asyncio.gather(*(server.task for server in made), return_exceptions=True)
+
+
 def config(**keys: Any) -> WeightsConfig:
     """Small buckets and short deadlines."""
     return WeightsConfig(**{"bucket_mib": 1, "deadline_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
 
 
-async def serve(address: str, name: str, mode: str) -> None:
+async def serve(address: str, name: str, mode: str, device: str = "cpu", staging: str = "auto") -> None:
     """A rollout server as a process."""
 
     async def where(known: str | None) -> str:
@@ -158,8 +248,8 @@ async def serve(address: str, name: str, mode: str) -> None:
             await asyncio.Event().wait()
         return address
 
-    engine = DyingEngine(mode)
-    receiver = Receiver(where, engine, name, config(), heartbeat_s=HEARTBEAT_S)
+    engine = DyingEngine(mode, device)
+    receiver = Receiver(where, engine, name, config(staging=staging, deadline_s=30.0), heartbeat_s=HEARTBEAT_S)
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version
@@ -169,4 +259,4 @@ async def serve(address: str, name: str, mode: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asyncio.run(serve(*sys.argv[1:4]))
+    asyncio.run(serve(*sys.argv[1:]))

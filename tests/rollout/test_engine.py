@@ -150,7 +150,7 @@ async def updates(seen, model, engine, sender, held):
     seen.before = {name: p.detach().clone() for name, p in model.named_parameters()}
     ends, engine._eos = engine._eos, ()  # every sequence runs to its full length
     running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
-    while engine._tokens < 60 * len(PROMPTS):
+    while engine.tokens < 60 * len(PROMPTS):
         await asyncio.sleep(0.005)
     seen.stats_running = engine.stats()
     step(model, 1)

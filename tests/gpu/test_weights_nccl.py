@@ -1,0 +1,29 @@
+"""The weights wire's scenes over NCCL, on two NVIDIA GPUs or more: the learner on the first, a server on each other."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.learner.lives import Field, Nursery
+from tests.learner.scenes import SCENES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    torch.zeros(1, device="cuda:0")  # which takes seconds the first time
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_scene(scene: str, nursery: Nursery, tmp_path: Path) -> None:
+    servers = [f"cuda:{number}" for number in range(1, min(torch.cuda.device_count(), 4))]
+    SCENES[scene](Field(nursery, "cuda:0", servers, deadline_s=10.0), tmp_path)
