@@ -1,10 +1,5 @@
-"""The wire's other ways: bucket by bucket into place, files instead of a broadcast, and churn of servers."""
+"""The wire's other ways: bucket by bucket into place, and files instead of a broadcast."""
 
-import asyncio
-import os
-import random
-import signal
-import time
 from itertools import islice
 
 import pytest
@@ -15,7 +10,7 @@ from learner.weights.plan import Plan
 from learner.weights.received import WeightsError
 from learner.weights.sender import Sender
 from learner.weights.snapshot import Snapshot
-from tests.learner.test_weights_wire import a_process, a_sender, line, run, until_stat
+from tests.learner.test_weights_wire import a_sender, run, until_stat
 from tests.learner.wire import HEARTBEAT_S, SPECS, Addresses, StagingEngine, VersionedPolicy, config, servers
 
 CPU = torch.device("cpu")
@@ -134,40 +129,5 @@ def test_a_server_that_does_not_see_the_folder_is_refused_with_its_name(by_files
             by_files.publish(VersionedPolicy(0), 0)
             with pytest.raises(WeightsError, match=r"missing.*is the run's folder shared"):
                 await one.has(0)
-
-    run(test())
-
-
-def test_random_kills_and_joins_never_hang():
-    """Six in `make test`; HEADRACE_CHURN=50 is the long form."""
-    kills = int(os.environ.get("HEADRACE_CHURN", "6"))
-
-    async def test():
-        draw = random.Random(1)
-        with a_sender(deadline_s=3.0) as sender:
-            async with servers(Addresses(sender.address), "rollout-0") as (steady,):
-                version = 0
-                for number in range(kills):
-                    mode = draw.choice(["go", "half", "none"])
-                    async with a_process(sender.address, f"rollout-{1 + number % 3}", mode) as victim:
-                        await until_member(sender, f"rollout-{1 + number % 3}")
-                        await publish(sender, version)
-                        await line(victim)
-                        victim.send_signal(signal.SIGKILL)
-                        started = time.monotonic()
-                        await steady.has(version)
-                        assert time.monotonic() - started < 3.0 + 5.0
-                    version += 1
-                    await publish(sender, version)
-                    await steady.has(version)
-                    version += 1
-
-    async def publish(sender, version):
-        await asyncio.to_thread(sender.publish, VersionedPolicy(version), version)
-
-    async def until_member(sender, name):
-        async with asyncio.timeout(30):
-            while name not in {member.name for member in sender._rounds.members}:
-                await asyncio.sleep(0.05)
 
     run(test())

@@ -5,15 +5,17 @@ import os
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from buffer.store import reading
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +82,8 @@ class Run:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.path / 'buffer.sqlite'}?mode=ro", uri=True) as database:
+        """In which `data_of(segment, position, bytes)` is a sample."""
+        with closing(reading(self.path / "buffer.sqlite")) as database:
             return database.execute(sql).fetchall()
 
     def log(self, process: str) -> str:
