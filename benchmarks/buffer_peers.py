@@ -19,8 +19,8 @@ import zmq
 
 from buffer.protocol import Array, Sample
 
-SAMPLES, TOKENS, GROUPS = 8, 1000, 32
-IN_FLIGHT = 16
+SAMPLES, TOKENS, GROUPS = 8, 1000, 128
+IN_FLIGHT = 32
 """Groups that a server has in the making, as `rollout.groups_in_flight`."""
 
 
@@ -95,7 +95,7 @@ while True:
 
 
 def redis_streams(seconds: float) -> float | str:
-    """Each group is XADDed by one process, 16 at a time; read by another, 32 at a time, acknowledged and removed."""
+    """Each group is XADDed by one process, 32 at a time; read by another, 128 at a time, acknowledged and removed."""
 
     def take(client: Any) -> int:
         while not (found := client.xreadgroup("learner", "0", {"groups": ">"}, count=GROUPS, block=5000)):
