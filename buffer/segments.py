@@ -3,7 +3,7 @@
 Samples are appended, and on disk, before the transaction that names them is committed; what no committed row names
 does not count and is written over. So each byte is written once, where SQLite would write it to its log, again into its
 file, and again when a page next to it moves; and room is laid out ahead, where a file that grows by each write is
-synced at a fifth of the speed. A segment is removed as a whole once nothing in it is named any more.
+synced at a fifth of the speed. Once nothing in it is named any more a segment is removed, or written over as another.
 
 Plain files: the samples of a group stand one behind the other, nothing between them. Blocks for the disk.
 """
@@ -40,7 +40,10 @@ class Segments:
 
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            if fsync:
+                _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
         """Number and descriptor of the segment written last."""
         self._room = 0
@@ -76,18 +79,23 @@ class Segments:
 
     def keep(self, numbers: Collection[int]) -> None:
         """Remove all segments but these and the one being written: what a killed process left behind."""
-        for path in [*self.folder.glob("*.samples"), *self.folder.glob("*.spare")]:
-            if path.suffix == ".spare" or int(path.stem) not in {*numbers, self.number}:
+        kept = {path_of(self.folder, number) for number in (*numbers, self.number)}
+        for path in [*self.folder.glob("[0-9]*.samples"), *self.folder.glob("[0-9]*.spare")]:
+            if path not in kept:
                 path.unlink()
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Segments of which nothing is named any more: some are kept to be written over, the others removed."""
+        """Segments of which nothing is named any more: some are kept to be written over, the others removed.
+
+        What the disk does not let go of is removed at the next start: the transaction is committed and must not fail.
+        """
         for number in numbers:
             path = path_of(self.folder, number)
-            if len(self._spare) == SPARES or not path.exists():
-                path.unlink(missing_ok=True)
-            else:
-                self._spare.append(path.rename(path.with_suffix(".spare")))
+            with suppress(OSError):
+                if len(self._spare) == SPARES:
+                    path.unlink()
+                else:
+                    self._spare.append(path.rename(path.with_suffix(".spare")))
 
     def close(self) -> None:
         """Give back the room laid out ahead, and what was kept to be written over."""

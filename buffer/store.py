@@ -69,8 +69,8 @@ class Store:
         new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if not new and application != APPLICATION:
             raise StoreError(f"buffer.path {where}: an SQLite file of another program; name another file")
-        if not new and schema != SCHEMA:
-            raise StoreError(f"buffer.path {where}: schema {schema}, known is {SCHEMA}; use the Headrace that wrote it")
+        if not new:
+            _of_schema(schema, where)
         db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what is removed
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
@@ -251,12 +251,20 @@ def reading(path: Path) -> sqlite3.Connection:
         raise StoreError(f"{path}: no such file; a buffer writes it from its start on, unless buffer.path is null")
     with _explained(path):
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
-            db.close()
-            raise StoreError(f"{path}: not the file of a Headrace buffer")
+        with ExitStack() as refused:
+            refused.callback(db.close)
+            if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+                raise StoreError(f"{path}: not the file of a Headrace buffer")
+            _of_schema(db.execute("PRAGMA user_version").fetchone()[0], path)
+            refused.pop_all()
     folder = segments.folder_of(path)
     db.create_function("data_of", 3, lambda segment, *at: segment and _data(folder, segment, *at))
     return db
+
+
+def _of_schema(schema: int, path: Path | None) -> None:
+    if schema != SCHEMA:
+        raise StoreError(f"buffer.path {path}: schema {schema}, known is {SCHEMA}; use the Headrace that wrote it")
 
 
 def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:

@@ -13,7 +13,7 @@ from actors.records import Records, moving_mean
 from actors.samples import stored
 from buffer.protocol import Array, Sample
 from buffer.segments import Segments, folder_of
-from buffer.tables import TABLES
+from buffer.tables import APPLICATION, SCHEMA, TABLES
 from configs.load import load, write
 
 
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
 
 def store(run: Path) -> None:
     db = sqlite3.connect(run / "buffer.sqlite")
-    db.executescript("PRAGMA application_id = 0x48445243;" + TABLES)
+    db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
     prompts = [{"prompt": [{"role": "user", "content": "8 6 4=2"}]}, {"problem": "What <b> is 1+1?"}]
     for row, prompt in enumerate(prompts):
         db.execute("INSERT INTO problems VALUES (?, ?)", (row, json.dumps(prompt)))

@@ -223,8 +223,10 @@ def test_what_a_killed_process_wrote_and_did_not_commit_is_written_over_or_remov
     with open(folder / "000001.samples", "ab") as file:
         file.write(b"x" * 50_000)
     (folder / "000002.samples").write_bytes(b"y" * 50_000)
+    (folder / "000003.spare").write_bytes(b"z")
+    (folder / "mine.samples").write_bytes(b"somebody's")
     with Store(path) as store:
-        assert files(path) == ["000001.samples"]
+        assert files(path) == ["000001.samples", "mine.samples"]
         accept(store, ledger_of(store), 2, size=60)
         assert [store.samples(item) for item in range(4)] == [packed(0), packed(1), packed(2, 60), packed(3, 60)]
 
@@ -337,8 +339,9 @@ def test_a_file_of_another_config_or_schema_is_refused_with_both_values(tmp_path
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StoreError, match="schema 99, known is 2"):
-        Store(path)
+    for opened in (Store, reading):
+        with pytest.raises(StoreError, match="schema 99, known is 2"):
+            opened(path)
 
 
 def test_two_buffers_cannot_have_one_file_and_a_killed_one_lets_go(tmp_path: Path) -> None:
