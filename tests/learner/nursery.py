@@ -1,4 +1,4 @@
-"""Lives of a learner without GPUs or buffer, each killed while it writes a checkpoint; run by `test_kills.py`.
+"""Lives of a learner without GPUs or buffer, two of three killed while they write a checkpoint; run by `test_kills.py`.
 
 `python -m tests.learner.nursery FOLDER KILLS SEED`: one process imports everything and forks the lives, so that a life
 begins in milliseconds. Each trains on from the newest checkpoint, one checkpoint a version, and notes each version's
@@ -22,6 +22,8 @@ from tests.learner import world
 
 LONGEST_S = 0.5
 """Longest time between the first sign of a checkpoint and the kill: about what several take."""
+EVERY = 3
+"""One kill in so many comes whenever it comes; the others must find a checkpoint in the writing."""
 
 
 def live(folder: Path, mesh: DeviceMesh, stop: int) -> None:
@@ -57,29 +59,51 @@ def born(folder: Path, stop: int) -> int:
 
 
 def begun(folder: Path, process: int) -> None:
-    """Wait until the life is writing a checkpoint newer than those there when it began."""
+    """Wait until the life is writing a checkpoint."""
     deadline = time.monotonic() + 60
-    while not list((folder / "checkpoints").glob("v*.tmp")):
+    while not writing(folder):
         assert os.waitpid(process, os.WNOHANG) == (0, 0), "a life ended by itself: it could not resume"
         assert time.monotonic() < deadline, "no checkpoint is begun"
         time.sleep(0.002)
 
 
+def writing(folder: Path) -> list[str]:
+    """The checkpoints begun and not finished."""
+    return sorted(path.name for path in (folder / "checkpoints").glob("v*.tmp"))
+
+
+def stopped(folder: Path, process: int, after_s: float, aimed: bool) -> None:
+    """Stop the life `after_s` after the first sign of a checkpoint; if `aimed`, in the midst of one.
+
+    Where the checkpoint is finished by then, however fast the machine is, the next is stopped after half the time.
+    """
+    while True:
+        begun(folder, process)
+        time.sleep(after_s)
+        os.kill(process, signal.SIGSTOP)
+        os.waitpid(process, os.WUNTRACED)
+        if writing(folder) or not aimed:
+            return
+        os.kill(process, signal.SIGCONT)
+        after_s /= 2
+
+
 def main(folder: Path, kills: int, seed: int) -> None:
     draw, told, reached = random.Random(seed), [], 0
-    for _ in range(kills):
+    for number in range(kills):
         for left in (folder / "checkpoints").glob("v*.tmp"):
             left.rename(left.with_suffix(".left"))  # so that the next life's is seen; a glob for .tmp misses it
             left.with_suffix(".left").rename(left.with_suffix(".old"))  # what lives clear away
         process = born(folder, 10**6)
-        begun(folder, process)
-        time.sleep(draw.uniform(0, LONGEST_S))
+        aimed = number % EVERY > 0
+        stopped(folder, process, draw.uniform(0, LONGEST_S), aimed)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        writing = sorted(path.name for path in (folder / "checkpoints").glob("v*.tmp"))
         before, reached = reached, newest(folder / "checkpoints")
         assert reached >= before, f"went back from {before} to {reached}"
-        told.append({"reached": reached, "writing": writing, "complete": complete(folder / "checkpoints")})
+        hit = writing(folder)
+        assert hit or not aimed
+        told.append({"reached": reached, "writing": hit, "complete": complete(folder / "checkpoints")})
     stop = reached + 2
     assert os.waitstatus_to_exitcode(os.waitpid(born(folder, stop), 0)[1]) == 0
     (folder / "kills.json").write_text(json.dumps({"stop": stop, "kills": told}))

@@ -94,3 +94,4 @@ if __name__ == "__main__":
     )
     {"gradients": gradients, "train": train, "late": late}[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
+    os._exit(0)  # as a learner ends: threads of torch at times abort an interpreter that takes itself apart

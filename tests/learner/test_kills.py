@@ -25,7 +25,7 @@ def test_killed_while_writing_it_resumes(tmp_path: Path, mesh) -> None:
     told = json.loads((tmp_path / "kills.json").read_text())
     assert len(told["kills"]) == KILLS
     hit = sum(bool(kill["writing"]) for kill in told["kills"])
-    assert hit >= KILLS // 3, f"only {hit} of {KILLS} kills hit a checkpoint in the writing"
+    assert hit >= KILLS // 2, f"only {hit} of {KILLS} kills hit a checkpoint in the writing"
     assert fault(folder_of(tmp_path / "checkpoints", told["stop"])) is None
     lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert {version for version, _, _ in lines} == set(range(told["stop"]))
