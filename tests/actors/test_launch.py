@@ -59,7 +59,7 @@ class Story:
             self.when.pop(0)[1]()
 
     def go(self) -> int:
-        return asyncio.run(asyncio.wait_for(self.run.go(), 20))
+        return asyncio.run(asyncio.wait_for(self.run.go(), 60))
 
     def lines(self, text: str) -> list[str]:
         """Who printed `text`, in order."""
@@ -72,7 +72,7 @@ class Story:
 def process(name: str, code: str, folder: Path) -> Process:
     role: Role = "rollout" if name.startswith("rollout") else name  # type: ignore[assignment]
     return Process(
-        name, role, (sys.executable, "-c", code), folder / "logs" / f"{name}.log", restarts=QUICK, drain_s=5.0
+        name, role, (sys.executable, "-c", code), folder / "logs" / f"{name}.log", restarts=QUICK, drain_s=60.0
     )
 
 
@@ -139,5 +139,5 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
     story.when = [("[learner] ready", interrupt), ("draining learner", interrupt)]
     began = time.monotonic()
     assert story.go() == 130
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30  # its drain would take 60
     assert story.last("learner").code == 137

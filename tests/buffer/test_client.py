@@ -28,7 +28,7 @@ def threaded(**changes) -> Iterator[Buffer]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert started.wait(5)
+    assert started.wait(30)
     try:
         yield ready[0]
     finally:
@@ -67,7 +67,7 @@ async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path)
             assert [item.item for item in await asking] == [items[1].item]
             async with client(address, "learner-0", "learner", serves="tcp://127.0.0.1:7001"):
                 assert await where == "tcp://127.0.0.1:7001"
-            assert time.monotonic() - began < 2  # not a matter of the retry interval
+            assert time.monotonic() - began < 10  # not a matter of the retry interval
 
 
 @in_loop

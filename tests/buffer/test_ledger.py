@@ -478,13 +478,13 @@ def test_a_call_costs_little_however_many_groups_are_open(number: int) -> None:
     ledger = Ledger(10**6, groups=100, max_staleness=number // 100, shuffle=False)
     for server in range(10):
         ledger.ask(f"full-{server}", 0, number // 10 - 100, 0.0)
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(1000):
         (it,) = ledger.ask("a", 0, 1, 0.0)
         put(ledger, "a", it)
         ledger.take(0)
         ledger.drain()
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_ten_thousand_open_groups_are_read_back_quickly() -> None:
@@ -493,7 +493,7 @@ def test_ten_thousand_open_groups_are_read_back_quickly() -> None:
         for server in range(100):
             put(ledger, str(server), *ledger.ask(str(server), 0, 100, 0.0)[:50])
         store.commit(ledger.drain())
-        began = time.perf_counter()
+        began = time.process_time()
         again = reopened(ledger, store)
-        assert time.perf_counter() - began < 1
+        assert time.process_time() - began < 1
         assert again.counts() == ledger.counts() and again.counts()["leased"] == 5000

@@ -121,7 +121,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
     @functools.wraps(test)
     def run(*arguments: Any, **keywords: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 20))
+        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 60))
 
     return run
 

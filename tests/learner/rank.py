@@ -80,7 +80,7 @@ def late(folder: Path, timeout_s: float) -> None:
 
 
 def dawdle() -> None:
-    threading.Event().wait(40)
+    threading.Event().wait(110)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tests.learner.world import outcome
 def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
     ended = outcome("late", 3, tmp_path, timeout_s=2.0)
-    assert time.monotonic() - started < 35, "the sleeper itself would have ended after 40 s"
+    assert time.monotonic() - started < 90, "the sleeper itself would have ended after 110 s"
     assert [code for code, _ in ended] == [1, 1, 1]
     lines = [line for _, errors in ended for line in errors.splitlines() if "deadline" in line]
     assert len(lines) == 1, lines

@@ -22,7 +22,7 @@ from learner.weights.receiver import Receiver
 from learner.weights.staging import Staging
 
 HEARTBEAT_S = 0.2
-WAIT_S = 15
+WAIT_S = 60
 PERIOD = 4099
 
 

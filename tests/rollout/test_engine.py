@@ -267,4 +267,4 @@ def test_figures_for_people(seen):
 
 
 def test_death_of_the_engine_is_noticed_by_all_who_wait(seen):
-    assert len(seen.deaths) == 5 and seen.death_s < 5
+    assert len(seen.deaths) == 5 and seen.death_s < 20  # of the 30 s the probe would take

@@ -168,4 +168,4 @@ def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
         server.send_signal(signal.SIGINT)
         rest = server.stderr.read()
         assert waits and "SIGINT: draining" in rest
-        assert server.wait(30) == 0
+        assert server.wait(60) == 0

@@ -67,10 +67,10 @@ def test_countdown_divides_exactly():
 
 
 def test_countdown_takes_bounded_time():
-    began = time.perf_counter()
+    began = time.process_time()
     for text in ("9*" * 99 + "9", "(" * 10**6, "9" * 10**6, "<answer>" * 10**5, "-" * LONGEST + "1", "((((" * 40):
         countdown(f"<answer>{text}</answer>")
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 TREES = st.recursive(
@@ -219,14 +219,14 @@ def answers(*texts: str) -> list[Answer]:
 
 
 async def test_the_pool_scores_and_outlives_hangs_crashes_and_errors(tmp_path: Path):
-    config = RewardConfig(function=f"{user_file(tmp_path)}:score", timeout_s=0.5, workers=1)
+    config = RewardConfig(function=f"{user_file(tmp_path)}:score", timeout_s=2.0, workers=1)
     async with RewardPool(config) as pool:
         fine = await pool.score(answers("a", "b", "c"))
         assert [score.reward for score in fine] == [1.0, 1.0, 1.0]
         assert fine[0].metrics["pid"] != os.getpid()
         assert (await pool.score(answers("modules")))[0].metrics == {"heavy": 0.0}
-        with pytest.raises(RewardError, match=r"longer than reward.timeout_s \(0.5 s\); its process was killed"):
-            await asyncio.wait_for(pool.score(answers("a", "hang", "b")), 10)
+        with pytest.raises(RewardError, match=r"longer than reward.timeout_s \(2 s\); its process was killed"):
+            await asyncio.wait_for(pool.score(answers("a", "hang", "b")), 40)
         with pytest.raises(RewardError, match=r"ended its process \(exit code 3\)"):
             await pool.score(answers("crash"))
         with pytest.raises(RewardError, match=r"raised KeyError: 'target'"):
@@ -235,12 +235,12 @@ async def test_the_pool_scores_and_outlives_hangs_crashes_and_errors(tmp_path: P
 
 
 async def test_a_cancelled_call_frees_its_worker(tmp_path: Path):
-    config = RewardConfig(function=f"{user_file(tmp_path)}:score", timeout_s=30, workers=1)
+    config = RewardConfig(function=f"{user_file(tmp_path)}:score", timeout_s=600, workers=1)
     async with RewardPool(config) as pool:
         hanging = asyncio.create_task(pool.score(answers("hang")))
         await asyncio.sleep(1.0)
         hanging.cancel()
-        assert (await asyncio.wait_for(pool.score(answers("a")), 15))[0].reward == 1.0
+        assert (await asyncio.wait_for(pool.score(answers("a")), 40))[0].reward == 1.0
 
 
 def test_workers_die_with_their_server(tmp_path: Path):

@@ -45,7 +45,7 @@ def test_refused_in_one_line_before_anything_starts(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         wrong = wrong.format(folder=tmp_path, busy=busy.getsockname()[1])
-        ended = python(*command, *given, wrong, timeout_s=60.0)
+        ended = python(*command, *given, wrong, timeout_s=120.0)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert words in line
