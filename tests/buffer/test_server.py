@@ -15,6 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from buffer import answers
 from buffer.client import Client, RefusedError, Samples, heartbeats
 from buffer.facts import facts_of
 from buffer.protocol import (
@@ -429,6 +430,28 @@ async def test_what_was_acknowledged_is_there_after_reopening_the_file(tmp_path)
         assert (state.counts["stored"], state.counts["leased"]) == (2, 1)
         assert state.bytes_stored == sum(len(s.pack()) for item in items[:2] for s in group(item.item))
         assert items_of(await take(learner, 0)) == [items[0].item, items[1].item]
+
+
+@pytest.mark.parametrize("at_hand", [2**20, 0], ids=["at hand", "too many to keep at hand"])
+@pytest.mark.parametrize("commit", [False, True], ids=["before the commit", "after it"])
+def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, at_hand, commit):
+    monkeypatch.setattr(answers, "RECENT_BYTES", at_hand)
+    means = (the_desk := desk()).means
+    means.hello(b"s", hello(), 0.0)
+    means.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
+    server, learner = means.peers[b"s"], means.peers[b"l"]
+    work = means.answer(server, 1, Ask(server="rollout-0", request=1, version=0, room=2), 0.0)
+    packed = {item.item: [sample.pack() for sample in group(item.item)] for item in work.items}
+    for number, item in enumerate(work.items, 2):
+        put = Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed[item.item])
+        assert means.answer(server, number, put, 0.0).accepted
+    if commit:
+        committed(the_desk)
+    part = means.answer(learner, 1, Take(version=0, rank=0, world=1), 0.0)
+    assert len(part.samples) == 4 and {entry.item for entry in part.samples} == packed.keys()
+    assert all(entry.sample == packed[entry.item][entry.index] for entry in part.samples)
+    committed(the_desk)
+    means.store.close()
 
 
 def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):

@@ -117,7 +117,7 @@ async def rollout(address: str, name: str = "rollout-0", version: int = 0, **cha
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in a loop of its own; one that hangs fails after 20 s."""
+    """Run an async test in a loop of its own; one that hangs fails after a minute."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **keywords: Any) -> None:
