@@ -36,7 +36,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
         keeper.kill()
 
 
-def until(keeper: Keeper, wanted: Callable[[Event], bool], limit_s: float = 15.0) -> list[Event]:
+def until(keeper: Keeper, wanted: Callable[[Event], bool], limit_s: float = 60.0) -> list[Event]:
     """Events up to the first one that is wanted."""
     seen: list[Event] = []
     deadline = time.monotonic() + limit_s
@@ -75,8 +75,8 @@ def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[
     os.kill(first[0], signal.SIGKILL)
     events = until(keeper, lambda event: event.kind == "failed")
     assert events[-1].code == 137
-    assert gone(first, 0.5)
-    until(keeper, lambda event: event.text.startswith("family") and str(first[0]) not in event.text)
+    assert gone(first)
+    until(keeper, lambda event: event.text.startswith("family") and str(first[0]) not in event.text.split())
 
 
 def test_restarts_back_off_and_end_with_the_last_lines(keep: Callable[..., Keeper]) -> None:
@@ -125,7 +125,7 @@ def test_drain_forces_what_does_not_end(keep: Callable[..., Keeper]) -> None:
     began = time.monotonic()
     keeper.drain(0.3)
     assert time.monotonic() - began < 30  # not the 60 of its sleep
-    assert gone(pids, 0.5)
+    assert gone(pids)
     assert until(keeper, lambda event: event.kind in FINAL)[-1].code == 137
 
 

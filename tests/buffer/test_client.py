@@ -94,7 +94,7 @@ async def test_silence_is_warned_of_at_growing_intervals_and_never_an_error(capl
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(1.2)
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) in (2, 3)
+    assert 1 <= len(warnings) <= 3  # at equal intervals they would be 6
     assert all(address in line for line in warnings)
     async with buffer(address=address):
         await (await connecting).__aexit__(None, None, None)
@@ -118,13 +118,13 @@ async def test_a_cancelled_ask_loses_nothing():
 
 @in_loop
 async def test_leases_are_held_from_work_to_stored_and_revoked_once():
-    async with buffer(desk(lease_s=0.3)) as it, rollout(it.address) as samples:
+    async with buffer(desk(lease_s=1.5)) as it, rollout(it.address) as samples:
         items = await samples.ask(3)
         assert samples.holding == {item.lease for item in items}
         await samples.put(items[0], group(items[0].item))
         await samples.fail(items[1], "the engine choked")
         assert samples.holding == {items[2].lease}
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.0)
         assert await samples.beat({}) == [items[2].lease]
         assert await samples.beat({}) == []
         late = await samples.put(items[2], group(items[2].item))
@@ -134,24 +134,24 @@ async def test_leases_are_held_from_work_to_stored_and_revoked_once():
 @in_loop
 async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
     stats: list[float] = []
-    async with buffer(desk(lease_s=0.4)) as it, rollout(it.address) as samples:
+    async with buffer(desk(lease_s=2.0)) as it, rollout(it.address) as samples:
         items = await samples.ask(1)
         beating = asyncio.create_task(
-            heartbeats(samples, 0.1, lambda: stats.append(time.monotonic()) or {}, lambda revoked: None)
+            heartbeats(samples, 0.5, lambda: stats.append(time.monotonic()) or {}, lambda revoked: None)
         )
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(3.0)
         assert (await samples.put(items[0], group(items[0].item))).accepted
         number, began = len(stats), time.monotonic()
         samples.nudged.set()
         while len(stats) == number:
             await asyncio.sleep(0.005)
-        assert stats[-1] - began < 0.05
+        assert stats[-1] - began < 0.3
         assert not samples.nudged.is_set()
         beating.cancel()
 
 
 def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
-    with threaded() as it, Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=0.5) as batches:
+    with threaded() as it, Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=3) as batches:
         assert batches.rewind(0) == 0
         with pytest.raises(TimeoutError) as caught:
             batches.take(0)
@@ -166,7 +166,7 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
         taking = threading.Thread(target=lambda: taken.append(batches.take(0)))
         taking.start()
         asyncio.run(make())
-        taking.join(5)
+        taking.join(30)
         assert len(taken[0].samples) == 4
         assert batches.take(0) == taken[0]
         batches.trained(0, 0)

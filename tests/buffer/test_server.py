@@ -242,7 +242,7 @@ async def test_a_take_waits_for_its_batch_and_each_rank_gets_its_part():
 @in_loop
 async def test_leases_end_by_the_clock_and_wake_whoever_waits_for_work():
     async with (
-        buffer(desk(max_staleness=0, lease_s=0.5)) as it,
+        buffer(desk(max_staleness=0, lease_s=1.0)) as it,
         Wire(it.address) as silent,
         rollout(it.address, "rollout-1") as samples,
     ):
