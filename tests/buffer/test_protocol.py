@@ -151,7 +151,7 @@ def odd_requests(draw):
 HELLO = protocol.Hello(name="rollout-0", token="t", role="rollout", protocol=1, fingerprint="f" * 16)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.binary(max_size=64)

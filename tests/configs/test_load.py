@@ -197,7 +197,7 @@ def test_a_written_config_reads_back(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.yaml"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20) | st.text("${}\\:a.1 #'\"-", max_size=12))
 def test_any_text_survives_writing(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "text.yaml"

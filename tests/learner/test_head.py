@@ -67,7 +67,7 @@ COMMON = given(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @COMMON
 def test_chunked_loss_equals_the_loss_of_all(
     tokens: int, chunk: int, temperature: float, seed: int, bonus: bool
@@ -85,7 +85,7 @@ def test_chunked_loss_equals_the_loss_of_all(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @COMMON
 def test_equals_the_naive_head(tokens: int, chunk: int, temperature: float, seed: int, bonus: bool) -> None:
     hidden, weight, targets = case(tokens, seed=seed)

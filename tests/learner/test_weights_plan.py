@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
@@ -21,7 +21,6 @@ specs = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_siz
 )
 
 
-@settings(deadline=None)
 @given(specs, st.integers(1, 4096))
 def test_every_tensor_has_its_place_in_order(specs, bucket_bytes):
     plan = Plan.of(specs, bucket_bytes)
@@ -39,7 +38,6 @@ def test_every_tensor_has_its_place_in_order(specs, bucket_bytes):
         assert size <= bucket_bytes or len(inside) == 1
 
 
-@settings(deadline=None)
 @given(specs, st.integers(1, 4096))
 def test_digest_tells_plans_apart(specs, bucket_bytes):
     plan = Plan.of(specs, bucket_bytes)
@@ -49,7 +47,6 @@ def test_digest_tells_plans_apart(specs, bucket_bytes):
     assert plan.digest != Plan.of([specs[0]._replace(dtype=torch.int32), *specs[1:]], bucket_bytes).digest
 
 
-@settings(deadline=None)
 @given(specs, st.integers(1, 4096), st.integers(0, 2**31))
 def test_what_is_filled_in_is_viewed(specs, bucket_bytes, seed):
     draw = torch.Generator().manual_seed(seed)
@@ -97,7 +94,6 @@ def test_dtypes_travel_as_names():
         dtype_of("no_such")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.data())
 def test_a_changed_bit_changes_the_checksum(seed, data):
     size = 8 * (2 * WORDS + 32)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import RewardConfig
@@ -81,7 +81,6 @@ TREES = st.recursive(
 
 
 @given(TREES)
-@settings(deadline=None)
 def test_arithmetic_is_python_s_over_fractions(text: str):
     numbers = [int(word) for word in text.translate(str.maketrans("()+-*/", "      ")).split()]
     exact = "".join(f"Fraction({word})" if word.isdigit() else word for word in _words(text))
