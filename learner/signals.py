@@ -7,7 +7,6 @@ more batches come, so that it writes its checkpoint and ends well. The ranks agr
 
 import os
 import signal
-import sys
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -65,6 +64,7 @@ class Draining:
             os._exit(128 + number)  # threads and collectives may never end
         self.asked = True
         name = signal.Signals(number).name
-        print(f"learner: {name}: finishing this version and its checkpoint; once more ends at once", file=sys.stderr)
+        said = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
+        os.write(2, said.encode())  # print may be what the signal interrupts, and must not be entered twice
         if self._waiting:
             raise Drained

@@ -110,8 +110,8 @@ def test_only_the_buffer_must_not_end(keep: Callable[..., Keeper], role: str, ki
 
 
 def test_drain_lets_the_process_finish(keep: Callable[..., Keeper]) -> None:
-    code = "import signal\nsignal.signal(15, lambda *_: (print('finished', flush=True), exit(0)))\n"
-    keeper = keep(code + "print('ready', flush=True)\nsignal.pause()")
+    code = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
+    keeper = keep(code + "signal.sigwait({15})\nprint('finished', flush=True)")
     until(keeper, lambda event: event.text == "ready")
     keeper.drain(10.0)
     events = until(keeper, lambda event: event.kind in FINAL)

@@ -15,15 +15,13 @@ from actors.run import Run
 from tests.fakes import NearbyKept
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
-DRAINS = """
-import signal, sys, time
-def drain(*_):
-    print("drained", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, drain)
+STAYS = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("ready", flush=True)
+signal.sigwait({signal.SIGTERM})
+print("drained", flush=True)
 """
-STAYS = DRAINS + "time.sleep(60)"
 FAILS = "raise SystemExit(1)"
 STUBBORN = (
     "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(60)"

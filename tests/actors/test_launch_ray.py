@@ -23,14 +23,12 @@ from actors.launch import keep
 from configs.schema import Config
 
 CODE = '''
-import os, signal, subprocess, sys, time
-def drain(*_):
-    print("drained", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, drain)
+import os, signal, subprocess, sys
 far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("ready", os.getpid(), far.pid, os.environ.get("OMP_NUM_THREADS"), flush=True)
-time.sleep(60)
+signal.sigwait({signal.SIGTERM})
+print("drained", flush=True)
 '''
 
 def main():
