@@ -30,10 +30,11 @@ check: $(STAMP)
 test: $(STAMP)
 	$(RUN) -m pytest -m "not gpu"
 
-# The same tests with the oldest vLLM and torch that pyproject.toml lets in.
+# The same tests with the oldest vLLM and torch that pyproject.toml lets in. The recorder is off where a test is sender and
+# server in one process: the recorder of torch 2.11 enters two new groups at once without a lock (docs/weights.md).
 OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
-	$(OLDEST) -m pytest -m "not gpu"
+	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest -m "not gpu"
 
 $(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt
 	test -x $(OLDEST) || $(PYTHON) -m venv $(VENV)/oldest

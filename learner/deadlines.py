@@ -31,8 +31,9 @@ LATER_S = 15.0
 
 
 def record() -> None:
-    """Have the flight recorder on in this process; call it before `init_process_group`."""
-    os.environ.setdefault(RECORDER, "2000")
+    """Have the flight recorder on in this process, whose account a verdict is; call it before `init_process_group`."""
+    if os.environ.get(RECORDER, "0") == "0":
+        os.environ[RECORDER] = "2000"
 
 
 class Watch:
