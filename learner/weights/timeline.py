@@ -38,7 +38,7 @@ class Timeline:
             return
         probes = [answer.probe for answer in answers.values() if answer.probe is not None]
         verify_s = max(answer.verify_s for answer in answers.values())
-        self.stats |= {
+        told = {
             "weights/version": float(edition.version),
             "weights/servers": float(len(answers)),
             "weights/broadcast_s": broadcast_s,
@@ -46,11 +46,12 @@ class Timeline:
             "weights/lag_s": time.perf_counter() - edition.published_at - verify_s,
         }
         if span_s > 0:
-            self.stats |= {"weights/span_s": span_s, "weights/gb_per_s": self._bytes / span_s / 1e9}
+            told |= {"weights/span_s": span_s, "weights/gb_per_s": self._bytes / span_s / 1e9}
         for what in OF_SERVERS:
             each = {name: float(getattr(answer, what)) for name, answer in answers.items()}
-            self.stats[f"weights/{what}"] = max(each.values())
-            self.stats |= {f"weights/{name}/{what}": seconds for name, seconds in each.items()}
+            told[f"weights/{what}"] = max(each.values())
+            told |= {f"weights/{name}/{what}": seconds for name, seconds in each.items()}
         if probes:
-            self.stats |= {"weights/probe": max(probes), "weights/probe_version": float(edition.version)}
+            told |= {"weights/probe": max(probes), "weights/probe_version": float(edition.version)}
+        self.stats |= told  # at once: the loop reads it from another thread, and logs one round, not parts of two
         log.info("weights: version %d on %d server(s) after %.3f s", edition.version, len(answers), round_s)

@@ -75,7 +75,7 @@ def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[
     os.kill(first[0], signal.SIGKILL)
     events = until(keeper, lambda event: event.kind == "failed")
     assert events[-1].code == 137
-    assert gone(first)
+    assert gone(first, 0.5)
     until(keeper, lambda event: event.text.startswith("family") and str(first[0]) not in event.text.split())
 
 
@@ -125,7 +125,7 @@ def test_drain_forces_what_does_not_end(keep: Callable[..., Keeper]) -> None:
     began = time.monotonic()
     keeper.drain(0.3)
     assert time.monotonic() - began < 30  # not the 60 of its sleep
-    assert gone(pids)
+    assert gone(pids, 0.5)
     assert until(keeper, lambda event: event.kind in FINAL)[-1].code == 137
 
 

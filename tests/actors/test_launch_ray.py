@@ -140,7 +140,7 @@ def test_killed_processes_and_keepers_come_back_and_ctrl_c_drains(launched: Laun
     assert re.search(r"^ready \d+ \d+ None", launched.log("learner"), re.MULTILINE), (
         "Ray's OMP_NUM_THREADS came through"
     )
-    assert not psutil.wait_procs(everything, timeout=10)[1]
+    assert not psutil.wait_procs(everything, timeout=2)[1]
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(launched: Launched) -> None:

@@ -94,7 +94,7 @@ async def test_silence_is_warned_of_at_growing_intervals_and_never_an_error(capl
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(1.2)
     warnings = [record.getMessage() for record in caplog.records]
-    assert 1 <= len(warnings) <= 3  # at equal intervals they would be 6
+    assert len(warnings) in (2, 3)  # at equal intervals they would be 6
     assert all(address in line for line in warnings)
     async with buffer(address=address):
         await (await connecting).__aexit__(None, None, None)

@@ -470,9 +470,9 @@ def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):
         async with buffer(desk(path, groups=10_000)) as it, client(it.address, "stats", "observer") as observer:
             return await observer.expect(Status(), State)
 
-    began = time.process_time()  # not the clock on the wall: others work on the machine too
+    began = time.monotonic()
     state = asyncio.run(serve_again())
-    assert time.process_time() - began < 2
+    assert time.monotonic() - began < 2
     assert (state.counts["leased"], state.counts["stored"]) == (5000, 5000)
 
 

@@ -56,8 +56,9 @@ def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
             launcher.kill()
     assert launcher.returncode == 0, output[-4000:]
     audit(run, versions, groups=4, staleness=4)
-    probes = [record["weights/probe"] for record in run.metrics() if "weights/probe" in record]  # none without a server
-    assert len(probes) >= 3 and max(probes) <= 1e-3
+    served = [record for record in run.metrics() if "weights/version" in record]  # none while no server has a policy
+    assert len(served) >= 3 and all(record["weights/probe_version"] == record["weights/version"] for record in served)
+    assert max(record["weights/probe"] for record in served) <= 1e-3
     check_samples(run)
     final = run.path / "checkpoints" / f"v{versions:06d}" / "huggingface"
     report = run.path / "evaluation.json"
