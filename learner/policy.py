@@ -49,7 +49,7 @@ class Policy(nn.Module):
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         self.chunk = learner.head_chunk_tokens
         self.attention = attention.choose(learner.attention, self.device, self.dtype)
-        self.model = initial.skeleton(model, attention.PREFIX + self.attention)
+        self.model = initial.skeleton(model, attention.registered(self.attention))
         self.model.requires_grad_(not frozen)
         self.offload = learner.cpu_offload and on_gpu
         self.costs = Costs.of(self.model)

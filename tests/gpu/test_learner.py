@@ -165,12 +165,14 @@ def test_compiled_once_for_all_blocks_and_lengths(tmp_path: Path, gpu: DeviceMes
     torch._dynamo.reset()
     learner = LEARNER.model_copy(update={"compile": True, "activation_checkpointing": "none"})
     policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
+    pieces = 4 if policy.attention == "flash4" else 1
+    """One to the norm, one each side of the attention, which compiles itself, and one from there to the end."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for lengths in ([40, 3, 9], [17] * 11, [200]):
         texts = [[1] * n for n in lengths]
         row = lay(texts, texts, [[0] * n for n in lengths], [[0] * n for n in lengths], list(range(len(texts))))
         policy(row.to(torch.device("cuda")))[0].sum().backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == pieces
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")

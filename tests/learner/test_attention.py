@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner import attention
+from learner import attention, initial
 from learner.packing import lay
 from tests.learner.world import VOCABULARY, plain, policy_of, tiny_model
 
@@ -35,6 +35,13 @@ def padded_scores(model, texts: list[list[int]], temperature: float) -> torch.Te
     return torch.cat(
         [torch.cat([torch.zeros(1), row[: len(text) - 1]]) for row, text in zip(scores, texts, strict=True)]
     )
+
+
+@pytest.mark.parametrize("name", attention.ATTENTIONS)
+def test_transformers_builds_a_model_with_each(name: str, tmp_path: Path) -> None:
+    """It must not take one of ours for a kernel of its own, which it would look for, and not find."""
+    model = initial.skeleton(tiny_model(tmp_path), attention.registered(name))
+    assert model.config._attn_implementation == attention.registered(name)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -94,7 +101,7 @@ def test_choice() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert attention.choose("auto", cpu, torch.bfloat16) == "sdpa"
     assert attention.choose("auto", gpu, torch.float32) == "sdpa"
-    assert attention.choose("auto", gpu, torch.bfloat16) in ("flash", "varlen")
+    assert attention.choose("auto", gpu, torch.bfloat16) in ("flash4", "flash", "varlen")
     with pytest.raises(ValueError, match=r"learner.attention: varlen needs an NVIDIA GPU, .* on cpu; use auto"):
         attention.choose("varlen", cpu, torch.bfloat16)
     with pytest.raises(ValueError, match=r"flash needs model\.dtype bfloat16, and it is float32"):
@@ -115,3 +122,22 @@ def test_the_two_packages_that_share_a_name_are_told_apart(tmp_path: Path, monke
         for loaded in [loaded for loaded in sys.modules if loaded.startswith("flash_attn")]:
             del sys.modules[loaded]
         assert [found for found in attention.PACKAGES if attention.installed(found)] == [name]
+
+
+def test_auto_passes_a_kernel_that_does_not_load_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import no_such_cutlass")
+    importlib.invalidate_caches()
+    for loaded in [loaded for loaded in sys.modules if loaded.startswith("flash_attn")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    attention._broken.cache_clear()  # also for those after this one: what it says is of this package only
+    gpu = torch.device("cuda")
+    assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
+    assert "flash_attn.cute is installed and does not load (ModuleNotFoundError: No module named" in caplog.text
+    with pytest.raises(ValueError, match=r"flash4 is installed and does not load .*; use auto"):
+        attention.choose("flash4", gpu, torch.bfloat16)
+    attention._broken.cache_clear()
