@@ -1,10 +1,11 @@
 """How long does a new policy take into running servers, and for how long do they stand still?
 
-`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, four for `c` and `d`, none
-for `toy`. Each case starts the real ends (`benchmarks.weights_ends`), keeps 256 sequences running on each server and
-publishes versions: first by Headrace's wire, then the same weights by vLLM's own NCCLWeightTransferEngine (packed),
-which is the peer: same servers, same load, same pause. The limit is a plain broadcast of 1 GiB between the same GPUs.
-Prints one table; writes JSON. The weights are random.
+`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, four for `c` and `d`, none for `toy`; with
+`--shared` fewer will do, which shows that a case works, not how fast. Each case starts the real ends
+(`benchmarks.weights_ends`), keeps 256 sequences running on each server and publishes versions: first by Headrace's
+wire, then the same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same servers, same load,
+same pause. The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes JSON. The weights
+are random.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,9 @@ ENGINE = {
     },
 }  # fmt: skip
 DEADLINE_S = 60.0
+SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+"""For ends that share GPUs: NCCL refuses two ranks on one, unless they say that they are of two hosts (NCCL_HOSTID);
+then it goes through sockets."""
 
 
 class End:
@@ -47,7 +53,6 @@ class End:
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(29601 + 100 * first),
         }
         argv = (sys.executable, "-m", "benchmarks.weights_ends", role, json.dumps(given))
         with open(log, "ab") as file:
@@ -99,25 +104,43 @@ def config_of(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, A
     }  # fmt: skip
 
 
+def places(case: Case, shared: bool) -> tuple[list[int], list[list[int]], bool]:
+    """The learner's GPUs, those of each server, and whether some are the same. Raises RuntimeError for too few."""
+    learner, seen = list(range(case.ranks)), torch.cuda.device_count()
+    needed = case.ranks + case.servers * case.tensor_parallel
+    servers = [list(range(at, at + case.tensor_parallel)) for at in range(case.ranks, needed, case.tensor_parallel)]
+    if not seen or needed <= seen:
+        return learner, servers, False
+    if not shared or max(case.ranks, case.tensor_parallel) > seen:
+        raise RuntimeError(f"needs {needed} GPUs, {seen} are seen; --shared puts several ends on one")
+    return learner, [[gpu % seen for gpu in gpus] for gpus in servers], True
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 async def run(case: Case, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """One case; everything measured."""
     given = {"config": config_of(case, folder_of(case.shape, work), args)}
     world = 1 + case.servers * case.tensor_parallel
+    gpus_of_learner, gpus_of_servers, shared = places(case, args.shared)
+    ports = {key: str(free_port()) for key in ("MASTER_PORT", "PEER_PORT")}
     ends: list[End] = []
     try:
-        first = case.ranks
         servers: list[End] = []
-        for number in range(case.servers):
-            gpus = list(range(first, first + case.tensor_parallel))
+        for number, gpus in enumerate(gpus_of_servers):
+            env = ports | (SHARED | {"NCCL_HOSTID": f"server-{number}"} if shared else {})
             mine = {"name": f"rollout-{number}", "running": args.running, "length": args.length,
                     "offset": 1 + number * case.tensor_parallel}  # fmt: skip
-            servers.append(await End.start("server", given | mine, gpus, work / f"server-{number}.log"))
-            first += case.tensor_parallel
+            servers.append(await End.start("server", given | mine, gpus, work / f"server-{number}.log", **env))
         learners = []
         for rank in range(case.ranks):
-            env = {"RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
-            gpus = list(range(case.ranks))
-            learners.append(await End.start("learner", given, gpus, work / f"learner-{rank}.log", **env))
+            env = ports | (SHARED | {"NCCL_HOSTID": "learner"} if shared else {})
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
+            learners.append(await End.start("learner", given, gpus_of_learner, work / f"learner-{rank}.log", **env))
         ends = [*servers, *learners]
         return await measure(case, args, servers, learners, world)
     finally:
@@ -193,10 +216,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gap", type=float, default=7.5, help="seconds between updates: two windows of tokens/s fit")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--length", type=int, default=768, help="tokens of a sequence")
-    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--staging", default="auto")
     parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--engine", default="{}", help="JSON for vLLM over the benchmark's own")
+    parser.add_argument("--shape", help="another of benchmarks.weights_shapes than the case's")
+    parser.add_argument("--shared", action="store_true", help="let ends share GPUs where there are too few")
     parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out; it needs GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-weights"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "weights.json")
@@ -212,13 +237,14 @@ def main() -> int:
     failed = 0
     for name in args.cases.split(","):
         case, work = CASES[name], args.work / name
+        case = replace(case, shape=args.shape or case.shape)
         work.mkdir(parents=True, exist_ok=True)
         world = 1 + case.servers * case.tensor_parallel
         try:
-            if world not in fastest:
+            if not places(case, args.shared)[2] and world not in fastest:
                 fastest[world] = asyncio.run(limit(world, work))
             raw[name] = asyncio.run(asyncio.wait_for(run(case, args, work), args.timeout))
-            rows += rows_of(name, case, raw[name], fastest[world])
+            rows += rows_of(name, case, raw[name], fastest.get(world))
             failed += bool(raw[name]["problem"])
             print(raw[name]["problem"], end="\n" * bool(raw[name]["problem"]), file=sys.stderr)
         except (TimeoutError, RuntimeError) as error:

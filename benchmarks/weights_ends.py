@@ -24,7 +24,7 @@ import uvloop
 from benchmarks.weights_traffic import Lag, Traffic, vocabulary_of
 from configs.schema import Config
 
-PEER_PORT = int(os.environ.get("MASTER_PORT", "29601")) + 10
+PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
 SERVED_S = 100.0
 """The longest that a version may take to the servers."""
 GPU = torch.cuda.is_available()

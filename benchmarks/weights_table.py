@@ -37,9 +37,13 @@ class Row:
         return ({"case": self.case} if self.case else {}) | line | {"against_value": against}
 
 
-def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float) -> list[dict[str, Any]]:
-    """The table's rows of a case: each pause and lag as median and worst, beside the peer's or the target."""
+def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float | None) -> list[dict[str, Any]]:
+    """The table's rows of a case: each pause and lag as median and worst, beside the peer's or the target.
+
+    `fastest`: GB/s of a plain broadcast; none where the ends share GPUs, which is no speed to compare.
+    """
     layout = f"{name}: {case.shape}, {case.ranks} learner GPU, {case.servers} server x TP {case.tensor_parallel}"
+    layout += "" if fastest else ", GPUs shared"
     started = {update["version"]: update["started"] for update in found["updates"]}
     events = [event for report in found["servers"] for event in report["events"] if event["version"] in started]
     for event in events:
@@ -60,8 +64,8 @@ def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float) -> lis
         theirs = [push[key] for round in found["peer"] for push in round if key in push]
         rows += compared(what, ours, theirs, target)
     rates = [update["weights/gb_per_s"] for update in found["updates"]]
-    rows.append(Row("broadcast", median(rates), "GB/s", "plain broadcast of 1 GiB", fastest))
-    if case.gb_per_s:
+    rows.append(Row("broadcast", median(rates), "GB/s", "plain broadcast of 1 GiB" if fastest else "", fastest))
+    if case.gb_per_s and fastest:
         rows.append(Row("broadcast", median(rates), "GB/s", "target", case.gb_per_s))
     return [Row(**(vars(row) | {"case": layout})).line() for row in [*rows, *traffic_rows(found, events)]]
 

@@ -19,6 +19,8 @@ WINDOW_S = 3.0
 AWAY_S = 0.5
 """Tokens are counted over WINDOW_S seconds that end, or begin, so long before and after a pause."""
 PROMPT_TOKENS = 128
+SAME = 2e-6
+"""Log-probabilities as close as this are the same: some units in the last place of a float32 near -12."""
 
 
 class Traffic:
@@ -57,12 +59,17 @@ class Traffic:
         if completion.finish == "length" and len(completion.tokens) != length:
             self.lost += 1
         self.tokens += len(completion.tokens)
-        flat = [abs(logprob - self.flat) < 1e-5 for logprob in completion.logprobs]
+        flat = [abs(logprob - self.flat) < SAME for logprob in completion.logprobs]
         for at, version in enumerate(completion.versions):
-            if version % 2:
-                self.early += not flat[at]
-            elif flat[at]:  # by chance one in 10^5; hardly two in a row
-                self.late += flat[at - 1 : at] == [True] or flat[at + 1 : at + 2] == [True]
+            if version % 2 and not flat[at]:
+                self.early += 1
+            elif version % 2 == 0 and flat[at] and True in flat[max(at - 1, 0) : at] + flat[at + 1 : at + 2]:
+                self.late += 1  # by chance one in 10^6 is flat; hardly two in a row
+            else:
+                continue
+            near = slice(max(at - 3, 0), at + 4)
+            seen = [*zip(completion.versions[near], completion.logprobs[near], strict=True)]
+            print(f"stamped wrong: token {at} of {length}, around it {seen}", file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:
         while True:

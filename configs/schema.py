@@ -158,8 +158,8 @@ class LearnerConfig(Section):
     threads: Positive | None = None
     """Threads of each rank for CPU arithmetic; null leaves it to torch."""
     attention: Literal["auto", "flash4", "flash", "varlen", "sdpa"] = "auto"
-    """Variable-length attention: FlashAttention 4 (`pip install flash-attn-4`, Hopper and later), flash-attn, torch's
-    own varlen_attn, or SDPA; `auto` takes the first of the latter three that works."""
+    """Variable-length attention: FlashAttention 4 (`pip install "flash-attn-4[cu13]"`, Hopper and later), flash-attn,
+    torch's own varlen_attn, or SDPA; `auto` takes the first that works."""
     tokens_per_microbatch: Positive | Literal["auto"] = 8192
     """Tokens packed into one forward pass of a rank, without padding; `auto` fills the memory estimate."""
     head_chunk_tokens: Positive = 1024
@@ -228,8 +228,9 @@ class WeightsConfig(Section):
     staging: Literal["auto", "full", "bucket"] = "auto"
     """Where a server receives: into a whole copy of the weights beside the engine while it generates (`full`), or
     bucket by bucket into place while it is paused (`bucket`); `auto` takes the copy where there is room for it."""
-    bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 256
-    """Size of the buckets in which weights travel."""
+    bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
+    """Size of the buckets in which weights travel; a larger tensor has one of its own. A server without room for a
+    whole copy takes two."""
     deadline_s: Seconds = 60.0
     """Longest wait for a server to get ready for, receive and load a policy; a server beyond it is left out and may
     rejoin."""

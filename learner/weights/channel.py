@@ -24,8 +24,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch lists these classes nowhere that a type checker looks
 AHEAD = 3
-"""Buckets under way beyond the one waited for, between CPUs. Between GPUs all are queued at once: the fewer calls from
-Python, the less this thread contends with the one that trains or generates."""
+"""Buckets under way beyond the one waited for, between CPUs. Between GPUs all are queued at once and waited for once:
+the fewer calls from Python, the less this thread contends with the one that trains or generates."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -102,19 +102,24 @@ class Channel:
         on_gpu = self.device.type == "cuda"
         ahead = (len(buckets) if on_gpu else AHEAD) if ahead is None else ahead
         works: deque[dist.Work] = deque()
+        work: dist.Work | None = None
         try:
             group.allreduce([torch.zeros(1, device=self.device)]).wait(self._timeout)
             started = time.perf_counter()
-            for index in range(len(buckets) + ahead):
-                if index < len(buckets):
-                    works.append(group.broadcast([buckets[index]], options))
-                if ahead <= index and works:
+            for index, bucket in enumerate(buckets):
+                works.append(group.broadcast([bucket], options))
+                if len(works) > ahead:
                     work = works.popleft()
                     work.block_current_stream() if on_gpu else work.wait(self._timeout)
                     yield index - ahead
-            work.wait(self._timeout)  # on a GPU it is through only now
+            for work in [works[-1]] if on_gpu else works:  # a GPU's stream keeps their order
+                work.wait(self._timeout)
+            yield from range(len(buckets) - len(works), len(buckets))
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
+        finally:  # an error keeps this frame, and its last holder may be another thread
+            group = work = None
+            works.clear()
         if self._aborted:  # which ends the kernels too, and so looks like success
             raise ChannelError(f"group {self.epoch} was given up")
         self.span_s = time.perf_counter() - started
@@ -141,7 +146,12 @@ class Channel:
         options._timeout = self._timeout
         with _environment(NCCL_SETTINGS):
             group = c10d.ProcessGroupNCCL(store, self.rank, self.world, options)
-        group.eager_connect_single_device(self.device)
+        try:
+            group.eager_connect_single_device(self.device)
+        except RuntimeError:
+            _end(group)
+            del group  # as in `broadcast`
+            raise
         return group
 
 
@@ -190,6 +200,7 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
             error = raised
         with suppress(RuntimeError):  # the loop may be over by now
             loop.call_soon_threadsafe(settle, result, error)
+        del error  # it holds this frame: what the frames hold is to go with this thread, not when garbage is collected
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

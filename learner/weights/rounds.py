@@ -101,6 +101,7 @@ class Rounds:
             finally:
                 for member in self.members:
                     self._say(member.route, Bye())
+                self._group.give_up()
                 self._socket.close()
                 if authenticator:
                     authenticator.stop()

@@ -5,6 +5,7 @@ Waits for nothing; `checksums` waits for the device once.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import torch
 
@@ -12,19 +13,28 @@ from learner.weights.plan import Plan, Slot
 
 WORDS = 4096
 """Words of 8 bytes in a row of the checksum."""
+ROW = 8 * WORDS
+FACTOR = 0x9E3779B97F4A7C1
 
 
 class Snapshot:
     """The buckets of `plan` on `device`, each a flat uint8 tensor, zero at first.
 
-    `rotating`: there is room for two only, and each bucket takes the place of the one before the last.
+    `rotating`: there is room for two only, and each bucket takes the place of the one before the last. Otherwise they
+    lie one after another, each from a row of the checksum on, so that a few operations sum them all.
     """
 
     def __init__(self, plan: Plan, device: torch.device, rotating: bool = False) -> None:
         self.plan, self.device, self.rotating = plan, device, rotating
-        sizes = [max(plan.sizes)] * min(2, len(plan.sizes)) if rotating else plan.sizes
-        room = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-        self.buckets = [room[index % len(room)][:size] for index, size in enumerate(plan.sizes)]
+        rows = [max(1, -(-size // ROW)) for size in plan.sizes]
+        places = [max(rows)] * min(2, len(rows)) if rotating else rows
+        begins = [0, *accumulate(places)]
+        self._room = torch.zeros(begins[-1] * ROW, dtype=torch.uint8, device=device)
+        starts = [begins[index % len(places)] * ROW for index in range(len(rows))]
+        self.buckets = [self._room[start : start + size] for start, size in zip(starts, plan.sizes, strict=True)]
+        if not rotating:
+            self._ends = torch.tensor(begins[1:], device=device) - 1
+            self._weights = torch.cat([_weights(count, device) for count in rows])
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor under its name, in its shape and dtype, in order: views, no copies."""
@@ -62,8 +72,16 @@ class Snapshot:
             raise ValueError(problem)
 
     def checksums(self) -> list[int]:
-        """One number a bucket, the same for the same bytes on any device."""
-        return [int(value) for value in torch.stack([checksum(bucket) for bucket in self.buckets]).tolist()]
+        """One number a bucket, the same for the same bytes on any device: what `checksum` says of each.
+
+        All at once, because each operation is a turn of this thread at Python's lock, which training or generation
+        holds. Raises ValueError where the buckets are not all there at once.
+        """
+        if self.rotating:
+            raise ValueError("a snapshot with room for two buckets can be summed one by one only")
+        rows = self._room.view(torch.int64).view(-1, WORDS).sum(1)
+        sums = (rows * self._weights).cumsum(0)[self._ends]
+        return [int(value) for value in sums.diff(prepend=sums.new_zeros(1)).tolist()]
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
@@ -74,5 +92,9 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     rows = torch.cat([words[:whole].view(-1, WORDS).sum(1), words[whole:].sum(0, keepdim=True)])
-    weights = torch.arange(1, 2 * len(rows), 2, dtype=torch.int64, device=bucket.device) * 0x9E3779B97F4A7C1
-    return (rows * weights).sum()
+    return (rows * _weights(len(rows), bucket.device)).sum()
+
+
+def _weights(rows: int, device: torch.device) -> torch.Tensor:
+    """Of each row, all odd, so that no bit falls out."""
+    return torch.arange(1, 2 * rows, 2, dtype=torch.int64, device=device) * FACTOR

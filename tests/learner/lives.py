@@ -6,6 +6,7 @@ the server's name. `Field` is the tests' side: which devices there are, what wai
 """
 
 import asyncio
+import faulthandler
 import os
 import queue
 import signal
@@ -74,8 +75,14 @@ class Life:
         self.process, self._said = process, said
 
     def says(self, text: str, within_s: float) -> None:
-        """Its next word."""
-        assert self._said.get(timeout=within_s) == text
+        """Its next word. If none comes, where all threads here and there are goes to stderr."""
+        try:
+            assert self._said.get(timeout=within_s) == text
+        except queue.Empty:
+            faulthandler.dump_traceback(2, all_threads=True)
+            os.kill(self.process, signal.SIGUSR1)
+            time.sleep(1.0)
+            raise
 
     def kill(self) -> None:
         """With SIGKILL."""
@@ -151,6 +158,7 @@ def main() -> None:
 def live(words: list[str]) -> None:
     """A server's life, in a process of its own. What it prints goes out under its name."""
     die_with_parent()
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     name, out = words[1], os.dup(1)
     read, write = os.pipe()
     os.dup2(write, 1)

@@ -104,6 +104,15 @@ def test_a_changed_bit_changes_the_checksum(seed, data):
     assert int(checksum(bucket)) != before
 
 
+@given(specs, st.sampled_from([1, 600, 1 << 20]), st.integers(0, 2**31))
+def test_all_buckets_at_once_sum_as_one_by_one(specs, bucket_bytes, seed):
+    snapshot = Snapshot(Plan.of([Spec("wide", (3 * WORDS,), torch.int64), *specs], bucket_bytes), CPU)
+    draw = torch.Generator().manual_seed(seed)
+    for bucket in snapshot.buckets:
+        bucket.copy_(torch.randint(0, 256, bucket.shape, generator=draw))
+    assert snapshot.checksums() == [int(checksum(bucket)) for bucket in snapshot.buckets]
+
+
 def test_exchanged_or_missing_rows_change_the_checksum():
     bucket = torch.arange(8 * WORDS * 3, dtype=torch.int64).to(torch.uint8)
     bucket[: 8 * WORDS] += 1

@@ -1,0 +1,35 @@
+"""The weights wire between a learner's FSDP on two GPUs and real vLLM: two servers, and one of tensor parallelism 2.
+
+With fewer than four GPUs the ends share them (`benchmarks.weights --shared`).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+UPDATES = 4
+ENGINE = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30}
+
+
+@pytest.mark.parametrize(("case", "servers"), [("c", 2), ("d", 1)])
+def test_layout(case: str, servers: int, tmp_path: Path) -> None:
+    """Every update reaches every server under load; no request is lost, no token stamped wrong, the probes agree."""
+    out = tmp_path / "weights.json"
+    options = {"cases": case, "shape": "Qwen2.5-1.5B", "updates": UPDATES, "gap": 2.0, "running": 64, "length": 256,
+               "peer": 0, "tolerance": 0.05, "engine": json.dumps(ENGINE), "work": tmp_path, "out": out}  # fmt: skip
+    argv = [f"--{key}={value}" for key, value in options.items()]
+    ended = subprocess.run([sys.executable, "-m", "benchmarks.weights", "--shared", *argv], timeout=280)
+    assert ended.returncode == 0
+    found = {row["what"]: row["value"] for row in json.loads(out.read_text())["rows"]}
+    assert found["updates"] == UPDATES * servers
+    assert found["requests lost"] == found["tokens stamped wrong"] == 0
+    assert 0 <= found["probe, largest mean difference"] <= 0.05
