@@ -126,8 +126,8 @@ class StagingEngine:
 
 
 class DyingEngine(StagingEngine):
-    """Stops for ever at a chosen moment of receiving, once the process has said so: `go` at once, `half` after four
-    buckets. `stall` is half, but the process lives on: only the first broadcast stops, until it is given up."""
+    """Stops for ever at a chosen moment of receiving, once the process has said so: `go` at once and altogether, `half`
+    after four buckets, beating on. `stall` is half, but only the first broadcast stops, until it is given up."""
 
     def __init__(self, mode: str, device: str = "cpu") -> None:
         super().__init__(device=device)
@@ -136,16 +136,21 @@ class DyingEngine(StagingEngine):
             self.staging = [Stalling(self.device, 0, self.loader(0))]
 
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
-        if self.mode == "half":
-            with own_stream(self.device):
-                message = unpack(go, TO_SERVER)
-                where = (message.host, message.port, message.epoch, message.offset, message.world)
-                channel = Channel(*where, self.device, 60)
-                receive_four(channel, self.staging[0]._snapshot.buckets)
-        if self.mode in ("go", "half"):
-            print(self.mode, flush=True)
+        if self.mode == "half":  # in a thread: to connect may take longer than the learner waits for a beat
+            threading.Thread(target=self.half, args=(go,), daemon=True).start()
+        elif self.mode == "go":
+            print("go", flush=True)
             time.sleep(600)
-        super().rl_receive(worker, go, notify)
+        else:
+            super().rl_receive(worker, go, notify)
+
+    def half(self, go: bytes) -> None:
+        with own_stream(self.device):
+            message = unpack(go, TO_SERVER)
+            where = (message.host, message.port, message.epoch, message.offset, message.world)
+            receive_four(Channel(*where, self.device, 60), self.staging[0]._snapshot.buckets)
+        print("half", flush=True)
+        time.sleep(600)
 
 
 class Stalling(Staging):
