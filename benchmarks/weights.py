@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.weights_shapes import CASES, Case, folder_of
+from benchmarks.weights_shapes import CASES, SHAPES, Case, folder_of
 from benchmarks.weights_table import PROBE_EVERY, rows_of, write
 
 ENGINE = {
@@ -220,13 +220,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--staging", default="auto")
     parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--engine", default="{}", help="JSON for vLLM over the benchmark's own")
-    parser.add_argument("--shape", help="another of benchmarks.weights_shapes than the case's")
+    parser.add_argument("--shape", choices=SHAPES, help="another of benchmarks.weights_shapes than the case's")
     parser.add_argument("--shared", action="store_true", help="let ends share GPUs where there are too few")
     parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out; it needs GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-weights"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "weights.json")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in args.cases.split(","):
+        if name not in CASES:
+            parser.error(f"--cases: {name!r} is not one of {', '.join(CASES)}")
+    return args
 
 
 def main() -> int:
