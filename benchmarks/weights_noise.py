@@ -1,9 +1,9 @@
 """By how much does bfloat16 alone move the log-probabilities of a random model?
 
-`python -m benchmarks.weights_noise` runs on a CPU (7B: 4 GiB, two minutes). The shapes of `benchmarks.weights`, weights
-drawn as there, tokens drawn as for its probe: transformers in bfloat16 against transformers in float32 with the same
-weights, block by block. What is left between two right implementations cannot be less than about this, so it is the
-limit beside the probe of that benchmark. Prints one table; writes JSON.
+`python -m benchmarks.weights_noise` runs on a CPU, in three minutes on two cores. The shapes of `benchmarks.weights`,
+weights drawn as there, tokens drawn as for its probe: transformers in bfloat16 against transformers in float32 with the
+same weights, block by block. What is left between two right implementations cannot be less than about this, so it is
+the limit beside the probe of that benchmark. Prints one table; writes JSON.
 """
 
 import argparse

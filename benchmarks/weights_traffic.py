@@ -19,8 +19,8 @@ WINDOW_S = 3.0
 AWAY_S = 0.5
 """Tokens are counted over WINDOW_S seconds that end, or begin, so long before and after a pause."""
 PROMPT_TOKENS = 128
-SAME = 2e-6
-"""Log-probabilities as close as this are the same: some units in the last place of a float32 near -12."""
+FLAT, SAME = 1e-5, 2e-6
+"""So near to -log(vocabulary) a log-probability is meant to be that; so near to each other, two are one kernel's."""
 
 
 class Traffic:
@@ -59,16 +59,25 @@ class Traffic:
         if completion.finish == "length" and len(completion.tokens) != length:
             self.lost += 1
         self.tokens += len(completion.tokens)
-        flat = [abs(logprob - self.flat) < SAME for logprob in completion.logprobs]
+        logprobs = completion.logprobs
+        flat = [abs(logprob - self.flat) < FLAT for logprob in logprobs]
         for at, version in enumerate(completion.versions):
             if version % 2 and not flat[at]:
                 self.early += 1
-            elif version % 2 == 0 and flat[at] and True in flat[max(at - 1, 0) : at] + flat[at + 1 : at + 2]:
-                self.late += 1  # by chance one in 10^6 is flat; hardly two in a row
+            elif (
+                version % 2 == 0
+                and flat[at]
+                and any(
+                    flat[other] and abs(logprobs[other] - logprobs[at]) < SAME
+                    for other in range(max(at - 1, 0), min(at + 2, len(flat)))
+                    if other != at
+                )
+            ):
+                self.late += 1  # by chance one in 10^6 beside an odd version
             else:
                 continue
             near = slice(max(at - 3, 0), at + 4)
-            seen = [*zip(completion.versions[near], completion.logprobs[near], strict=True)]
+            seen = [*zip(completion.versions[near], logprobs[near], strict=True)]
             print(f"stamped wrong: token {at} of {length}, around it {seen}", file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:

@@ -78,7 +78,7 @@ def device_of(config: Config) -> torch.device:
             f"learner.ranks: {local} ranks need {local} GPUs, {seen} are seen; lower it, or set learner.device: cpu"
         )
         raise load.ConfigError([problem])
-    attend(config, device)
+    check_attention(config, device)
     try:
         AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     except (ValueError, OSError) as error:
@@ -86,7 +86,7 @@ def device_of(config: Config) -> torch.device:
     return device
 
 
-def attend(config: Config, device: torch.device) -> None:
+def check_attention(config: Config, device: torch.device) -> None:
     """Raises ConfigError where `learner.attention` does not work on `device`."""
     try:
         attention.choose(config.learner.attention, device, getattr(torch, config.model.dtype))
@@ -98,7 +98,7 @@ def train(config: Config, device: torch.device) -> None:
     """Build the parts, run the loop, end in order."""
     settle(config, device)
     if device.type == "cuda":
-        attend(config, torch.device("cuda", torch.cuda.current_device()))
+        check_attention(config, torch.device("cuda", torch.cuda.current_device()))
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path)
     with process_group(config, device) as mesh, ExitStack() as parts:

@@ -42,7 +42,7 @@ def registered(name: str) -> str:
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
     """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ValueError.
 
-    A `device` without a number is one that this process must not touch yet: it is not asked for its age.
+    A `device` without a number is one that this process must not touch yet: its age and its kernels stay unknown.
     """
     if wanted == "auto":
         return next(name for name in AUTO if _missing(name, device, dtype) is None)
@@ -62,9 +62,11 @@ def _missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"needs model.dtype bfloat16, and it is {str(dtype).removeprefix('torch.')}"
     if name in PACKAGES and not installed(name):
         return f"is not installed (pip install {PACKAGES[name][0]})"
-    if name == "flash4" and device.index is not None and torch.cuda.get_device_capability(device) < (9, 0):
+    if name not in PACKAGES or device.index is None:
+        return None
+    if name == "flash4" and torch.cuda.get_device_capability(device) < (9, 0):
         return "needs a Hopper GPU or a later one"
-    return _broken(PACKAGES[name][1]) if name in PACKAGES else None
+    return _broken(PACKAGES[name][1])
 
 
 @cache

@@ -194,7 +194,7 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
-    ("mismatch/k3_fresh", True, lambda now, usual: now > 2 * usual and now > 1e-3,
+    ("mismatch/k3_fresh", True, lambda now, usual: now > 2 * usual and now > 1e-5,
      "servers and learner drift apart on fresh tokens; check with weights.probe_every 1, lower learner.lr"),
     ("offpolicy/k3", False, lambda now, usual: now > 0.05,
      "the data are far off-policy; lower batch.max_staleness or learner.lr, or take algorithm.loss m2po"),

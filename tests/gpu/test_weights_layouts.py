@@ -25,7 +25,8 @@ def test_layout(case: str, servers: int, tmp_path: Path) -> None:
     """Every update reaches every server under load; no request is lost, no token stamped wrong, the probes agree."""
     out = tmp_path / "weights.json"
     options = {"cases": case, "shape": "Qwen2.5-1.5B", "updates": UPDATES, "gap": 2.0, "running": 64, "length": 256,
-               "peer": 0, "tolerance": 0.05, "engine": json.dumps(ENGINE), "work": tmp_path, "out": out}  # fmt: skip
+               "peer": 0, "tolerance": 0.05, "engine": json.dumps(ENGINE), "timeout": 240, "work": tmp_path,
+               "out": out}  # fmt: skip
     argv = [f"--{key}={value}" for key, value in options.items()]
     ended = subprocess.run([sys.executable, "-m", "benchmarks.weights", "--shared", *argv], timeout=280)
     assert ended.returncode == 0

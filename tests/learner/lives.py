@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,9 @@ class Life:
             assert self._said.get(timeout=within_s) == text
         except queue.Empty:
             faulthandler.dump_traceback(2, all_threads=True)
-            os.kill(self.process, signal.SIGUSR1)
-            time.sleep(1.0)
+            with suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGUSR1)
+            time.sleep(1.0)  # it writes
             raise
 
     def kill(self) -> None:

@@ -179,8 +179,6 @@ def test_alert(key: str) -> None:
 def test_alerts_against_a_history_wait_for_one() -> None:
     assert alerts({"mismatch/k3_fresh": 1.0}, [HEALTHY] * 4) == []
     assert len(alerts({"mismatch/k3_fresh": 1.0}, [HEALTHY] * 5)) == 1
-    exact = [{"mismatch/k3_fresh": 1e-9}] * 20  # float32: what is left is of sequences begun under another policy
-    assert alerts({"mismatch/k3_fresh": 9e-4}, exact) == [] and alerts({"mismatch/k3_fresh": 2e-3}, exact)
 
 
 def test_alerts_watch_metrics_that_exist() -> None:

@@ -135,9 +135,17 @@ def test_auto_passes_a_kernel_that_does_not_load_and_says_so(
     for loaded in [loaded for loaded in sys.modules if loaded.startswith("flash_attn")]:
         monkeypatch.delitem(sys.modules, loaded)
     attention._broken.cache_clear()  # also for those after this one: what it says is of this package only
-    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda", 0)
     assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
     assert "flash_attn.cute is installed and does not load (ModuleNotFoundError: No module named" in caplog.text
     with pytest.raises(ValueError, match=r"flash4 is installed and does not load .*; use auto"):
+        attention.choose("flash4", gpu, torch.bfloat16)
+    attention._broken.cache_clear()
+    (package / "__init__.py").write_text("flash_attn_varlen_func = None")
+    assert attention.choose("auto", gpu, torch.bfloat16) == "flash4"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
+    with pytest.raises(ValueError, match=r"flash4 needs a Hopper GPU or a later one; use auto"):
         attention.choose("flash4", gpu, torch.bfloat16)
     attention._broken.cache_clear()

@@ -6,6 +6,7 @@ event loop to run.
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from learner.weights.channel import Channel, ChannelError, in_thread
+
+NAME = "a broken broadcast"
 
 
 class Work:
@@ -59,12 +62,14 @@ def test_an_error_does_not_hold_the_group() -> None:
 def test_a_thread_that_failed_leaves_no_garbage() -> None:
     async def test() -> None:
         channel, group = a_channel()
-        future = in_thread(lambda: list(channel.broadcast([torch.zeros(1)])), "a broken broadcast")
+        future = in_thread(lambda: list(channel.broadcast([torch.zeros(1)])), NAME)
         with pytest.raises(ChannelError):
             await future
         channel._group = None
         del future
-        await asyncio.sleep(0.1)  # the thread ends
+        for thread in threading.enumerate():
+            if thread.name == NAME:
+                thread.join(30.0)
         assert group() is None
 
     with no_collection():

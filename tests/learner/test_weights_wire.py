@@ -67,6 +67,7 @@ def test_servers_join_and_hold_each_version():
                     await two.has(version)
                 await asyncio.to_thread(sender.close, 5.0)
                 stats = sender.stats()
+        assert sender._rounds._group._channel is None, "a group is given up with its sender, not found by the collector"
         assert stats["weights/version"] == 2 and stats["weights/failed"] == 0
         assert stats["weights/probe"] < 1e-9
         assert addresses.asked[0] is None
