@@ -1,6 +1,6 @@
 """`python -m actors launch|status|report|doctor ...`: start a whole run, ask how it is, sum it up, check the machine.
 
-The launcher runs under a guard (`actors/guard.py`) and this process only passes signals on to it: so neither Ray nor
+The launcher runs under a guard (`actors/supervise/guard.py`) and this process only passes signals on to it: so neither Ray nor
 any process of the run is left when either of them dies. Waits for the subcommand.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from actors.guard import Guarded
+from actors.supervise.guard import Guarded
 
 COMMANDS = {
     "launch": "start all processes of a run, keep them, and report at its end",

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-from benchmarks.weights_shapes import COMMON, SHAPES
-from benchmarks.weights_table import Row, write
+from benchmarks.weights.shapes import COMMON, SHAPES
+from benchmarks.weights.table import Row, write
 from learner.weights.probe import PROBE_TOKENS
 
 BF16 = torch.bfloat16

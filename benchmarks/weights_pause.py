@@ -21,9 +21,9 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.weights_shapes import SHAPES, folder_of
-from benchmarks.weights_table import Row, write
-from benchmarks.weights_traffic import Lag, Traffic, vocabulary_of
+from benchmarks.weights.shapes import SHAPES, folder_of
+from benchmarks.weights.table import Row, write
+from benchmarks.weights.traffic import Lag, Traffic, vocabulary_of
 from configs.schema import Config
 
 PEER = "an output a token, pause_generation"
@@ -53,7 +53,7 @@ class PerToken:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from rollout.episode import Completion
+        from rollout.episodes.episode import Completion
 
         parameters = SamplingParams(max_tokens=max_tokens, temperature=temperature, logprobs=0, flat_logprobs=True,
                                     detokenize=False, output_kind=RequestOutputKind.DELTA)  # fmt: skip
@@ -127,7 +127,7 @@ async def pause(engine: Any, lag: Lag) -> dict[str, float]:
 
 async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Both halves on one engine."""
-    from rollout.engine import Engine
+    from rollout.engine.vllm_engine import Engine
 
     config = Config.model_validate({
         "model": {"path": str(folder)},

@@ -19,16 +19,16 @@ from pathlib import Path
 
 import uvloop
 
-from buffer import show
-from buffer.answers import Answers, Rules
-from buffer.desk import Desk
-from buffer.keys import KeysError, make_keys, server_keys_for
-from buffer.ledger import Ledger, LedgerError
+from buffer import inspect
+from buffer.ledger.rules import Ledger, LedgerError
 from buffer.problems import load_problems
-from buffer.server import ListenError, Server
-from buffer.store import Store
+from buffer.store.sqlite import Store
+from buffer.wire.curve import KeysError, make_keys, server_keys_for
+from buffer.wire.handlers import Answers, Rules
+from buffer.wire.requests import Desk
+from buffer.wire.server import ListenError, Server
 from configs import load
-from configs.contradictions import check
+from configs.checks import check
 from configs.schema import Config
 
 log = logging.getLogger("buffer")
@@ -41,8 +41,8 @@ REMEDY = "Make room on its disk, or move the run's folder to a sound one, and st
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    if argv and argv[0] in show.COMMANDS:
-        return show.main(argv)
+    if argv and argv[0] in inspect.COMMANDS:
+        return inspect.main(argv)
     if argv and argv[0] == "keys":
         print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return 0

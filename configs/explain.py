@@ -6,8 +6,8 @@ slow or odd. What makes it impossible is refused by `check`. Run by hand, and by
 
 from collections.abc import Iterator
 
-from configs.contradictions import FILES, TOKEN_BYTES, check, longest, loopback
-from configs.facts import model_facts
+from configs.checks import FILES, TOKEN_BYTES, check, longest, loopback
+from configs.model_facts import model_facts
 from configs.schema import Config
 
 __all__ = ["FILES", "check", "explain"]

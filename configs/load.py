@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.keys import EXAMPLES, keys, sections, show, suggest, takes_truth, text
+from configs.help import EXAMPLES, keys, sections, show, suggest, takes_truth, text
 from configs.schema import Config
 
 LOCAL: dict[str, bool | set[str]] = {

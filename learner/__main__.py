@@ -20,22 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from buffer.client import Batches, RefusedError
-from buffer.keys import ClientKeys, KeysError, client_keys_for, server_keys_for
+from buffer.wire.client import Batches, RefusedError
+from buffer.wire.curve import ClientKeys, KeysError, client_keys_for, server_keys_for
 from configs import load
 from configs.explain import check
 from configs.schema import Config
-from learner import attention, deadlines, flops, loop, memory, ranks
+from learner import loop, ranks, watchdog
 from learner.algorithms import needs_entropy_gradient, needs_reference
 from learner.checkpoint import Checkpoints, Refused, Rewarded
+from learner.drain import Draining
 from learner.metrics import Metrics
-from learner.optimizer import Optimizer
-from learner.policy import Policy
-from learner.signals import Draining
-from learner.step import Algorithm
+from learner.model import attention, flops, memory
+from learner.model.policy import Policy
 from learner.trackers import Tracker
+from learner.train.optimizer import Optimizer
+from learner.train.step import Algorithm
 from learner.weights.probe import tokens_of
-from learner.weights.sender import Follower, Sender
+from learner.weights.sender.publish import Follower, Sender
 
 log = logging.getLogger("learner")
 PROG = "python -m learner"
@@ -104,7 +105,7 @@ def train(config: Config, device: torch.device) -> None:
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = dist.get_rank(), dist.get_world_size()
         first = rank == 0
-        parts.enter_context(deadlines.Watch(config.learner.timeout_s, path / "logs"))
+        parts.enter_context(watchdog.Watch(config.learner.timeout_s, path / "logs"))
         expected, budget = room(config, device, world)
         parts.enter_context(memory.explained(expected, budget))
         policy, algorithm = build(config, mesh, budget)
@@ -140,8 +141,8 @@ def settle(config: Config, device: torch.device) -> None:
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     """The ranks, met; gloo beside NCCL, for words between CPUs. Torn down in good order only: a failed rank exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=config.learner.timeout_s + deadlines.LATER_S)
-    deadlines.record()
+    timeout = timedelta(seconds=config.learner.timeout_s + watchdog.LATER_S)
+    watchdog.record()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from buffer.protocol import Part
+from buffer.wire.protocol import Part
 from configs.schema import LearnerConfig, ModelConfig
 from learner import collectives, export
 from learner.interfaces import Algorithm
-from learner.optimizer import Optimizer
-from learner.policy import Policy
+from learner.model.policy import Policy
+from learner.train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"

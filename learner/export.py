@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from configs.schema import ModelConfig
-from learner.policy import Policy
+from learner.model.policy import Policy
 
 SHARD_BYTES = 5 << 30
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from buffer.protocol import Part
-from learner.policy import Policy
+from buffer.wire.protocol import Part
+from learner.model.policy import Policy
 
 __all__ = ["Algorithm", "Batches", "Checkpoints", "Metrics", "Policy", "Weights"]
 

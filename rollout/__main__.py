@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from buffer.client import Client, RefusedError, Samples, heartbeats
-from buffer.keys import KeysError, client_keys_for
-from configs.contradictions import check
+from buffer.wire.client import Client, RefusedError, Samples, heartbeats
+from buffer.wire.curve import KeysError, client_keys_for
+from configs.checks import check
 from configs.load import fingerprint, read
 from configs.schema import Config
 from rollout.drain import FORCED, Drain, Interrupts
-from rollout.episode import Episodes, first_error, sampler
+from rollout.episodes.episode import Episodes, first_error, sampler
+from rollout.episodes.setup import FILES, Parts
 from rollout.interfaces import Policy, Weights
 from rollout.loop import follow, roll
-from rollout.parts import FILES, Parts
 from rollout.places import Places
 
 if TYPE_CHECKING:
-    from rollout.engine import Engine
+    from rollout.engine.vllm_engine import Engine
 
 log = logging.getLogger("rollout")
 PROG = "python -m rollout"
@@ -93,7 +93,7 @@ class Arrivals:
 
 async def serve(config: Config, name: str, parts: Parts) -> int:
     """From the first signal handler to the last closed process; returns the exit code."""
-    from rollout.engine import Engine, EngineDead
+    from rollout.engine.vllm_engine import Engine, EngineDead
 
     with Interrupts() as interrupts:
         log.info("%s asks the buffer at %s to greet it", name, config.buffer.address)
@@ -135,7 +135,7 @@ async def work(
     config: Config, name: str, parts: Parts, client: Client, engine: "Engine", interrupts: Interrupts
 ) -> None:
     """Build the parts around the engine and run the loops until the run is over or drained."""
-    from learner.weights.receiver import Receiver
+    from learner.weights.receiver.follow import Receiver
 
     samples = Samples(client, lambda: engine.version)
     receiver = Receiver(samples.where, engine, name, config.weights, client.keys)

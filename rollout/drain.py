@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from buffer.protocol import Item, Sample
+from buffer.wire.protocol import Item, Sample
 from rollout.interfaces import Episodes, Samples
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import uvloop
 
 from buffer.problems import load_problems
-from buffer.protocol import Sample
-from configs.contradictions import check
+from buffer.wire.protocol import Sample
+from configs.checks import check
 from configs.load import ConfigError, read
 from configs.schema import Config
-from rollout.episode import EpisodeError, Episodes, first_error, sampler
+from rollout.episodes.episode import EpisodeError, Episodes, first_error, sampler
+from rollout.episodes.setup import FILES, Parts
 from rollout.interfaces import Sampler
-from rollout.parts import FILES, Parts
 from rollout.rewards import RewardError
 
 log = logging.getLogger("rollout")
@@ -102,7 +102,7 @@ def wanted(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
 
 async def run(config: Config, parts: Parts, rows: list[dict[str, Any]], models: Sequence[Path]) -> list[dict[str, Any]]:
     """Start an engine, judge each model, close the engine."""
-    from rollout.engine import Engine
+    from rollout.engine.vllm_engine import Engine
 
     async with parts.rewards:
         engine = await Engine.start(config, config.run.seed)

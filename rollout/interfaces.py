@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from buffer.protocol import Item, Sample
+from buffer.wire.protocol import Item, Sample
 from rollout.rewards import Answer, Score
 
 if TYPE_CHECKING:
-    from rollout.episode import Completion
+    from rollout.episodes.episode import Completion
 
 
 class Samples(Protocol):

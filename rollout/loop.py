@@ -6,7 +6,7 @@
 
 import asyncio
 
-from buffer.protocol import Item
+from buffer.wire.protocol import Item
 from rollout.interfaces import Engine, Episodes, Samples, Weights
 from rollout.places import Places
 

@@ -15,9 +15,9 @@ A batch, on each rank:
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
 from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.diagnostics import alerts, combine, group_sums, is_max, sample_sums, summary
 from learner.algorithms.inputs import LossInputs
 from learner.algorithms.losses import LOSSES, is_tokenwise, needs_entropy_gradient, needs_first_pass, needs_reference
-from learner.algorithms.measures import alerts, combine, group_sums, is_max, sample_sums, summary
 
 __all__ = [
     "ADVANTAGES",

@@ -27,8 +27,8 @@ from learner.algorithms.corrections import (
     reference_kl,
     tapered_weight,
 )
+from learner.algorithms.diagnostics import limit_sums, mismatch_sums
 from learner.algorithms.inputs import LossInputs, aggregation_weights
-from learner.algorithms.measures import limit_sums, mismatch_sums
 
 
 class Terms(NamedTuple):

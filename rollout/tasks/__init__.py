@@ -1,6 +1,6 @@
 """Tasks: how one sample of a problem comes about. A task gets a problem and `generate`, and returns a trajectory."""
 
-from rollout.episode import Task
+from rollout.episodes.episode import Task
 from rollout.rewards import load_function
 from rollout.tasks.single_turn import single_turn
 

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from buffer import show
-from buffer.client import Samples
-from buffer.protocol import Part, Take
+from buffer import inspect
+from buffer.wire.client import Samples
+from buffer.wire.protocol import Part, Take
 from configs.load import fingerprint, load
-from tests.buffer.wire import Process, client, group, process
+from tests.harness.buffer_process import Process, client, group, process
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_stats_of_a_live_run_and_then_of_its_remains(traffic, capsys):
     ):
         assert expected in lines["live"]
     it.kill()
-    assert show.main(["stats", str(it.run)]) == 0
+    assert inspect.main(["stats", str(it.run)]) == 0
     dead = capsys.readouterr().out
     assert "batched: 4, dropped: 1, leased: 1, stored: 1" in dead and "live         no" in dead
 
@@ -73,20 +73,20 @@ def test_stats_of_a_live_run_and_then_of_its_remains(traffic, capsys):
 def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsys, tmp_path):
     it, _ = traffic
     it.kill()
-    assert show.main(["tail", "-n", "2", str(it.run)]) == 0
+    assert inspect.main(["tail", "-n", "2", str(it.run)]) == 0
     tail = capsys.readouterr().out.splitlines()
     assert len(tail) == 2
     assert "item 3 batched in batch 0" in tail[0] and "item 4 stored" in tail[1] and "rewards 0.0 1.0" in tail[1]
 
-    assert show.main(["show", "4", str(it.folder / "run.yaml")]) == 0
+    assert inspect.main(["show", "4", str(it.folder / "run.yaml")]) == 0
     shown = capsys.readouterr().out
     for expected in ("problem 4", "state        stored", "answer 4", "reward 1, stop, 7 tokens", "-0.5000", "given"):
         assert expected in shown
-    assert show.main(["show", "99", str(it.run)]) == 2
+    assert inspect.main(["show", "99", str(it.run)]) == 2
     assert "item 99" in capsys.readouterr().err
 
     out = tmp_path / "samples.parquet"
-    assert show.main(["export", str(out), str(it.run)]) == 0
+    assert inspect.main(["export", str(out), str(it.run)]) == 0
     rows = pq.read_table(out).to_pylist()
     assert [(row["item"], row["index"]) for row in rows] == [(item, index) for item in range(5) for index in range(2)]
     first = group(0, tokens=6)[0]
@@ -121,5 +121,5 @@ def test_tail_follows_a_live_run(traffic):
 
 def test_a_run_that_is_not_there_is_told_in_one_line(tmp_path, capsys):
     it = Process(tmp_path)
-    assert show.main(["tail", str(it.config())]) == 2
+    assert inspect.main(["tail", str(it.config())]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 
 from configs.__main__ import main
 from configs.explain import check, explain, in_flight, open_groups
-from configs.facts import ModelFacts, model_facts
 from configs.load import ConfigError, load
+from configs.model_facts import ModelFacts, model_facts
 from configs.schema import Config
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]

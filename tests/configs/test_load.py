@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.explain import check, explain
-from configs.keys import EXAMPLES, keys
+from configs.help import EXAMPLES, keys
 from configs.load import LOCAL, ConfigError, fingerprint, load, read, write
 from configs.schema import Config, Section
 

@@ -11,12 +11,12 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import AlgorithmConfig
-from learner import attention
-from learner.head import chunked_loss, logprobs_and_entropy
-from learner.packing import Batch, lay
-from tests.learner import world
-from tests.learner.test_attention import documents, packed, padded_scores
-from tests.learner.world import LEARNER, algorithm_of, cut, make_samples, plain, policy_of, tiny_model
+from learner.model import attention
+from learner.model.head import chunked_loss, logprobs_and_entropy
+from learner.train.batch import Batch, lay
+from tests.harness import world
+from tests.harness.world import LEARNER, algorithm_of, cut, make_samples, plain, policy_of, tiny_model
+from tests.learner.model.test_attention import documents, packed, padded_scores
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.learner.lives import Field, Nursery
-from tests.learner.scenes import SCENES
+from tests.harness.lives import Field, Nursery
+from tests.harness.scenes import SCENES
 
 pytestmark = [
     pytest.mark.gpu,

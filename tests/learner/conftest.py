@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging
 
-from tests.learner.world import alone
+from tests.harness.world import alone
 
 logging.disable_progress_bar()
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from configs.schema import LearnerConfig
 from learner import checkpoint, export
 from learner.checkpoint import MANIFEST, Checkpoints, Refused, Rewarded, complete, fault, kept, newest, seal
-from learner.optimizer import Optimizer
-from tests.learner import rank, world
-from tests.learner.world import LEARNER, policy_of, tiny_model
+from learner.train.optimizer import Optimizer
+from tests.harness import rank, world
+from tests.harness.world import LEARNER, policy_of, tiny_model
 
 
 def may_mount() -> bool:

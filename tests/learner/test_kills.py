@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from learner.checkpoint import fault, folder_of
-from tests.learner import rank
-from tests.learner.world import ROOT, tiny_model
+from tests.harness import rank
+from tests.harness.world import ROOT, tiny_model
 
 KILLS = int(os.environ.get("HEADRACE_KILLS", "8"))
 SEED = os.environ.get("HEADRACE_KILLS_SEED", "0")
@@ -19,7 +19,7 @@ SEED = os.environ.get("HEADRACE_KILLS_SEED", "0")
 
 def test_killed_while_writing_it_resumes(tmp_path: Path, mesh) -> None:
     tiny_model(tmp_path / "model")
-    command = [sys.executable, "-m", "tests.learner.nursery", str(tmp_path), str(KILLS), SEED]
+    command = [sys.executable, "-m", "tests.harness.nursery", str(tmp_path), str(KILLS), SEED]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60 + 10 * KILLS)
     assert ended.returncode == 0, ended.stderr[-3000:]
     told = json.loads((tmp_path / "kills.json").read_text())

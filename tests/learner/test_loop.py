@@ -8,8 +8,8 @@ import threading
 from contextlib import nullcontext
 
 from learner import loop
-from learner.signals import Draining
-from tests.learner.world import ROOT
+from learner.drain import Draining
+from tests.harness.world import ROOT
 
 POLICY = object()
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 import yaml
 
-from buffer.protocol import Hello, Rewind, Trained
+from buffer.wire.protocol import Hello, Rewind, Trained
 from learner.checkpoint import complete
 from learner.metrics import read
-from tests.learner.canned import Canned
-from tests.learner.world import ROOT, tiny_model
+from tests.harness.canned import Canned
+from tests.harness.world import ROOT, tiny_model
 
 
 def command(tmp_path: Path, address: str, **learner) -> list[str]:

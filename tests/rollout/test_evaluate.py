@@ -9,11 +9,11 @@ from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
 from rollout import evaluate
-from rollout.parts import Parts
-from rollout.prompts import Prompts
-from rollout.rewards.pool import RewardPool
+from rollout.episodes.prompts import Prompts
+from rollout.episodes.setup import Parts
+from rollout.rewards.workers import RewardPool
 from rollout.tasks import single_turn
-from tests.fakes import FakeEngine
+from tests.harness.fakes import FakeEngine
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
 

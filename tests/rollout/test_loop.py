@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from buffer.protocol import Item
-from rollout.episode import Episodes, sampler
+from buffer.wire.protocol import Item
+from rollout.episodes.episode import Episodes, sampler
 from rollout.loop import follow, roll
 from rollout.places import Places
 from rollout.tasks import single_turn
-from tests.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
 
 STOP = ord(".")
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from buffer.protocol import Item
+from buffer.wire.protocol import Item
 from examples.countdown.make_model import make_tokenizer
 from rollout.__main__ import Arrivals, either, main, option
 from rollout.drain import REASON, Drain, Interrupts
-from rollout.episode import Episodes, Group, sampler
+from rollout.episodes.episode import Episodes, Group, sampler
 from rollout.loop import follow, roll
 from rollout.places import Places
 from rollout.tasks import single_turn
-from tests.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples/countdown/quickstart.yaml"

@@ -18,7 +18,7 @@ from configs.schema import RewardConfig
 from rollout.rewards import Answer, Reward, RewardError, Score, load_reward
 from rollout.rewards.countdown import LONGEST, compute_score, evaluate
 from rollout.rewards.math import compute_score as math_score
-from rollout.rewards.pool import RewardPool
+from rollout.rewards.workers import RewardPool
 
 TRUTH = {"target": 24, "numbers": [4, 6, 1]}
 ROW = {

@@ -7,8 +7,8 @@ import pytest
 from configs.load import load
 from configs.schema import Config
 from examples.countdown.make_model import make_tokenizer
-from rollout.episode import EpisodeError
-from rollout.prompts import Prompts, load_tokenizer
+from rollout.episodes.episode import EpisodeError
+from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.tasks import load_task, single_turn
 
 CHAT = [{"role": "user", "content": "8 6 4=2\n"}]

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
+from tests.harness.toy import ROOT
 from tests.system.chaos_audit import Counts, Finding, audit
 from tests.system.chaos_run import SERVERS, VARIANTS, Run, Variant
-from tests.system.toy import ROOT
 
 MARK = "HEADRACE_CHAOS"
 """In the environment of every process of a run, and of what those start."""

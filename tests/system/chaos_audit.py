@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer.protocol import Sample
-from buffer.segments import folder_of
-from buffer.store import reading
+from buffer.store.segments import folder_of
+from buffer.store.sqlite import reading
+from buffer.wire.protocol import Sample
 from configs.schema import Config
 from tests.system.chaos_learner import digest_of, following
 from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row

@@ -21,11 +21,11 @@ from typing import Any
 
 import zmq
 
-from buffer.client import Batches
-from buffer.protocol import Part
+from buffer.wire.client import Batches
+from buffer.wire.protocol import Part
 from configs.load import fingerprint
+from tests.harness.toy import ROOT
 from tests.system.chaos_run import Run
-from tests.system.toy import ROOT
 
 KEEP = 2
 

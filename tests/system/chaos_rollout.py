@@ -19,12 +19,12 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from buffer.client import Client, Samples, heartbeats
+from buffer.wire.client import Client, Samples, heartbeats
 from configs.load import fingerprint
-from rollout.episode import Completion, EpisodeError, Episodes, Generate, Problem, Trajectory, sampler
+from rollout.episodes.episode import Completion, EpisodeError, Episodes, Generate, Problem, Trajectory, sampler
 from rollout.loop import follow, roll
 from rollout.places import Places
-from rollout.rewards.pool import RewardPool
+from rollout.rewards.workers import RewardPool
 from rollout.tasks.single_turn import single_turn
 from tests.system.chaos_run import FLAKY, LONGEST_PROMPT, SAME, Run
 

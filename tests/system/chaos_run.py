@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.load import load
 from configs.schema import Config
-from tests.system.toy import ROOT, free_port
+from tests.harness.toy import ROOT, free_port
 
 PERMANENT = {"long": "data.max_prompt_tokens"}
 """Kinds that no attempt can make a group of, and what the reason says: dropped at the first one."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.system.toy import Toy, make_toy
+from tests.harness.toy import Toy, make_toy
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.system.toy import free_port, python
+from tests.harness.toy import free_port, python
 
 YAML = "examples/countdown/quickstart.yaml"
 SHAPE = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}

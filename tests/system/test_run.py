@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.protocol import Sample
-from tests.system.toy import ROOT, Run, Toy, python
+from buffer.wire.protocol import Sample
+from tests.harness.toy import ROOT, Run, Toy, python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

@@ -1,0 +1,114 @@
+"""Both ends of the buffer for `benchmarks/buffer/__main__.py`: rollout servers and a learner without models, at full speed.
+
+The servers are clients of one process; the learner is a process of its own (`python -m benchmarks.buffer.clients ADDRESS
+FINGERPRINT`), which prints a line `version groups` for each batch it got. Waits for the buffer; ends when killed.
+"""
+
+import asyncio
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import uvloop
+
+from benchmarks.buffer.peers import IN_FLIGHT, packed
+from buffer.wire.client import Client, Samples, heartbeats
+from buffer.wire.protocol import Item, Noted, Part, Put, Stored, Take, Trained
+from rollout.places import Places
+
+
+@dataclass
+class Traffic:
+    """`clients` rollout servers and a learner, at full speed or at `groups_s`, for `seconds`."""
+
+    address: str
+    fingerprint: str
+    clients: int
+    seconds: float
+    groups_s: float | None = None
+    version: int = 0
+    taken: int = 0
+    puts: list[float] = field(default_factory=list)
+    """Seconds from Put to Stored."""
+
+    async def run(self) -> float:
+        """Groups a second, Put to Take."""
+        words = ["-m", "benchmarks.buffer.clients", self.address, self.fingerprint]
+        learner = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
+        assert learner.stdout
+        try:
+            async with AsyncExitStack() as stack:
+                connect = [
+                    Client(self.address, f"rollout-{i}", "rollout", self.fingerprint) for i in range(self.clients)
+                ]
+                servers = await asyncio.gather(*(stack.enter_async_context(client) for client in connect))
+                tasks = [asyncio.create_task(self.roll(client, i)) for i, client in enumerate(servers)]
+                tasks.append(asyncio.create_task(self.listen(learner.stdout)))
+                return await self._measured(tasks)
+        finally:
+            learner.kill()
+            await learner.wait()
+
+    async def _measured(self, tasks: list["asyncio.Task[None]"]) -> float:
+        while not self.taken and not any(task.done() for task in tasks):  # the learner starts
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(min(1.0, self.seconds / 4))
+        began, before = time.monotonic(), self.taken
+        self.puts.clear()
+        await asyncio.wait(tasks, timeout=self.seconds, return_when="FIRST_COMPLETED")
+        rate = (self.taken - before) / (time.monotonic() - began)
+        for task in tasks:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return rate
+
+    async def roll(self, client: Client, number: int) -> None:
+        samples = Samples(client, lambda: self.version)
+        beating = asyncio.create_task(heartbeats(samples, 0.5, dict, lambda revoked: None))
+        due, seen, places = time.monotonic() + number / (self.groups_s or 1e9), -1, Places(IN_FLIGHT)
+        try:
+            async with asyncio.TaskGroup() as tasks:  # as `rollout.loop.roll` does
+                while items := await samples.ask(await places.free()):
+                    if seen != self.version:
+                        seen = self.version
+                        samples.nudged.set()
+                    for item in items:
+                        if self.groups_s:
+                            due = max(due + self.clients / self.groups_s, time.monotonic() - 1.0)
+                            await asyncio.sleep(max(0.0, due - time.monotonic()))
+                        places.take()
+                        tasks.create_task(self.put(samples, item)).add_done_callback(places.give)
+        finally:
+            beating.cancel()
+
+    async def put(self, samples: Samples, item: Item) -> None:
+        put = Put(server=samples.client.name, item=item.item, lease=item.lease, samples=packed(item.version))
+        began = time.perf_counter()
+        await samples.client.expect(put, Stored)
+        samples.holding.discard(item.lease)
+        self.puts.append(time.perf_counter() - began)
+
+    async def listen(self, lines: asyncio.StreamReader) -> None:
+        """What the learner says."""
+        while line := await lines.readline():
+            self.version, self.taken = map(int, line.split())
+
+
+async def learn(address: str, fingerprint: str) -> None:
+    """Take batch after batch, the word that one is trained under way meanwhile, as `buffer.client.Batches` does."""
+    told, version, taken = None, 0, 0
+    async with Client(address, "learner-0", "learner", fingerprint) as client:
+        while True:
+            part = await client.expect(Take(version=version, rank=0, world=1), Part)
+            version, taken = version + 1, taken + part.total_groups
+            if told:
+                await told
+            told = asyncio.create_task(client.expect(Trained(version=version - 1, oldest_kept=version - 1), Noted))
+            print(version, taken, flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(learn(*sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""What the learner's benchmark runs: the cases, the shapes of the models, and batches as rollout servers make them.
+
+Imported by `benchmarks.learner` and the files of its cases; waits for nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from buffer.wire.protocol import Array, Part, PartSample, Sample
+from buffer.wire.split import cut
+
+LONGEST, MEDIAN, SIGMA, PROMPT = 8192, 1000, 0.8, 200
+COMMON = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768,
+          "num_hidden_layers": 28, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu"}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": COMMON | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12,
+                      "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": COMMON | {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+                    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "tiny": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+                      "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """One row of the table: what runs, on how many GPUs."""
+
+    kind: str
+    model: str = "1.5b"
+    gpus: int = 1
+    samples: int = 512
+    steps: int = 2
+    learner: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    layers: int = 28
+    profile: bool = False
+
+
+CASES = {
+    "ours-1.5b": Case("ours"),
+    "naive-1.5b": Case("naive", samples=64, steps=1),
+    "ours-7b-2": Case("ours", "7b", 2),
+    "ours-7b-4": Case("ours", "7b", 4),
+    "naive-7b-4": Case("naive", "7b", 4, samples=128, steps=1),
+    "head": Case("head"),
+}
+
+
+def documents(samples: int, seed: int, vocabulary: int) -> list[Sample]:
+    """Samples as rollout servers make them: random tokens, the lengths log-normal."""
+    draw = np.random.default_rng(seed)
+    lengths = np.exp(draw.normal(np.log(MEDIAN), SIGMA, samples)).clip(16, LONGEST).astype(int)
+    made = []
+    for length in lengths:
+        sampled = np.arange(length) >= min(PROMPT, length // 2)
+        sample = Sample(
+            tokens=Array.of(draw.integers(0, vocabulary, length).astype(np.int32)),
+            sampled=Array.of(sampled.astype(np.uint8)),
+            logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
+            versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
+            reward=float(draw.integers(2)),
+            finish="stop",
+        )
+        made.append(sample)
+    return made
+
+
+def part_of(made: list[Sample], version: int, rank: int, world: int) -> Part:
+    """Rank's part of a batch in groups of 8, cut as the buffer cuts."""
+    rewards = [[sample.reward for sample in made[start : start + 8]] for start in range(0, len(made), 8)]
+    entries = [
+        PartSample(item=i // 8, index=i % 8, dispatched=0, rewards=rewards[i // 8], sample=sample.pack())
+        for i, sample in enumerate(made)
+    ]
+    tokens = [sample.tokens.shape[0] for sample in made]
+    sampled = sum(int(sample.sampled.numpy().sum()) for sample in made)
+    return Part(
+        version=version, rank=rank, world=world, samples=[entries[i] for i in cut(tokens, world)[rank]],
+        total_groups=len(rewards), total_samples=len(made), total_tokens=sum(tokens), total_sampled=sampled,
+    )  # fmt: skip

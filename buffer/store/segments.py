@@ -1,0 +1,240 @@
+"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where. Used by `buffer/store/sqlite.py`.
+
+Samples are appended, and on disk, before the transaction that names them is committed; what no committed row names
+does not count and is written over. So each byte is written once, where SQLite would write it to its log, again into its
+file, and again when a page next to it moves; and room is laid out ahead, where a file that grows by each write is
+synced at a fifth of the speed. Once nothing in it is named any more a segment is removed, or written over as another.
+
+Plain files: the samples of a group stand one behind the other, nothing between them. Blocks for the disk.
+"""
+
+import errno
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
+"""Size at which the next segment is begun, and room that is laid out at a time."""
+SPARES = 2
+"""Segments that are kept to be written over: their blocks are laid out, and mostly in memory."""
+BLOCK_BYTES = 4096
+"""A commit begins at a multiple: no write touches a block that holds what is committed already."""
+BUFFERS = 512
+"""Of one system call; Linux takes 1024."""
+
+Groups = Mapping[int, Sequence[bytes]]
+"""Samples by item."""
+
+
+class Place(NamedTuple):
+    """Where a group begins."""
+
+    segment: int
+    position: int
+
+
+class Segments:
+    """In `folder`; goes on at `end` of segment `number`. With `fsync` what is appended is on disk."""
+
+    def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
+        self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            if fsync:
+                _sync_folder(folder.parent)
+        self._open: tuple[int, int] | None = None
+        """Number and descriptor of the segment written last."""
+        self._room = 0
+        """Up to where it is laid out."""
+        self._spare: list[Path] = []
+
+    @contextmanager
+    def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
+        """Write `groups`; they count if the block ends without an error. Raises OSError, a full disk too."""
+        before = self.number, self.end
+        try:
+            yield self._append(groups)
+        except BaseException:
+            self.number, self.end = before
+            raise
+
+    def read(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
+        """Samples of these sizes from `place` on. Raises OSError if the file does not have them."""
+        data, position = read(self.folder, place, sum(sizes)), 0
+        samples = []
+        for size in sizes:
+            samples.append(data[position : position + size])
+            position += size
+        return samples
+
+    def missing(self, ends: Mapping[int, int]) -> Path | None:
+        """A file of `ends`, by number, that is not there or shorter than its end; None if all are sound."""
+        for number, end in ends.items():
+            path = path_of(self.folder, number)
+            if not path.is_file() or path.stat().st_size < end:
+                return path
+        return None
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Remove all segments but these and the one being written: what a killed process left behind."""
+        kept = {path_of(self.folder, number) for number in (*numbers, self.number)}
+        for path in [*self.folder.glob("[0-9]*.samples"), *self.folder.glob("[0-9]*.spare")]:
+            if path not in kept:
+                path.unlink()
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """Segments of which nothing is named any more: some are kept to be written over, the others removed.
+
+        What the disk does not let go of is removed at the next start: the transaction is committed and must not fail.
+        """
+        for number in numbers:
+            path = path_of(self.folder, number)
+            with suppress(OSError):
+                if len(self._spare) == SPARES:
+                    path.unlink()
+                else:
+                    self._spare.append(path.rename(path.with_suffix(".spare")))
+
+    def close(self) -> None:
+        """Give back the room laid out ahead, and what was kept to be written over."""
+        self._leave()
+        while self._spare:
+            self._spare.pop().unlink(missing_ok=True)
+
+    def _leave(self) -> None:
+        """Be done with the segment written last."""
+        if self._open:
+            number, descriptor = self._open
+            with suppress(OSError):  # it may be on a disk that is gone; nothing written is in it
+                if number == self.number:
+                    os.ftruncate(descriptor, self.end)
+            os.close(descriptor)
+            self._open = None
+
+    def _append(self, groups: Groups) -> dict[int, Place]:
+        places: dict[int, Place] = {}
+        self.end += -self.end % BLOCK_BYTES
+        begin, waiting = self.end, list[bytes]()
+        for item, samples in groups.items():
+            size = sum(map(len, samples))
+            if self.end and self.end + size > SEGMENT_BYTES:
+                self._write(begin, waiting)
+                self._leave()
+                self.number, self.end, begin, waiting = self.number + 1, 0, 0, []
+            places[item] = Place(self.number, self.end)
+            waiting += samples
+            self.end += size
+        self._write(begin, waiting)
+        return places
+
+    def _write(self, position: int, samples: Sequence[bytes]) -> None:
+        """On disk once it returns."""
+        if not samples:
+            return
+        descriptor = self._descriptor()
+        if self.end > self._room:
+            with suppress(OSError):  # no room ahead, or a file system that lays out none: the write will tell
+                os.posix_fallocate(descriptor, position, self.end - position + AHEAD_BYTES)
+            self._room = self.end + AHEAD_BYTES
+        for start in range(0, len(samples), BUFFERS):
+            position = _written(descriptor, samples[start : start + BUFFERS], position)
+        if self._fsync:
+            os.fdatasync(descriptor)
+
+    def _descriptor(self) -> int:
+        """Of the segment that is being written, which is made if it is not there."""
+        if self._open and self._open[0] == self.number:
+            return self._open[1]
+        self._leave()
+        path = path_of(self.folder, self.number)
+        if self._spare and not path.exists():
+            self._spare.pop().rename(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._open, self._room = (self.number, descriptor), os.fstat(descriptor).st_size
+        if self._fsync:
+            _sync_folder(self.folder)
+        return descriptor
+
+
+class InMemory:
+    """The same for a ledger without a file."""
+
+    number, end = 1, 0
+
+    def __init__(self) -> None:
+        self._groups: dict[Place, list[bytes]] = {}
+
+    @contextmanager
+    def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
+        """As `Segments.appended`. Each group is a segment of its own."""
+        places = {item: Place(number, 0) for number, item in enumerate(groups, self.number + 1)}
+        yield places
+        self._groups |= {place: list(groups[item]) for item, place in places.items()}
+        self.number += len(groups)
+
+    def read(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
+        """As `Segments.read`."""
+        return self._groups[place]
+
+    def missing(self, ends: Mapping[int, int]) -> None:
+        """None is."""
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """All are."""
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """As `Segments.remove`."""
+        for number in numbers:
+            self._groups.pop(Place(number, 0), None)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def folder_of(file: Path) -> Path:
+    """The folder of the segments that belong to an SQLite file."""
+    return file.with_name(f"{file.name}-samples")
+
+
+def path_of(folder: Path, number: int) -> Path:
+    """The file of a segment."""
+    return folder / f"{number:06}.samples"
+
+
+def read(folder: Path, place: Place, size: int) -> bytes:
+    """`size` bytes from `place` on. Raises OSError if the file does not have them, FileNotFoundError once removed."""
+    path = path_of(folder, place.segment)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(descriptor, size, place.position)
+    finally:
+        os.close(descriptor)
+    path.stat()  # it would have another name if it had been written over meanwhile
+    if len(data) != size:
+        found = f"{len(data)} bytes from {place.position} on, {size} were written"
+        raise OSError(errno.EIO, found, str(path))
+    return data
+
+
+def _written(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
+    """Write all of `buffers`; returns the position behind them."""
+    rest = [memoryview(buffer) for buffer in buffers]
+    while rest:
+        number = os.pwritev(descriptor, rest, position)
+        position += number
+        while rest and number >= len(rest[0]):
+            number -= len(rest.pop(0))
+        if number:
+            rest[0] = rest[0][number:]
+    return position
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file is there after a power cut only once its folder is on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

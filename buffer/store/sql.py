@@ -1,0 +1,78 @@
+"""The tables of the ledger's SQLite file, and the statements that write them. Pure text, for `buffer/store/sqlite.py`.
+
+Readable with any SQLite tool, also while the buffer runs:
+`sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
+
+    items     item, row, epoch     number for life, row of the data set, pass over the data set
+              state, reason        waiting, leased, stored, batched, trained, dropped; why dropped, or failed last
+              version, server      dispatch version and server of the last lease
+              lease, request       number of the last lease; number of the Ask that was answered with it
+              attempts             dispatches so far
+              batch                batch it went into; dropped: the one then collected; else -1
+              samples, tokens, sampled, truncated   sums over its group
+              leased_at, stored_at, changed_at      Unix time
+              bytes                size of its samples here; 0 once removed
+    samples   item, idx, tokens, sampled, reward, truncated
+              segment, position, bytes   where it is: in the file `buffer.sqlite-samples/SEGMENT.samples` (six digits),
+                                         from byte `position` on, MessagePack of `buffer.protocol.Sample`
+    segments  segment, size, live  those files: bytes that count of each, bytes that are still named
+    batches   version, trained, formed_at, trained_at
+    problems  row, problem         JSON of each problem that was dispatched
+    totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
+    meta      name, value          counters of the ledger, fingerprint of the run's config, digest of its data
+"""
+
+APPLICATION, SCHEMA = 0x48445243, 2
+TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL);
+CREATE TABLE items (
+    item INTEGER PRIMARY KEY, row INTEGER NOT NULL, epoch INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+    version INTEGER NOT NULL, server TEXT NOT NULL, lease INTEGER NOT NULL, request INTEGER NOT NULL,
+    attempts INTEGER NOT NULL, batch INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    sampled INTEGER NOT NULL, truncated INTEGER NOT NULL,
+    leased_at REAL, stored_at REAL, changed_at REAL, bytes INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX items_by_batch ON items (batch);
+CREATE TABLE samples (
+    item INTEGER NOT NULL, idx INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
+    reward REAL NOT NULL, truncated INTEGER NOT NULL, segment INTEGER, position INTEGER, bytes INTEGER,
+    PRIMARY KEY (item, idx)
+) WITHOUT ROWID;
+CREATE TABLE segments (segment INTEGER PRIMARY KEY, size INTEGER NOT NULL, live INTEGER NOT NULL);
+CREATE TABLE batches (version INTEGER PRIMARY KEY, trained INTEGER NOT NULL, formed_at REAL, trained_at REAL);
+CREATE TABLE totals (
+    what TEXT NOT NULL, which TEXT NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    sampled INTEGER NOT NULL, truncated INTEGER NOT NULL, PRIMARY KEY (what, which)
+) WITHOUT ROWID;
+"""
+ITEM = """
+INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15,
+    ?16, CASE WHEN ?12 THEN ?16 END, ?16, 0)
+ON CONFLICT (item) DO UPDATE SET
+    state = ?4, reason = ?5, version = ?6, server = ?7, lease = ?8, request = ?9, attempts = ?10, batch = ?11,
+    samples = ?12, tokens = ?13, sampled = ?14, truncated = ?15,
+    leased_at = CASE WHEN lease = ?8 THEN leased_at ELSE ?16 END,
+    stored_at = CASE WHEN ?12 THEN COALESCE(stored_at, ?16) END, changed_at = ?16
+"""
+KEPT = """
+SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
+    request, attempts, batch, samples, tokens, sampled, truncated FROM items WHERE batch = -1 OR batch >= ?
+"""
+GROUP = """
+SELECT segment, position, bytes, tokens, sampled, reward, truncated FROM samples WHERE item = ? ORDER BY idx
+"""
+SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+SEGMENT = """
+INSERT INTO segments VALUES (?1, ?2, ?3)
+ON CONFLICT (segment) DO UPDATE SET size = MAX(size, ?2), live = live + ?3
+"""
+TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
+BATCH = """
+INSERT INTO batches VALUES (?1, ?2, ?3, CASE WHEN ?2 THEN ?3 END)
+ON CONFLICT (version) DO UPDATE SET trained = ?2, trained_at = CASE WHEN ?2 THEN ?3 END
+"""
+TRAINED = """
+UPDATE items SET state = CASE WHEN ?2 THEN 'trained' ELSE 'batched' END, changed_at = ?3
+WHERE batch = ?1 AND state IN ('batched', 'trained')
+"""

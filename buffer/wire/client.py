@@ -1,0 +1,239 @@
+"""The asking ends of the samples wire: `Samples` for a rollout server (async), `Batches` for a learner rank (blocking).
+
+Both wait for the buffer only, which parks what it cannot answer yet; `Client` (buffer/wire/connection.py) repeats,
+reconnects and warns. Used by `python -m rollout` and `python -m learner`.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Any, TypeVar
+
+from buffer.wire.connection import Client, RefusedError
+from buffer.wire.curve import ClientKeys
+from buffer.wire.protocol import (
+    Ask,
+    At,
+    Beat,
+    Fail,
+    Finished,
+    Heartbeat,
+    Item,
+    Noted,
+    Part,
+    Put,
+    Rewind,
+    Rewound,
+    Sample,
+    State,
+    Status,
+    Stored,
+    Take,
+    Trained,
+    Where,
+    Work,
+)
+
+__all__ = ["Batches", "Client", "RefusedError", "Samples", "heartbeats"]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+LAST_WORD_S = 30.0
+
+
+class Samples:
+    """A rollout server's view of the buffer. `server_version` tells the policy version the engine runs now."""
+
+    def __init__(self, client: Client, server_version: Callable[[], int]) -> None:
+        self.client, self._version = client, server_version
+        self.holding: set[int] = set()
+        """Leases this server works on."""
+        self.nudged = asyncio.Event()
+        """Set it to have `heartbeats` beat at once, as after a policy swap."""
+        self._requests = 0
+        self._asking: asyncio.Task[list[Item] | None] | None = None
+
+    async def ask(self, room: int) -> list[Item] | None:
+        """Up to `room` items to make groups of, at least one; None: there will be no more. One call at a time.
+
+        A cancelled call loses nothing: what it was given is returned by the next one.
+        """
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask(room))
+        items = await asyncio.shield(self._asking)
+        self._asking = None
+        return items
+
+    async def _ask(self, room: int) -> list[Item] | None:
+        self._requests += 1
+        ask = Ask(server=self.client.name, request=self._requests, version=self._version(), room=room)
+        answer = await self.client.request(ask)
+        if isinstance(answer, Finished):
+            return None
+        assert isinstance(answer, Work)
+        self.holding.update(item.lease for item in answer.items)
+        return answer.items
+
+    async def put(self, item: Item, samples: Sequence[Sample]) -> Stored:
+        """Hand over a finished group; waits while the buffer is full. Not `accepted`: the lease had moved on."""
+        packed = [sample.pack() for sample in samples]
+        put = Put(server=self.client.name, item=item.item, lease=item.lease, samples=packed)
+        stored = await self.client.expect(put, Stored)
+        self.holding.discard(item.lease)
+        return stored
+
+    async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
+        """The item could not become a group; it is tried again elsewhere unless `permanent`."""
+        name, reported = self.client.name, {"permanent": permanent, "unharmed": unharmed}
+        fail = Fail(server=name, item=item.item, lease=item.lease, reason=reason, **reported)
+        await self.client.expect(fail, Noted)
+        self.holding.discard(item.lease)
+
+    async def beat(self, stats: Mapping[str, float]) -> list[int]:
+        """Tell the buffer that the server lives and which version it runs; returns leases to abort, each once."""
+        holding, version = sorted(self.holding), self._version()
+        beat = Heartbeat(server=self.client.name, version=version, holding=holding, stats=dict(stats))
+        revoked = (await self.client.expect(beat, Beat)).revoked
+        self.holding.difference_update(revoked)
+        return revoked
+
+    async def where(self, known: str | None) -> str:
+        """Address of the learner's weights wire; waits until there is one other than `known`."""
+        return (await self.client.expect(Where(who=self.client.name, known=known), At)).address
+
+
+async def heartbeats(
+    samples: Samples, every_s: float, stats: Callable[[], Mapping[str, float]], revoke: Callable[[list[int]], None]
+) -> None:
+    """Beat every `every_s` seconds, and at once when `samples.nudged` is set; hand leases held in vain to `revoke`."""
+    while True:
+        revoke(await samples.beat(stats()))
+        try:
+            async with asyncio.timeout(every_s):
+                await samples.nudged.wait()
+        except TimeoutError:
+            continue
+        samples.nudged.clear()
+
+
+class Batches:
+    """A learner rank's view of the buffer: blocking calls from any thread; the connection lives in a thread of its own.
+
+    Raises RefusedError when the buffer refuses the rank, TimeoutError after `timeout_s` (None: never) without an
+    answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        fingerprint: str,
+        rank: int,
+        world: int,
+        serves: str | None = None,
+        timeout_s: float | None = None,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self.address, self.rank, self.world, self.timeout_s = address, rank, world, timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="batches", daemon=True)
+        self._thread.start()
+        self._client: Client | None = None
+        self._told: Future[Noted] | None = None
+        try:
+            self._client = self._wait(self._connect(address, name, fingerprint, serves, keys), "Hello")
+        except BaseException:
+            self.close()
+            raise
+
+    async def _connect(
+        self, address: str, name: str, print_: str, serves: str | None, keys: ClientKeys | None
+    ) -> Client:
+        return await Client(address, name, "learner", print_, serves, keys=keys).__aenter__()
+
+    def rewind(self, version: int) -> int:
+        """The learner restored `version`; returns how many batches will be served again as they were."""
+        return self._wait(self.client.expect(Rewind(version=version), Rewound), "Rewind").replay
+
+    def take(self, version: int) -> Part | None:
+        """This rank's part of batch `version`; None: there will be none (problems or versions are used up)."""
+        self._hear()
+        answer = self._wait(self.client.request(Take(version=version, rank=self.rank, world=self.world)), "Take")
+        assert isinstance(answer, Part | Finished)
+        return answer if isinstance(answer, Part) else None
+
+    def trained(self, version: int, oldest_kept: int) -> None:
+        """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
+
+        Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
+        `close`, raises what the buffer said against this one.
+        """
+        self._hear()
+        trained = Trained(version=version, oldest_kept=oldest_kept)
+        self._told = asyncio.run_coroutine_threadsafe(self.client.expect(trained, Noted), self._loop)
+
+    def _hear(self) -> None:
+        if self._told and self._told.done():
+            self._told.result()
+
+    @property
+    def client(self) -> Client:
+        """The connection."""
+        assert self._client, "closed"
+        return self._client
+
+    def close(self) -> None:
+        """End the connection and its thread; the last word to the buffer gets LAST_WORD_S to be heard."""
+        if not self._thread.is_alive():
+            return
+        told, self._told = self._told, None
+        heard = bool(told and wait([told], LAST_WORD_S).done)
+        if told and not heard:
+            log.warning("the buffer at %s did not hear that the last batch was trained", self.address)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._client = None
+        if told and heard:
+            told.result()
+
+    async def _end(self) -> None:
+        given_up = asyncio.all_tasks() - {asyncio.current_task()}
+        if self._client:
+            await self._client.__aexit__(None, None, None)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(self.timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{what}: the buffer at {self.address} gave no answer in {self.timeout_s:g} s; {self._reason(what)}"
+            ) from None
+        finally:
+            future.cancel()
+
+    def _reason(self, what: str) -> str:
+        if not self._client:
+            return "is it running? (`python -m buffer CONFIG`)"
+        asked = asyncio.run_coroutine_threadsafe(self._client.expect(Status(), State), self._loop)
+        try:
+            state = asked.result(2.0)
+        except (TimeoutError, RefusedError):
+            asked.cancel()
+            return "it answers nothing at all: is it running?"
+        return next((waiter.why for waiter in state.waiters if waiter.kind == what), "it does not say why")

@@ -1,0 +1,237 @@
+"""`Client`: one process's connection to the buffer. Used through `Samples` and `Batches` of `buffer/wire/client.py`.
+
+A request is sent, and sent again, until it is answered: on a new connection, when the buffer has restarted (it answers
+`Stranger`), and every now and then in between. Several may be out at once. Waits for the buffer's answers, which take
+as long as the buffer pleases; while the buffer cannot be reached it warns at growing intervals and goes on trying.
+"""
+
+import asyncio
+import logging
+import struct
+import time
+import uuid
+from types import TracebackType
+from typing import Literal, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from buffer.wire.curve import ClientKeys
+from buffer.wire.protocol import ANSWERS, PROTOCOL, Frame, Hello, Message, Refused, Stranger, Welcome, pack, unpack
+
+log = logging.getLogger(__name__)
+SLOWEST = 12
+"""An unanswered request is repeated at growing intervals, at most `SLOWEST * retry_s` apart."""
+Answer = TypeVar("Answer", bound=Message)
+
+OPTIONS = {
+    zmq.IMMEDIATE: 1,  # queue nothing without a connection: what is unanswered is sent anew on the next one
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 0,
+    zmq.RCVHWM: 0,
+    zmq.RECONNECT_IVL: 50,  # ms
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.HEARTBEAT_IVL: 5000,  # a dead network is a lost connection after HEARTBEAT_TIMEOUT ms
+    zmq.HEARTBEAT_TIMEOUT: 15000,
+}
+LOST = {
+    zmq.EVENT_DISCONNECTED: "the connection broke",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it want other keys (<run>/keys), or none?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it wants keys, or none: compare buffer.address and <run>/keys",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key: copy <run>/keys from the buffer's machine",
+}
+
+
+class RefusedError(RuntimeError):
+    """The buffer refused a request; `reason` is one line for people."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Client:
+    """An async context manager, entered once the buffer has said Welcome.
+
+    `async with` raises RefusedError when the buffer refuses the process: other protocol, other config.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        role: Literal["rollout", "learner", "observer"],
+        fingerprint: str = "",
+        serves: str | None = None,
+        retry_s: float = 5.0,
+        keys: ClientKeys | None = None,
+        late_s: float = 10.0,
+    ) -> None:
+        self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
+        self.late_s = late_s
+        """Silence of the buffer after which a first warning is due; each further one after twice the time."""
+        self.token = uuid.uuid4().hex
+        self.welcome: Welcome | None = None
+        self._hello = Hello(
+            name=name, token=self.token, role=role, protocol=PROTOCOL, fingerprint=fingerprint, serves=serves
+        )
+        self._hello_number = self._number = 0
+        self._pending: dict[int, tuple[Frame, asyncio.Future[Message]]] = {}
+        self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
+        self.problem = "nobody answers"
+        """What was last seen to be wrong with the connection."""
+        self._fatal: BaseException | None = None
+
+    async def __aenter__(self) -> "Client":
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IPV6, "[" in self.address)
+        self._socket.setsockopt(zmq.IDENTITY, self.token.encode())  # one process, one identity, through all connections
+        if self.keys:
+            self._socket.curve_serverkey = self.keys.server_public
+            self._socket.curve_publickey, self._socket.curve_secretkey = self.keys.public, self.keys.secret
+        self._monitor = self._socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._lost.set()
+        self._socket.connect(self.address)
+        self._tasks = [asyncio.create_task(task) for task in (self._read(), self._watch(), self._keep())]
+        for task in self._tasks:
+            task.add_done_callback(self._died)
+        try:
+            await self._welcomed.wait()
+            if self._fatal:
+                raise self._fatal
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def request(self, message: Message) -> Message:
+        """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason."""
+        if self._fatal:
+            raise self._fatal
+        frame = pack(self._next(), message)
+        if self.welcome and len(frame) > self.welcome.max_message:
+            limit = self.welcome.max_message / 2**20
+            size = f"{type(message).__name__} of {len(frame) / 2**20:.1f} MiB"
+            raise RefusedError(f"{size} exceeds buffer.max_message_mib ({limit:g}): raise it, or make answers shorter")
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        number, wait_s = self._number, self.retry_s
+        self._pending[number] = frame, answer
+        try:
+            if self._welcomed.is_set():  # else it goes out after Welcome
+                self._send(frame)
+            while not (await asyncio.wait({answer}, timeout=wait_s))[0]:
+                wait_s = min(2 * wait_s, SLOWEST * self.retry_s)
+                if self._welcomed.is_set():
+                    self._send(frame)
+            return answer.result()
+        finally:
+            del self._pending[number]
+
+    async def expect(self, message: Message, kind: type[Answer]) -> Answer:
+        """`request` for a message with one kind of answer."""
+        answer = await self.request(message)
+        if not isinstance(answer, kind):
+            raise RefusedError(f"{type(message).__name__} was answered with {type(answer).__name__}")
+        return answer
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _send(self, frame: Frame) -> None:
+        sent = self._socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
+        assert isinstance(sent, asyncio.Future)
+        error = sent.exception()
+        if error and not isinstance(error, zmq.Again):  # Again: not connected
+            raise error
+
+    def _hail(self) -> None:
+        """Say Hello: on a new connection, to a buffer that calls us a stranger, or again since nothing was heard."""
+        self._welcomed.clear()
+        self._lost.set()
+        self._hello_number = self._next()
+        self._send(pack(self._hello_number, self._hello))
+
+    async def _read(self) -> None:
+        while True:
+            number, answer = unpack(await self._socket.recv(), ANSWERS)
+            if number == self._hello_number:
+                self._greeted(answer)
+            elif isinstance(answer, Stranger):
+                if self._welcomed.is_set():  # else we are introducing ourselves already
+                    self._hail()
+            elif number in self._pending and not self._pending[number][1].done():
+                waiting = self._pending[number][1]
+                if isinstance(answer, Refused):
+                    waiting.set_exception(RefusedError(answer.reason))
+                else:
+                    waiting.set_result(answer)
+
+    def _greeted(self, answer: Message) -> None:
+        if isinstance(answer, Refused):
+            raise RefusedError(answer.reason)
+        assert isinstance(answer, Welcome)
+        self.welcome = answer
+        self._lost.clear()
+        self._welcomed.set()
+        for frame, _ in self._pending.values():
+            self._send(frame)
+
+    async def _watch(self) -> None:
+        while True:
+            (event, _) = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._hail()
+            else:
+                if event != zmq.EVENT_DISCONNECTED or self._welcomed.is_set():  # else an earlier event says more
+                    self.problem = LOST[event]
+                self._welcomed.clear()
+                self._lost.set()
+
+    async def _keep(self) -> None:
+        """Repeat an unanswered Hello, and warn."""
+        while True:
+            await self._lost.wait()
+            since, due_s = time.monotonic(), self.late_s
+            while self._lost.is_set():
+                try:
+                    async with asyncio.timeout(self.retry_s):
+                        await self._welcomed.wait()
+                except TimeoutError:
+                    self._hail()
+                    if (silent_s := time.monotonic() - since) >= due_s:
+                        log.warning("buffer %s out of reach for %.0f s: %s", self.address, silent_s, self.problem)
+                        due_s = silent_s + min(silent_s, 600.0)
+
+    def _died(self, task: asyncio.Task[None]) -> None:
+        """One of our tasks ended, with the refusal of our Hello or a broken answer: so does every request."""
+        if task.cancelled() or not (error := task.exception()):
+            return
+        self._fatal = error
+        for other in self._tasks:
+            other.cancel()
+        self._welcomed.set()  # whoever waits at the door is told
+        for _, answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def _close(self) -> None:
+        for _, answer in self._pending.values():
+            answer.cancel()  # nobody is left to hear it; who still waits is cancelled too
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+            self._context.term()

@@ -1,0 +1,165 @@
+"""The buffer's socket: a ZeroMQ ROUTER in one event loop, in front of `buffer/wire/requests.py`. Run by `python -m buffer`.
+
+Waits for messages, for the desk's next deadline, or for the disk. Takes all messages that are there, has the desk apply
+them, commits what they changed in one transaction, and only then sends the answers: what is acknowledged is on disk.
+What arrives meanwhile waits in ZeroMQ's queues for the next one: in a thread of its own the commit was slower, for what
+it does between two waits for the disk takes Python's lock. While the disk is full, nothing is received or answered; the
+commit is tried again until there is room.
+"""
+
+import asyncio
+import errno
+import logging
+import sqlite3
+import time
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from buffer.wire.curve import ServerKeys, is_loopback, split
+from buffer.wire.protocol import Frame
+from buffer.wire.requests import Desk
+
+log = logging.getLogger(__name__)
+MESSAGES, BYTES = 1024, 64 * 2**20
+"""What one commit gathers at most."""
+COPIED = 2**16
+"""Answers beyond this are sent from where they are."""
+RETRY_S = 1.0, 15.0
+"""First and longest wait before a failed commit is tried again."""
+PASSING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a commit that end by themselves, or once somebody makes room: SQLite's, the system's."""
+
+OPTIONS = {
+    zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
+    zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
+    zmq.LINGER: 1000,
+    zmq.BACKLOG: 1024,
+    zmq.HEARTBEAT_IVL: 5000,
+    zmq.HEARTBEAT_TIMEOUT: 15000,
+}
+
+
+class ListenError(ValueError):
+    """The address cannot be listened on; the text names it and the remedy."""
+
+
+class Server:
+    """Async context manager: bound once entered, closed when left. `address` is the bound one."""
+
+    def __init__(self, address: str, max_message: int, keys: ServerKeys | None = None) -> None:
+        if keys is None and not is_loopback(address):
+            raise ListenError(
+                f"buffer.address {address} is beyond loopback and there are no keys: make them with "
+                "`python -m buffer keys CONFIG`, or listen on tcp://127.0.0.1:PORT"
+            )
+        self.address, self.keys = address, keys
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+        """The same socket, for what is done without waiting: a future for each message would cost more than it."""
+        self._auth: AsyncioAuthenticator | None = None
+        for option, value in OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # the desk refuses, in words, from max_message on
+
+    async def __aenter__(self) -> "Server":
+        try:
+            if self.keys:
+                self._lock(self.keys)
+            self._bind()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._auth:
+            self._auth.stop()
+        self._socket.close()
+        self._context.term()
+
+    def _lock(self, keys: ServerKeys) -> None:
+        self._auth = AsyncioAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback("*", keys)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+
+    def _bind(self) -> None:
+        host, port = split(self.address)
+        try:
+            self._socket.bind(f"tcp://127.0.0.1:{port}" if host == "localhost" else self.address)
+        except zmq.ZMQError as error:
+            busy = error.errno == zmq.EADDRINUSE
+            advice = (
+                "another process listens there: stop it, or choose another port"
+                if busy
+                else "it must be of this machine"
+            )
+            raise ListenError(f"buffer.address {self.address}: {error.strerror}; {advice}") from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def serve(self, desk: Desk) -> None:
+        """Serve until cancelled. It has committed and answered everything it received then, unless the disk is full."""
+        deadline: float | None = None
+        while True:
+            await self._wake(deadline)
+            received, more = self._receive()
+            now = time.monotonic()
+            for frames in received:
+                desk.receive(frames, now)
+            if not more:  # a server is silent only if nothing of it waits to be read
+                deadline = desk.expire(now)
+            desk.settle(now)
+            await self._commit(desk)
+
+    async def _wake(self, deadline: float | None) -> None:
+        """Wait for a message or for `deadline`."""
+        if self._plain.poll(0):
+            return await asyncio.sleep(0)  # signals want to be heard too
+        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        await self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
+
+    def _receive(self) -> tuple[list[list[Frame]], bool]:
+        """All messages that are there, up to what one commit gathers; and whether there may be more."""
+        received: list[list[Frame]] = []
+        gathered = 0
+        while len(received) < MESSAGES and gathered < BYTES:
+            try:
+                identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return received, False
+            received.append([identity.bytes, *(frame.buffer for frame in rest)])
+            gathered += sum(map(len, rest))
+        return received, True
+
+    async def _commit(self, desk: Desk) -> None:
+        """Write what changed, then answer."""
+        wait_s, longest_s = RETRY_S
+        transaction = desk.changes()
+        while transaction:
+            try:
+                desk.commit(transaction)
+                break
+            except (sqlite3.OperationalError, OSError) as error:
+                if not _passing(error):
+                    raise
+                where = desk.means.store.path
+                log.error("%s: %s; nothing is acknowledged until this ends: make room on its disk", where, error)
+                await asyncio.sleep(wait_s)  # no event tells of free space
+                wait_s = min(2 * wait_s, longest_s)
+        for answer in desk.answers():
+            self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPIED)
+
+
+def _passing(error: sqlite3.OperationalError | OSError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    return bool({error.sqlite_errorcode, error.sqlite_errorcode & 0xFF} & PASSING)

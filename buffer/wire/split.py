@@ -1,0 +1,52 @@
+"""Cutting a batch into one part for each learner rank, balanced by tokens. Pure; used by `buffer/wire/handlers.py`."""
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from buffer.ledger.types import Facts
+from buffer.wire.protocol import Part
+
+
+def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
+    """Positions of samples for each of `world` ranks: longest first, each to the rank with the fewest tokens so far.
+
+    The same input gives every rank, at every repetition, the same cut. No rank exceeds the mean by more than one
+    sample. Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`
+    """
+    ranks: list[list[int]] = [[] for _ in range(world)]
+    loads = [(0, rank) for rank in range(world)]
+    for position in sorted(range(len(tokens)), key=lambda position: (-tokens[position], position)):
+        load, rank = heapq.heappop(loads)
+        ranks[rank].append(position)
+        heapq.heappush(loads, (load + tokens[position], rank))
+    return [sorted(positions) for positions in ranks]
+
+
+def parts(version: int, world: int, groups: Sequence[tuple[int, int, Sequence[tuple[bytes, Facts]]]]) -> list[Part]:
+    """The parts of batch `version`: `groups` are (item, dispatch version, samples, packed and their facts), in the
+    batch's order."""
+    samples: list[dict[str, Any]] = []
+    facts: list[Facts] = []
+    for item, dispatched, group in groups:
+        rewards = [fact.reward for _, fact in group]
+        facts += [fact for _, fact in group]
+        samples += [
+            {"item": item, "index": index, "dispatched": dispatched, "rewards": rewards, "sample": data}
+            for index, (data, _) in enumerate(group)
+        ]
+    return [
+        Part.model_validate(  # of plain values: one call for all samples
+            {
+                "version": version,
+                "rank": rank,
+                "world": world,
+                "samples": [samples[position] for position in positions],
+                "total_groups": len(groups),
+                "total_samples": len(samples),
+                "total_tokens": sum(fact.tokens for fact in facts),
+                "total_sampled": sum(fact.sampled for fact in facts),
+            }
+        )
+        for rank, positions in enumerate(cut([fact.tokens for fact in facts], world))
+    ]

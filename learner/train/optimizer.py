@@ -1,0 +1,56 @@
+"""AdamW over the sharded master weights: clipped by the global norm, its rate a function of the version alone.
+
+`update` is a collective. A gradient that is not finite changes nothing, on any rank: the norm that tells is the same on
+all. Used by `learner.step`; `learner.checkpoint` keeps its state.
+"""
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from configs.schema import LearnerConfig
+from learner.model.policy import Policy
+
+FLOOR = 0.1
+"""Share of the rate at which `linear` and `cosine` end."""
+
+
+class Optimizer:
+    """`adamw` is torch's; a version is one `update`, made or skipped."""
+
+    def __init__(self, policy: Policy, config: LearnerConfig, versions: int) -> None:
+        self.config, self.versions = config, versions
+        self.adamw = torch.optim.AdamW(
+            [parameter for parameter in policy.parameters() if parameter.requires_grad],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def rate(self, version: int) -> float:
+        """Learning rate of the step from `version` to `version + 1`."""
+        warmup = self.config.warmup_versions
+        if version < warmup:
+            return self.config.lr * (version + 1) / warmup
+        done = min((version - warmup) / max(self.versions - 1 - warmup, 1), 1.0)
+        falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return self.config.lr * (FLOOR + (1 - FLOOR) * falling[self.config.schedule])
+
+    def update(self, version: int) -> dict[str, float]:
+        """Apply the gradients and clear them; the figures are the same on all ranks."""
+        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        finite = bool(norm.isfinite())
+        rate = self.rate(version)
+        if finite:
+            clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            self.adamw.step()
+        self.adamw.zero_grad()
+        return {"lr": rate, "gradient/skipped": float(not finite)} | ({"gradient/norm": float(norm)} if finite else {})

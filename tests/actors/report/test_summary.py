@@ -1,0 +1,145 @@
+"""The report of a finished run: what it reads, what it writes, what it says."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.report import summary
+from actors.report.samples import stored
+from actors.watch.curve import braille
+from actors.watch.metrics_log import Records, moving_mean
+from buffer.store.segments import Segments, folder_of
+from buffer.store.sql import APPLICATION, SCHEMA, TABLES
+from buffer.wire.protocol import Array, Sample
+from configs.load import load, write
+
+
+def sample(answer: str) -> bytes:
+    one = np.array([1, 2])
+    return Sample(
+        tokens=Array.of(one.astype(np.int32)),
+        sampled=Array.of(np.array([0, 1], np.uint8)),
+        logprobs=Array.of(np.array([0, -0.5], np.float32)),
+        versions=Array.of(np.array([-1, 3], np.int32)),
+        reward=1.0,
+        finish="stop",
+        answer=answer,
+    ).pack()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of 40 versions whose learner restored version 20 once."""
+    (tmp_path / "model").mkdir()
+    words = [f"run.folder: {tmp_path}", "run.name: toy", "run.versions: 40", f"model.path: {tmp_path}/model"]
+    words += [f"data.train: {tmp_path}/p.jsonl", "reward.function: countdown", "batch.max_staleness: 3"]
+    overrides = [f"--{word.replace(': ', '=')}" for word in words]
+    folder = tmp_path / "toy"
+    write(load(overrides), folder / "config.yaml")
+    rows = [
+        {"version": v, "reward/mean": v / 40, "length/mean": 9.0, "age/mean": 1.0, "age/max": v % 3}
+        for v in range(1, 30)
+    ]
+    rows += [{"version": v, "reward/mean": 0.5 + v / 80, "age/max": 2} for v in range(21, 41)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"version": 41, "rew')
+    (folder / "checkpoints" / "v000020" / "state").mkdir(parents=True)
+    exported = folder / "checkpoints" / "v000040" / "huggingface"
+    exported.mkdir(parents=True)
+    (exported / "config.json").write_text("{}")
+    return folder
+
+
+def store(run: Path) -> None:
+    db = sqlite3.connect(run / "buffer.sqlite")
+    db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
+    prompts = [{"prompt": [{"role": "user", "content": "8 6 4=2"}]}, {"problem": "What <b> is 1+1?"}]
+    for row, prompt in enumerate(prompts):
+        db.execute("INSERT INTO problems VALUES (?, ?)", (row, json.dumps(prompt)))
+    samples = Segments(folder_of(run / "buffer.sqlite"), 1, 0)
+    for item, (row, batch) in enumerate([(0, 0), (1, 0), (0, 39), (1, 39), (0, -1)]):
+        data = sample(f"answer {item} <i>")
+        with samples.appended({item: [data]}) as places:
+            place = places[item]
+        values = f"{item}, {row}, 0, 'trained', '', 0, 's', 1, 1, 1, {batch}, 1, 2, 1, 0, 0, 0, 0, 9"
+        db.execute(f"INSERT INTO items VALUES ({values})")
+        where = (place.segment, place.position, len(data))
+        db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?, ?, ?)", (item, batch / 39, *where))
+    samples.close()
+    db.commit()
+    db.close()
+
+
+def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store(run)
+    assert summary.main([str(run)]) == 0
+    said = capsys.readouterr().out
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    html = (run / "report.html").read_text()
+    assert "data:image/png;base64," in html and "http" not in html
+    assert "batch.max_staleness<td>3" in html
+    assert "answer 0 &lt;i&gt;" in html and "<i>" not in html
+    assert f"vllm serve {run / 'checkpoints' / 'v000040' / 'huggingface'}" in said
+    assert (
+        "before (batch 0, reward 0.00): 8 6 4=2" in said and "after (batch 39, reward 1.00): What <b> is 1+1?" in said
+    )
+    assert "first 5 versions 0.075" in said and "last 20 versions 0.881" in said
+    assert "largest age 2 (batch.max_staleness 3)" in said
+
+
+def test_evaluation_comes_before_stored_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store(run)
+    example = {"problem": {"problem": "5 5 5=5"}, "answer": "5-5+5", "reward": 1}
+    models = [
+        {"model": name, "reward": reward, "solved": reward, "examples": [example]}
+        for name, reward in (("initial", 0.25), ("trained", 0.75))
+    ]
+    (run / "evaluation.json").write_text(json.dumps({"models": models}))
+    assert summary.main([str(run / "config.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "reward 0.250  solved 25.0%  initial" in said and "reward 0.750  solved 75.0%  trained" in said
+    assert "5 5 5=5" in said and "8 6 4=2" not in said
+    assert "<td>trained<td>0.750<td>75.0%" in (run / "report.html").read_text()
+
+
+def test_a_broken_evaluation_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "evaluation.json").write_text('{"model": 3}')
+    assert summary.main([str(run)]) == 2
+    assert "evaluation.json: not what `python -m rollout evaluate` writes" in capsys.readouterr().err
+
+
+def test_no_records_no_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").unlink()
+    assert summary.main([str(run)]) == 1
+    assert summary.main([str(run.parent)]) == 2
+    said = capsys.readouterr().err
+    assert "no records yet" in said and "no config.yaml" in said
+
+
+def test_records_of_a_restored_version_replace_the_old_ones(run: Path) -> None:
+    records = Records(run / "metrics.jsonl")
+    assert len(records.read()) == 49 and records.read() == []
+    assert records.column("reward/mean")[0] == list(range(1, 41))
+    assert records.by_version[25]["reward/mean"] == 0.5 + 25 / 80
+    assert records.column("length/mean")[0] == list(range(1, 21))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('ard/mean": 1.0}\nnot json\n')
+    assert [record["version"] for record in records.read()] == [41]
+
+
+def test_moving_mean_looks_back_only() -> None:
+    assert moving_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+
+
+def test_no_file_no_samples(tmp_path: Path) -> None:
+    assert stored(tmp_path / "buffer.sqlite") == ([], [])
+
+
+def test_curve_rises_from_bottom_left_to_top_right() -> None:
+    lines = [line[9:] for line in braille([float(i) for i in range(100)], width=10, height=4)]
+    assert [len(line) for line in lines] == [10] * 4
+    assert lines[0][-1] != "\u2800" == lines[0][0]
+    assert lines[-1][0] != "\u2800" == lines[-1][-1]
+    assert braille([0.5], height=1)[0].startswith("   0.500 ")

@@ -1,0 +1,162 @@
+"""A keeper with real processes: restart, give-up, drain, force, log, and that nothing is left of what it started."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.supervise.keeper import FINAL, Event, Keeper, Process, Restarts
+
+QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=3)
+FAMILY = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(60)"])
+far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print("family", os.getpid(), child.pid, far.pid, flush=True)
+"""
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
+    made = []
+
+    def make(code: str, restarts: Restarts = QUICK, role: str = "rollout") -> Keeper:
+        argv = (sys.executable, "-c", code)
+        log = tmp_path / "logs" / "it.log"
+        made.append(Keeper(Process("it", role, argv, log, str(tmp_path), restarts=restarts)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for keeper in made:
+        keeper.kill()
+
+
+def until(keeper: Keeper, wanted: Callable[[Event], bool], limit_s: float = 60.0) -> list[Event]:
+    """Events up to the first one that is wanted."""
+    seen: list[Event] = []
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for event in keeper.events(seen[-1].number if seen else 0, 1.0):
+            seen.append(event)
+            if wanted(event):
+                return seen
+    raise AssertionError(f"it did not happen: {seen}")
+
+
+def family(keeper: Keeper) -> list[int]:
+    line = until(keeper, lambda event: event.text.startswith("family"))[-1].text
+    return [int(pid) for pid in line.split()[1:]]
+
+
+def gone(pids: list[int], limit_s: float = 5.0) -> bool:
+    """Do all of them end?"""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(processes, timeout=limit_s)[1]
+
+
+def test_output_is_told_and_filed(keep: Callable[..., Keeper], tmp_path: Path) -> None:
+    keeper = keep("import sys; print('one'); print('0%\\r50%\\r100%'); print('two', file=sys.stderr)")
+    events = until(keeper, lambda event: event.kind in FINAL)
+    assert [event.kind for event in events if event.kind != "line"] == ["started", "ended"]
+    assert sorted(event.text for event in events if event.kind == "line") == ["100%", "one", "two"]
+    assert events[-1].code == 0
+    filed = (tmp_path / "logs" / "it.log").read_text()
+    assert "one\n" in filed and "two\n" in filed and "--- it ended" in filed
+
+
+def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[..., Keeper]) -> None:
+    keeper = keep(FAMILY + "time.sleep(60)")
+    first = family(keeper)
+    os.kill(first[0], signal.SIGKILL)
+    events = until(keeper, lambda event: event.kind == "failed")
+    assert events[-1].code == 137
+    assert gone(first, 0.5)
+    until(keeper, lambda event: event.text.startswith("family") and str(first[0]) not in event.text.split())
+
+
+def test_restarts_back_off_and_end_with_the_last_lines(keep: Callable[..., Keeper]) -> None:
+    keeper = keep("print('no such luck'); raise SystemExit(3)")
+    events = until(keeper, lambda event: event.kind in FINAL)
+    told = [event for event in events if event.kind in ("failed", "gave_up")]
+    assert [event.kind for event in told] == ["failed", "failed", "gave_up"]
+    assert "again in 0.05 s" in told[0].text and "again in 0.1 s" in told[1].text
+    assert "exit code 3" in told[2].text and "no such luck" in told[2].text
+
+
+def test_slow_failures_do_not_add_up(keep: Callable[..., Keeper]) -> None:
+    keeper = keep("raise SystemExit(3)", Restarts(first_s=0.01, most_s=0.2, fast_s=0.0, failures=2))
+    seen: list[Event] = []
+    while sum(event.kind == "failed" for event in seen) < 4:
+        seen += keeper.events(seen[-1].number if seen else 0, 5.0)
+    assert all("again in 0.01 s" in event.text for event in seen if event.kind == "failed")
+
+
+def test_bad_input_is_not_tried_again(keep: Callable[..., Keeper]) -> None:
+    keeper = keep("print('data.train: nope: no such file'); raise SystemExit(2)")
+    events = until(keeper, lambda event: event.kind in FINAL)
+    assert [event.kind for event in events if event.kind != "line"] == ["started", "refused"]
+    assert events[-1].text == "data.train: nope: no such file"
+
+
+@pytest.mark.parametrize(("role", "kind"), [("rollout", "ended"), ("learner", "ended"), ("buffer", "failed")])
+def test_only_the_buffer_must_not_end(keep: Callable[..., Keeper], role: str, kind: str) -> None:
+    events = until(keep("pass", role=role), lambda event: event.kind in ("failed", *FINAL))
+    assert events[-1].kind == kind
+
+
+def test_drain_lets_the_process_finish(keep: Callable[..., Keeper]) -> None:
+    code = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
+    keeper = keep(code + "signal.sigwait({15})\nprint('finished', flush=True)")
+    until(keeper, lambda event: event.text == "ready")
+    keeper.drain(10.0)
+    events = until(keeper, lambda event: event.kind in FINAL)
+    assert [event.text for event in events if event.kind == "line"] == ["ready", "finished"]
+    assert (events[-1].kind, events[-1].code) == ("ended", 0)
+
+
+def test_drain_forces_what_does_not_end(keep: Callable[..., Keeper]) -> None:
+    keeper = keep("import signal\nsignal.signal(15, signal.SIG_IGN)\n" + FAMILY + "time.sleep(60)")
+    pids = family(keeper)
+    began = time.monotonic()
+    keeper.drain(0.3)
+    assert time.monotonic() - began < 30  # not the 60 of its sleep
+    assert gone(pids, 0.5)
+    assert until(keeper, lambda event: event.kind in FINAL)[-1].code == 137
+
+
+def test_drain_ends_a_pause_between_restarts(keep: Callable[..., Keeper]) -> None:
+    keeper = keep("raise SystemExit(1)", Restarts(first_s=60.0))
+    until(keeper, lambda event: event.kind == "failed")
+    keeper.drain(5.0)
+    assert until(keeper, lambda event: event.kind in FINAL)[-1].kind == "ended"
+
+
+def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    process = Process("it", "learner", ("/no/such/program",), tmp_path / "it.log", restarts=Restarts(failures=1))
+    events = until(Keeper(process), lambda event: event.kind in FINAL)
+    assert events[-1].kind == "gave_up" and "/no/such/program" in events[-1].text
+
+
+def test_nothing_outlives_a_keeper_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "keeper.py"
+    script.write_text(
+        "import sys, time\nfrom pathlib import Path\nfrom actors.keeper import Keeper, Process\n"
+        f"argv = (sys.executable, '-c', {FAMILY + 'time.sleep(60)'!r})\n"
+        f"keeper = Keeper(Process('it', 'rollout', argv, Path({str(tmp_path / 'it.log')!r})))\n"
+        "seen = 0\nwhile True:\n    for event in keeper.events(seen, 5):\n"
+        "        seen = event.number; print(event.text, flush=True)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with psutil.Popen([sys.executable, str(script)], stdout=-1, text=True, env=env) as keeper:
+        for line in keeper.stdout:
+            if line.startswith("family"):
+                break
+        pids = [int(pid) for pid in line.split()[1:]]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        keeper.kill()
+    assert gone(pids)

@@ -1,0 +1,141 @@
+"""The launcher with fake commands: how a run ends, and in which order. Through Ray: test_launch_ray.py."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actors.supervise.keeper import Event, Process, Restarts, Role
+from actors.supervise.supervisor import Run
+from tests.harness.fakes import NearbyKept
+
+QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
+STAYS = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("ready", flush=True)
+signal.sigwait({signal.SIGTERM})
+print("drained", flush=True)
+"""
+FAILS = "raise SystemExit(1)"
+STUBBORN = (
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(60)"
+)
+
+
+class Story:
+    """A run with commands of ours, and what was told of it."""
+
+    def __init__(self, folder: Path, **codes: str) -> None:
+        self.told: list[tuple[str, Event]] = []
+        self.said: list[str] = []
+        self.kept: list[NearbyKept] = []
+        self.processes = [process(name, code, folder) for name, code in codes.items()]
+        self.run = Run(self.processes, self.place, self.tell, self.say)
+        self.when: list[tuple[str, Callable[[], object]]] = []
+        """What to do when a text is said or printed, in this order."""
+
+    async def place(self, process: Process) -> NearbyKept:
+        self.kept.append(NearbyKept(process))
+        return self.kept[-1]
+
+    def tell(self, process: Process, event: Event) -> None:
+        self.told.append((process.name, event))
+        self.heard(f"[{process.name}] {event.text}")
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        self.heard(text)
+
+    def heard(self, text: str) -> None:
+        if self.when and self.when[0][0] in text:
+            self.when.pop(0)[1]()
+
+    def go(self) -> int:
+        return asyncio.run(asyncio.wait_for(self.run.go(), 60))
+
+    def lines(self, text: str) -> list[str]:
+        """Who printed `text`, in order."""
+        return [name for name, event in self.told if event.text == text]
+
+    def last(self, name: str) -> Event:
+        return [event for who, event in self.told if who == name][-1]
+
+
+def process(name: str, code: str, folder: Path) -> Process:
+    role: Role = "rollout" if name.startswith("rollout") else name  # type: ignore[assignment]
+    return Process(
+        name, role, (sys.executable, "-c", code), folder / "logs" / f"{name}.log", restarts=QUICK, drain_s=60.0
+    )
+
+
+def test_the_learners_end_is_the_runs_end(tmp_path: Path) -> None:
+    learner = "import time; time.sleep(0.5)"
+    story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, rollout_1=STAYS)
+    assert story.go() == 0
+    assert story.lines("drained")[-1] == "buffer" and sorted(story.lines("drained")) == [
+        "buffer",
+        "rollout_0",
+        "rollout_1",
+    ]
+    assert all(story.last(process.name).kind == "ended" for process in story.processes)
+
+
+def test_a_killed_learner_comes_back_and_finishes(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    learner = (
+        f"import os, pathlib; mark = pathlib.Path({str(mark)!r})\n"
+        "if not mark.exists():\n    mark.touch(); os.kill(os.getpid(), 9)\n"
+    )
+    story = Story(tmp_path, buffer=STAYS, learner=learner)
+    assert story.go() == 0
+    assert [event.code for _, event in story.told if event.kind == "failed"] == [137]
+
+
+def test_bad_input_of_one_stops_the_run_with_its_message(tmp_path: Path) -> None:
+    story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0="print('no model there'); raise SystemExit(2)")
+    assert story.go() == 2
+    assert any("rollout_0 refused its input:\nno model there" in said for said in story.said)
+
+
+def test_a_learner_that_cannot_be_kept_stops_the_run(tmp_path: Path) -> None:
+    story = Story(tmp_path, buffer=STAYS, learner="print('out of memory'); raise SystemExit(1)", rollout_0=STAYS)
+    assert story.go() == 1
+    assert any("learner could not be kept" in said and "out of memory" in said for said in story.said)
+
+
+def test_the_run_goes_on_while_a_server_is_left(tmp_path: Path) -> None:
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)"
+    story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, rollout_1=FAILS)
+    story.when = [("the run goes on", (tmp_path / "go").touch)]
+    assert story.go() == 0
+    assert story.last("rollout_1").kind == "gave_up"
+
+
+def test_the_run_stops_without_any_server(tmp_path: Path) -> None:
+    story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0=FAILS, rollout_1=FAILS)
+    assert story.go() == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_drains_the_learner_first(tmp_path: Path, number: int) -> None:
+    story = Story(tmp_path, buffer=STAYS, rollout_0=STAYS, learner=STAYS)
+    story.when = [("[learner] ready", lambda: os.kill(os.getpid(), number))]
+    assert story.go() == 128 + number
+    assert story.lines("drained")[0] == "learner" and story.lines("drained")[-1] == "buffer"
+    assert any("again to force quit" in said for said in story.said)
+
+
+def test_the_second_signal_kills(tmp_path: Path) -> None:
+    story = Story(tmp_path, buffer=STAYS, learner=STUBBORN)
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    story.when = [("[learner] ready", interrupt), ("draining learner", interrupt)]
+    began = time.monotonic()
+    assert story.go() == 130
+    assert time.monotonic() - began < 30  # its drain would take 60
+    assert story.last("learner").code == 137

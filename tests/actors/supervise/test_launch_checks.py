@@ -1,0 +1,114 @@
+"""What the launcher refuses before anything starts, and the commands it would start."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.supervise import launch
+from configs.load import load
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A command line that is in order, but for the model, of which there is only a config."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keys = {
+        "run.folder": tmp_path / "runs",
+        "model.path": tmp_path / "model",
+        "data.train": tmp_path / "p.jsonl",
+        "reward.function": "countdown",
+        "buffer.address": f"tcp://127.0.0.1:{port}",
+    }
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines on stderr of a launch that is refused."""
+    try:
+        code = launch.main(argv)
+    except SystemExit as ended:
+        code = ended.code  # type: ignore[assignment]
+    assert code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_busy_port_is_refused(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
+        (line,) = refused([*words, f"--buffer.address={address}"], capsys)
+    assert "buffer.address" in line and address in line and "another port" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_open_port_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = refused([*words, "--buffer.address=tcp://127.0.0.1:*"], capsys)
+    assert "buffer.address" in line and "name one" in line
+
+
+def test_data_without_the_columns_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"question": "1+1"}\n')
+    (line,) = refused(words, capsys)
+    assert "data.train" in line and "question" in line
+
+
+def test_a_missing_file_and_a_wrong_key_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert any("nope.parquet" in line for line in refused([*words, "--data.train=nope.parquet"], capsys))
+    (line,) = refused([*words, "--learner.lrr=1"], capsys)
+    assert "learner.lr" in line
+
+
+def test_the_commands_are_the_plain_ones(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = load([*words, "--rollout.servers=2", "--rollout.tensor_parallel=4", "--learner.ranks=8"])
+    found = launch.processes(config)
+    file = str(tmp_path / "runs" / "run" / "config.yaml")
+    assert [process.argv[1:] for process in found] == [
+        ("-m", "buffer", file),
+        ("-m", "learner", file),
+        ("-m", "rollout", file, "--name", "rollout-0"),
+        ("-m", "rollout", file, "--name", "rollout-1"),
+    ]
+    assert [process.gpus for process in found] == [0, 8, 4, 4]
+    assert found[3].log == tmp_path / "runs" / "run" / "logs" / "rollout-1.log"
+    env = found[0].env
+    assert env["HF_HUB_OFFLINE"] == "1" and "RAY_ADDRESS" not in env and "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_gpus_are_counted_only_where_there_are_any(words: list[str]) -> None:
+    found = launch.processes(load([*words, "--learner.ranks=2"]))
+    assert launch.gpus_missing(found, 0) is None and launch.gpus_missing(found, 3) is None
+    assert "takes 3 GPUs (learner 2, rollout-0 1) and Ray sees 2" in str(launch.gpus_missing(found, 2))
+
+
+def test_cuda_without_gpus_is_refused(words: list[str]) -> None:
+    found = launch.processes(load([*words, "--learner.device=cuda"]))
+    assert "learner" in str(launch.gpus_missing(found, 0, must=["learner"]))
+
+
+def test_the_config_file_is_the_one_every_process_reads(words: list[str]) -> None:
+    config = load(words)
+    assert load([str(launch.prepare(config))]) == config
+
+
+def test_help_and_unknown_commands() -> None:
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "actors", *argv], capture_output=True, text=True, check=False)
+
+    helped, unknown = run("--help"), run("lunch")
+    assert helped.returncode == 0 and all(word in helped.stdout for word in ("launch", "status", "report", "doctor"))
+    assert unknown.returncode == 2 and "launch" in unknown.stderr

@@ -1,0 +1,134 @@
+"""Who waits for whom: from a State that a buffer serves over a real socket, and from the files when it is dead."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from actors.watch import status
+from actors.watch.status import Wait, silent, waits
+from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome, pack, unpack
+from configs.load import load, write
+from configs.schema import Config
+
+WELCOME = Welcome(run="toy", token="t", max_message=1 << 20)
+WAITERS = [
+    Waiter(who="learner", kind="Take", why="batch 7 has 20 of 32 groups", seconds=3.25),
+    Waiter(who="rollout-1", kind="Ask", why="batch 7 must be formed first", seconds=8.0),
+]
+
+
+def state(waiters: list[Waiter], silent_s: float = 0.5) -> State:
+    servers = {
+        "rollout-0": {"version": 6, "leases": 12, "silent_s": 0.1, "stats": {"tokens_per_s": 812.0}},
+        "rollout-1": {"version": 6, "leases": 0, "silent_s": 0.2, "stats": {}},
+        "rollout-2": {"version": 4, "leases": 3, "silent_s": silent_s, "stats": {}},
+    }
+    return State(
+        version=7,
+        trained=6,
+        counts={"leased": 12, "stored": 20, "trained": 224},
+        dropped={"prompt of 2000 tokens": 3},
+        ages={0: 100, 1: 124},
+        bytes_stored=1000,
+        servers=servers,
+        waiters=waiters,
+        errors=0,
+    )
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[State], str]]:
+    """Start a buffer that knows two answers; its address."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    threads = []
+
+    def start(answer: State) -> str:
+        def loop() -> None:
+            while True:
+                try:
+                    who, frame = socket.recv_multipart()
+                except zmq.ContextTerminated:
+                    return socket.close(0)
+                number, asked = unpack(frame, REQUESTS)
+                words = WELCOME if isinstance(asked, Hello) else answer
+                socket.send_multipart([who, pack(number, words)])
+
+        threads.append(threading.Thread(target=loop))
+        threads[0].start()
+        return f"tcp://127.0.0.1:{port}"
+
+    yield start
+    if not threads:
+        socket.close(0)
+    context.term()
+    for thread in threads:
+        thread.join()
+
+
+def config(folder: Path, address: str) -> Config:
+    words = [
+        f"--run.folder={folder}",
+        "--run.name=toy",
+        "--model.path=m",
+        "--data.train=p.jsonl",
+        "--reward.function=math",
+    ]
+    return load([*words, f"--buffer.address={address}", "--rollout.servers=3", "--run.versions=60"])
+
+
+def test_a_learner_waits_for_servers_with_leases_and_a_server_for_the_learner(tmp_path: Path) -> None:
+    found = waits(state(WAITERS), config(tmp_path, "tcp://127.0.0.1:5600"))
+    assert found == [
+        Wait("rollout-1", "the learner", "batch 7 must be formed first", 8.0),
+        Wait("learner", "rollout-0, rollout-2", "batch 7 has 20 of 32 groups", 3.25),
+    ]
+
+
+def test_nobody_waits_for_a_server_that_fell_silent(tmp_path: Path) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:5600")
+    assert silent(state([], silent_s=10.5), settings) == ["rollout-2"]
+    assert [wait.whom for wait in waits(state(WAITERS[:1], silent_s=10.5), settings)] == ["rollout-0"]
+
+
+def test_status_of_a_live_run(
+    serve: Callable[[State], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path, serve(state(WAITERS)))
+    write(settings, settings.run.path / "config.yaml")
+    assert status.main([str(settings.run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "version 0 of 60" in said and "batch 7 is next, 7 trained" in said
+    assert "rollout-0, rollout-2" in said and "3.2 s" in said and "batch 7 has 20 of 32 groups" in said
+    assert "dropped 3: prompt of 2000 tokens" in said
+    assert "tokens_per_s 812" in said
+
+
+def test_status_of_a_dead_run_tells_what_the_files_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+    write(settings, tmp_path / "run.yaml")
+    (settings.run.path / "logs").mkdir(parents=True)
+    (settings.run.path / "checkpoints" / "v000020").mkdir(parents=True)
+    (settings.run.path / "logs" / "learner.log").write_text("first\nout of memory\n")
+    record = {"version": 21, "reward/mean": 0.5, "tokens_per_s": 100.0}
+    (settings.run.path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert status.main([str(tmp_path / "run.yaml")]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "does not answer" in said and "version 21 of 60" in said and "reward/mean 0.5" in said
+    assert "v000020" in said and "learner.log" in said and "out of memory" in said
+
+
+def test_status_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main([str(tmp_path)]) == 2
+    assert status.main([str(tmp_path / "nope.yaml")]) == 2
+    assert "no config.yaml" in capsys.readouterr().err
+
+
+def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:
+    assert asyncio.run(status.ask(config(tmp_path, "tcp://127.0.0.1:9"), 0.2)) is None

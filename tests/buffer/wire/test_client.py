@@ -1,0 +1,197 @@
+"""The asking ends: they wait, go on after restarts of the buffer, warn, and tell refusals."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from buffer.wire.client import Batches, RefusedError, Samples, heartbeats
+from tests.harness.buffer_process import Buffer, buffer, client, desk, free_port, group, in_loop, rollout
+
+
+@contextmanager
+def threaded(**changes) -> Iterator[Buffer]:
+    """A buffer in a thread, for those who block."""
+    ready: list[Buffer] = []
+    started, stop = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with buffer(desk(**changes)) as it:
+            ready.append(it)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert started.wait(30)
+    try:
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(5)
+        loop.close()
+
+
+@in_loop
+async def test_a_client_may_come_before_the_buffer():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    connecting = asyncio.create_task(client(address).__aenter__())
+    assert not (await asyncio.wait({connecting}, timeout=0.3))[0]
+    async with buffer(address=address):
+        connected = await connecting
+        assert connected.welcome.run == "test"
+        await connected.__aexit__(None, None, None)
+
+
+@in_loop
+async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path):
+    address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "buffer.sqlite"
+    first = buffer(desk(path, max_staleness=0), address)
+    await first.__aenter__()
+    async with rollout(address, retry_s=30.0) as samples, rollout(address, "rollout-1", retry_s=30.0) as other:
+        items = await other.ask(9)
+        asking, where = asyncio.create_task(samples.ask(9)), asyncio.create_task(samples.where(None))
+        await asyncio.sleep(0.1)
+        await first.__aexit__(None, None, None)
+        putting = asyncio.create_task(other.put(items[0], group(items[0].item)))
+        await asyncio.sleep(0.1)
+        async with buffer(desk(path, max_staleness=0), address):
+            began = time.monotonic()
+            assert (await putting).accepted
+            await other.fail(items[1], "for the test")
+            assert [item.item for item in await asking] == [items[1].item]
+            async with client(address, "learner-0", "learner", serves="tcp://127.0.0.1:7001"):
+                assert await where == "tcp://127.0.0.1:7001"
+            assert time.monotonic() - began < 10  # not a matter of the retry interval
+
+
+@in_loop
+async def test_a_refused_process_is_told_at_the_door_and_later_if_the_config_changes():
+    address = f"tcp://127.0.0.1:{free_port()}"
+    async with buffer(address=address):
+        with pytest.raises(RefusedError, match="eeee"):
+            async with client(address, fingerprint="e" * 16):
+                pass
+        known = await client(address).__aenter__()
+    asking = asyncio.create_task(Samples(known, lambda: 0).where(None))
+    async with buffer(desk(fingerprint="e" * 16), address):
+        with pytest.raises(RefusedError, match="eeee"):
+            await asking
+        with pytest.raises(RefusedError, match="eeee"):
+            await Samples(known, lambda: 0).ask(1)
+    await known.__aexit__(None, None, None)
+
+
+@in_loop
+async def test_silence_is_warned_of_at_growing_intervals_and_never_an_error(caplog):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    connecting = asyncio.create_task(client(address, retry_s=0.05, late_s=0.2).__aenter__())
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(1.2)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) in (2, 3)  # at equal intervals they would be 6
+    assert all(address in line for line in warnings)
+    async with buffer(address=address):
+        await (await connecting).__aexit__(None, None, None)
+
+
+@in_loop
+async def test_a_cancelled_ask_loses_nothing():
+    async with (
+        buffer(desk(max_staleness=0)) as it,
+        rollout(it.address) as samples,
+        rollout(it.address, "other") as other,
+    ):
+        held = await other.ask(9)
+        asking = asyncio.create_task(samples.ask(9))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.wait({asking})
+        await other.fail(held[0], "for the test")
+        assert [item.item for item in await samples.ask(9)] == [held[0].item]
+
+
+@in_loop
+async def test_leases_are_held_from_work_to_stored_and_revoked_once():
+    async with buffer(desk(lease_s=1.5)) as it, rollout(it.address) as samples:
+        items = await samples.ask(3)
+        assert samples.holding == {item.lease for item in items}
+        await samples.put(items[0], group(items[0].item))
+        await samples.fail(items[1], "the engine choked")
+        assert samples.holding == {items[2].lease}
+        await asyncio.sleep(2.0)
+        assert await samples.beat({}) == [items[2].lease]
+        assert await samples.beat({}) == []
+        late = await samples.put(items[2], group(items[2].item))
+        assert not late.accepted and late.reason
+
+
+@in_loop
+async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
+    stats: list[float] = []
+    async with buffer(desk(lease_s=2.0)) as it, rollout(it.address) as samples:
+        items = await samples.ask(1)
+        beating = asyncio.create_task(
+            heartbeats(samples, 0.5, lambda: stats.append(time.monotonic()) or {}, lambda revoked: None)
+        )
+        await asyncio.sleep(3.0)
+        assert (await samples.put(items[0], group(items[0].item))).accepted
+        number, began = len(stats), time.monotonic()
+        samples.nudged.set()
+        while len(stats) == number:
+            await asyncio.sleep(0.005)
+        assert stats[-1] - began < 0.3
+        assert not samples.nudged.is_set()
+        beating.cancel()
+
+
+def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
+    with threaded() as it, Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=3) as batches:
+        assert batches.rewind(0) == 0
+        with pytest.raises(TimeoutError) as caught:
+            batches.take(0)
+        assert it.address in str(caught.value) and "0 of 2 groups" in str(caught.value)
+
+        async def make() -> None:
+            async with rollout(it.address) as samples:
+                for item in await samples.ask(2):
+                    await samples.put(item, group(item.item))
+
+        taken = []
+        taking = threading.Thread(target=lambda: taken.append(batches.take(0)))
+        taking.start()
+        asyncio.run(make())
+        taking.join(30)
+        assert len(taken[0].samples) == 4
+        assert batches.take(0) == taken[0]
+        batches.trained(0, 0)
+        assert batches.rewind(0) == 1
+
+
+def test_batches_end_when_the_versions_do():
+    with threaded(versions=1) as it, Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5) as batches:
+        batches.rewind(1)
+        assert batches.take(1) is None
+
+
+def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close():
+    with threaded() as it:
+        batches = Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5)
+        batches.trained(7, 0)
+        with pytest.raises(RefusedError, match="the next batch is 0"):
+            batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_batches_without_a_buffer_or_with_another_config_fail_in_words():
+    nowhere = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(TimeoutError, match=nowhere):
+        Batches(nowhere, "learner-0", "f" * 16, 0, 1, timeout_s=0.3)
+    with threaded() as it, pytest.raises(RefusedError, match="eeee"):
+        Batches(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=5)
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]

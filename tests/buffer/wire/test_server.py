@@ -1,0 +1,611 @@
+"""The buffer over real sockets: parking and waking, repetition and reordering, limits, restarts."""
+
+import asyncio
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from buffer.store.sqlite import Store
+from buffer.wire.client import Client, RefusedError, Samples, heartbeats
+from buffer.wire.protocol import (
+    ANSWERS,
+    PROTOCOL,
+    Ask,
+    Beat,
+    Finished,
+    Heartbeat,
+    Hello,
+    Item,
+    Message,
+    Noted,
+    Part,
+    Put,
+    Refused,
+    Rewind,
+    Rewound,
+    State,
+    Status,
+    Stored,
+    Stranger,
+    Take,
+    Trained,
+    Welcome,
+    Work,
+    pack,
+    unpack,
+)
+from buffer.wire.sample import facts_of
+from buffer.wire.server import Server
+from configs.load import fingerprint, load
+from tests.harness.buffer_process import Process, buffer, client, committed, desk, group, in_loop, process, rollout
+
+
+class Wire:
+    """A bare socket that says exactly what it is told to: repetitions, reorderings, nonsense."""
+
+    def __init__(self, address: str, identity: bytes = b"wire") -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.connect(address)
+
+    async def __aenter__(self) -> "Wire":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.socket.close(0)
+        self.context.term()
+
+    async def say(self, number: int, message: Message) -> None:
+        await self.socket.send(pack(number, message))
+
+    async def hear(self) -> tuple[int, Message]:
+        return unpack(await asyncio.wait_for(self.socket.recv(), 20), ANSWERS)
+
+    async def ask(self, number: int, message: Message) -> Message:
+        await self.say(number, message)
+        heard, answer = await self.hear()
+        assert heard == number
+        return answer
+
+    async def silent(self, seconds: float = 0.15) -> bool:
+        return not await self.socket.poll(round(seconds * 1000))
+
+
+def hello(name: str = "rollout-0", token: str = "t", role: str = "rollout", **changes: object) -> Hello:
+    fields = dict(name=name, token=token, role=role, protocol=PROTOCOL, fingerprint="f" * 16)
+    return Hello(**fields | changes)  # type: ignore[arg-type]
+
+
+async def make_groups(samples: Samples, items: list[Item]) -> None:
+    for item in items:
+        assert (await samples.put(item, group(item.item, item.version))).accepted
+
+
+async def take(connection: Client, version: int, rank: int = 0, world: int = 1) -> Part:
+    return await connection.expect(Take(version=version, rank=rank, world=world), Part)
+
+
+async def train(connection: Client, version: int) -> None:
+    await connection.expect(Trained(version=version, oldest_kept=0), Noted)
+
+
+def items_of(part: Part) -> list[int]:
+    return sorted({sample.item for sample in part.samples})
+
+
+# who may speak
+
+
+@in_loop
+async def test_a_stranger_is_told_to_say_hello_first():
+    async with buffer() as it, Wire(it.address) as wire:
+        assert await wire.ask(1, Ask(server="rollout-0", request=1, version=0, room=1)) == Stranger()
+        await wire.ask(2, hello())
+        assert isinstance(await wire.ask(3, Ask(server="rollout-0", request=1, version=0, room=1)), Work)
+
+
+@pytest.mark.parametrize(
+    ("change", "values"),
+    [
+        ({"protocol": PROTOCOL + 1}, (str(PROTOCOL), str(PROTOCOL + 1))),
+        ({"fingerprint": "e" * 16}, ("f" * 16, "e" * 16)),
+    ],
+)
+@in_loop
+async def test_another_protocol_or_config_is_refused_with_both_values(change, values):
+    async with buffer() as it, Wire(it.address) as wire:
+        answer = await wire.ask(1, hello(**change))
+        assert isinstance(answer, Refused)
+        assert all(value in answer.reason for value in values)
+        assert await wire.ask(2, Status()) == Stranger()
+
+
+@in_loop
+async def test_an_observer_needs_no_config():
+    async with buffer() as it, client(it.address, "stats", "observer", fingerprint="") as observer:
+        state = await observer.expect(Status(), State)
+        assert (state.version, state.trained, state.errors) == (0, -1, 0)
+
+
+@in_loop
+async def test_a_restarted_server_ends_the_leases_of_its_former_self_who_may_not_come_back():
+    async with buffer() as it, Wire(it.address, b"old") as old, Wire(it.address, b"new") as new:
+        await old.ask(1, hello(token="old"))
+        first = await old.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
+        await new.ask(1, hello(token="new"))
+        again = await new.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
+        assert [item.item for item in again.items] == [item.item for item in first.items]
+        assert {item.lease for item in again.items}.isdisjoint(item.lease for item in first.items)
+        assert await old.ask(3, Status()) == Stranger()
+        refused = await old.ask(4, hello(token="old"))
+        assert isinstance(refused, Refused) and "rollout-0" in refused.reason
+
+
+@in_loop
+async def test_a_server_speaks_for_itself_only():
+    async with buffer() as it, Wire(it.address) as wire:
+        await wire.ask(1, hello())
+        answer = await wire.ask(2, Heartbeat(server="rollout-1", version=0, holding=[]))
+        assert isinstance(answer, Refused) and "rollout-1" in answer.reason
+
+
+# waiting
+
+
+@in_loop
+async def test_an_ask_waits_until_a_batch_is_formed():
+    async with (
+        buffer(desk(max_staleness=0)) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        items = await samples.ask(8)
+        assert len(items) == 2  # batch 0 is all that may be open when synchronous
+        more = asyncio.create_task(samples.ask(8))
+        await make_groups(samples, items)
+        assert not (await asyncio.wait({more}, timeout=0.15))[0]
+        await take(learner, 0)
+        assert not (await asyncio.wait({more}, timeout=0.15))[0]  # the policy is still version 0
+        samples._version = lambda: 1
+        await samples.beat({})
+        assert [item.version for item in await more] == [1, 1]
+
+
+@in_loop
+async def test_a_heartbeat_with_a_new_version_wakes_the_parked_ask_with_that_version():
+    async with (
+        buffer(desk(max_staleness=0)) as it,
+        Wire(it.address) as wire,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        await wire.ask(1, hello())
+        work = await wire.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
+        for number, item in enumerate(work.items, 3):
+            packed = [sample.pack() for sample in group(item.item)]
+            await wire.ask(number, Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed))
+        await take(learner, 0)
+        await wire.say(5, Ask(server="rollout-0", request=2, version=0, room=2))
+        assert await wire.silent()
+        await wire.say(6, Heartbeat(server="rollout-0", version=1, holding=[]))
+        answers = dict([await wire.hear(), await wire.hear()])
+        assert answers[6] == Beat(revoked=[])
+        assert [item.version for item in answers[5].items] == [1, 1]
+
+
+@in_loop
+async def test_a_newer_ask_takes_the_place_of_the_parked_one():
+    async with buffer(desk(max_staleness=0)) as it, Wire(it.address) as wire, Wire(it.address, b"other") as other:
+        await wire.ask(1, hello())
+        await other.ask(1, hello("rollout-1"))
+        all_there_is = await other.ask(2, Ask(server="rollout-1", request=1, version=0, room=9))
+        await wire.say(2, Ask(server="rollout-0", request=1, version=0, room=1))
+        assert await wire.silent()
+        await wire.say(3, Ask(server="rollout-0", request=2, version=0, room=9))
+        assert await wire.hear() == (2, Work(items=[]))
+        await wire.say(4, Ask(server="rollout-0", request=1, version=0, room=1))  # the older one, arriving late
+        assert await wire.hear() == (4, Work(items=[]))
+        await other.ask(3, hello("rollout-1", "u"))  # ends its leases
+        number, work = await wire.hear()
+        assert number == 3
+        assert [item.item for item in work.items] == [item.item for item in all_there_is.items]
+
+
+@in_loop
+async def test_a_take_waits_for_its_batch_and_each_rank_gets_its_part():
+    async with buffer() as it, rollout(it.address) as samples, client(it.address, "learner-0", "learner") as learner:
+        both = asyncio.gather(take(learner, 0, 0, 2), take(learner, 0, 1, 2))
+        items = await samples.ask(2)
+        await make_groups(samples, items[:1])
+        waiters = (await learner.expect(Status(), State)).waiters
+        assert {(waiter.who, waiter.kind) for waiter in waiters} == {("learner-0", "Take")}
+        assert "1 of 2 groups" in waiters[0].why
+        await make_groups(samples, items[1:])
+        parts = await both
+        assert [part.rank for part in parts] == [0, 1]
+        assert sorted(s.sample for part in parts for s in part.samples) == sorted(
+            s.pack() for item in items for s in group(item.item)
+        )
+
+
+@in_loop
+async def test_leases_end_by_the_clock_and_wake_whoever_waits_for_work():
+    async with (
+        buffer(desk(max_staleness=0, lease_s=1.0)) as it,
+        Wire(it.address) as silent,
+        rollout(it.address, "rollout-1") as samples,
+    ):
+        await silent.ask(1, hello())
+        held = await silent.ask(2, Ask(server="rollout-0", request=1, version=0, room=9))
+        asked = asyncio.create_task(samples.ask(9))
+        began = time.monotonic()
+        while not asked.done():
+            await asyncio.sleep(0.1)
+            await samples.beat({})
+        assert 0.3 < time.monotonic() - began < 10
+        again = asked.result()
+        assert [item.item for item in again] == [item.item for item in held.items]
+        late = held.items[0]
+        put = Put(server="rollout-0", item=late.item, lease=late.lease, samples=[s.pack() for s in group(late.item)])
+        answer = await silent.ask(3, put)
+        assert isinstance(answer, Stored) and not answer.accepted and answer.reason
+
+
+@in_loop
+async def test_where_waits_for_a_learner_and_for_its_next_address():
+    async with buffer() as it, rollout(it.address) as samples:
+        where = asyncio.create_task(samples.where(None))
+        assert not (await asyncio.wait({where}, timeout=0.1))[0]
+        async with client(it.address, "learner-0", "learner", serves="tcp://127.0.0.1:7001"):
+            assert await where == "tcp://127.0.0.1:7001"
+        where = asyncio.create_task(samples.where("tcp://127.0.0.1:7001"))
+        assert not (await asyncio.wait({where}, timeout=0.1))[0]
+        async with client(it.address, "learner-0", "learner", serves="tcp://127.0.0.1:7002"):
+            assert await where == "tcp://127.0.0.1:7002"
+
+
+@in_loop
+async def test_the_end_is_told_to_both_sides():
+    async with (
+        buffer(desk(versions=1)) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        await make_groups(samples, await samples.ask(9))
+        waiting = asyncio.create_task(samples.ask(1))
+        await take(learner, 0)
+        assert await waiting is None
+        assert await learner.request(Take(version=1, rank=0, world=1)) == Finished()
+
+
+@in_loop
+async def test_back_pressure_holds_groups_back_but_never_from_a_learner_that_waits():
+    async with (
+        buffer(desk(max_bytes=1)) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        items = await samples.ask(4)
+        await make_groups(samples, items[:1])
+        held_back = asyncio.create_task(make_groups(samples, items[1:]))
+        assert not (await asyncio.wait({held_back}, timeout=0.15))[0]
+        state = await learner.expect(Status(), State)
+        assert [(waiter.kind, "buffer.max_gib" in waiter.why) for waiter in state.waiters] == [("Put", True)]
+        assert (await samples.beat({})) == []  # other requests go on meanwhile
+        assert items_of(await take(learner, 0)) == [items[0].item, items[1].item]
+        assert not held_back.done()
+        await train(learner, 0)
+        assert items_of(await take(learner, 1)) == [items[2].item, items[3].item]
+        await held_back
+
+
+# repetition, reordering, contradiction
+
+
+@in_loop
+async def test_repeated_requests_change_nothing():
+    async with buffer() as it, Wire(it.address) as wire, Wire(it.address, b"learner") as learner:
+        await wire.ask(1, hello())
+        await learner.ask(1, hello("learner-0", "l", "learner"))
+        ask = Ask(server="rollout-0", request=1, version=0, room=2)
+        work = await wire.ask(2, ask)
+        assert await wire.ask(2, ask) == work
+        puts = [
+            Put(server="rollout-0", item=item.item, lease=item.lease, samples=[s.pack() for s in group(item.item)])
+            for item in work.items
+        ]
+        for put in (*puts, *reversed(puts)):
+            assert await wire.ask(3, put) == Stored(accepted=True)
+        part = await learner.ask(2, Take(version=0, rank=0, world=1))
+        assert len(part.samples) == 4
+        assert await learner.ask(2, Take(version=0, rank=0, world=1)) == part
+        for _ in range(2):
+            assert await learner.ask(3, Trained(version=0, oldest_kept=0)) == Noted()
+        assert await wire.ask(2, ask) == Work(items=[])  # what it got is delivered; nothing new under an old number
+        counts = (await learner.ask(4, Status())).counts
+        assert counts == dict(leased=0, stored=0, waiting=0, batched=0, trained=2, dropped=0)
+
+
+@in_loop
+async def test_a_repeated_take_is_parked_once():
+    async with buffer() as it, Wire(it.address) as learner, rollout(it.address) as samples:
+        await learner.ask(1, hello("learner-0", "l", "learner"))
+        for _ in range(3):
+            await learner.say(2, Take(version=0, rank=0, world=1))
+        await make_groups(samples, await samples.ask(2))
+        number, part = await learner.hear()
+        assert (number, type(part)) == (2, Part)
+        assert await learner.silent()
+
+
+@in_loop
+async def test_a_heartbeat_that_was_overtaken_is_not_believed():
+    async with buffer() as it, Wire(it.address) as wire:
+        await wire.ask(1, hello())
+        await wire.ask(9, Heartbeat(server="rollout-0", version=3, holding=[], stats={"tokens/s": 2.0}))
+        await wire.ask(8, Heartbeat(server="rollout-0", version=2, holding=[], stats={"tokens/s": 1.0}))
+        server = (await wire.ask(10, Status())).servers["rollout-0"]
+        assert (server["version"], server["stats"]) == (3, {"tokens/s": 2.0})
+
+
+@in_loop
+async def test_impossible_requests_are_refused_counted_and_harmless():
+    async with buffer() as it, Wire(it.address) as wire, rollout(it.address, "rollout-1") as samples:
+        await wire.ask(1, hello())
+        item = (await samples.ask(1))[0]
+        packed = [s.pack() for s in group(item.item)]
+        impossible: list[Message] = [
+            Take(version=0, rank=1, world=1),
+            Take(version=5, rank=0, world=1),
+            Trained(version=0, oldest_kept=0),
+            Rewind(version=2**61),
+            Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed[:1]),
+            Put(server="rollout-0", item=item.item, lease=item.lease, samples=[packed[0], b"no sample"]),
+        ]
+        del impossible[3]  # a ledger without batches goes to any version
+        for number, message in enumerate(impossible, 2):
+            assert isinstance(await wire.ask(number, message), Refused), message
+        foreign = Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed)
+        assert not (await wire.ask(20, foreign)).accepted
+        state = await wire.ask(21, Status())
+        assert state.errors == len(impossible)
+        assert (await samples.put(item, group(item.item))).accepted
+
+
+@in_loop
+async def test_oversized_messages_are_refused_by_both_ends():
+    async with buffer(desk(max_message=2**16)) as it, Wire(it.address) as wire, rollout(it.address) as samples:
+        await wire.ask(1, hello("rollout-1"))
+        big = Put(server="rollout-1", item=0, lease=1, samples=[bytes(2**16)])
+        answer = await wire.ask(2, big)
+        assert isinstance(answer, Refused) and "buffer.max_message_mib" in answer.reason
+        item = (await samples.ask(1))[0]
+        with pytest.raises(RefusedError, match="max_message_mib"):
+            await samples.put(item, group(item.item, tokens=8000))
+        assert (await samples.put(item, group(item.item))).accepted
+        await wire.socket.send(bytes(2**18))  # beyond the hard limit: the connection is closed, nobody else notices
+        assert await samples.beat({}) == []
+
+
+# restarts
+
+
+@in_loop
+async def test_a_restarted_learner_gets_identical_batches():
+    async with buffer() as it, rollout(it.address) as samples:
+        async with client(it.address, "learner-0", "learner") as learner:
+            before = []
+            for version in range(3):
+                samples._version = lambda version=version: version
+                await samples.beat({})
+                await make_groups(samples, await samples.ask(2))
+                before.append(await take(learner, version))
+                await learner.expect(Trained(version=version, oldest_kept=1 if version else 0), Noted)
+        async with client(it.address, "learner-0", "learner") as learner:
+            assert await learner.expect(Rewind(version=1), Rewound) == Rewound(version=1, replay=2)
+            assert [await take(learner, version) for version in (1, 2)] == before[1:]
+            with pytest.raises(RefusedError, match="batch 0 is gone"):
+                await learner.request(Rewind(version=0))
+
+
+@in_loop
+async def test_what_was_acknowledged_is_there_after_reopening_the_file(tmp_path):
+    path = tmp_path / "buffer.sqlite"
+    async with buffer(desk(path)) as it, rollout(it.address) as samples:
+        items = await samples.ask(3)
+        await make_groups(samples, items[:2])
+    async with buffer(desk(path)) as it, client(it.address, "learner-0", "learner") as learner:
+        state = await learner.expect(Status(), State)
+        assert (state.counts["stored"], state.counts["leased"]) == (2, 1)
+        assert state.bytes_stored == sum(len(s.pack()) for item in items[:2] for s in group(item.item))
+        assert items_of(await take(learner, 0)) == [items[0].item, items[1].item]
+
+
+@pytest.mark.parametrize("at_hand", [2**20, 0], ids=["at hand", "too many to keep at hand"])
+@pytest.mark.parametrize("commit", [False, True], ids=["before the commit", "after it"])
+def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, at_hand, commit):
+    monkeypatch.setattr(answers, "RECENT_BYTES", at_hand)
+    means = (the_desk := desk()).means
+    means.hello(b"s", hello(), 0.0)
+    means.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
+    server, learner = means.peers[b"s"], means.peers[b"l"]
+    work = means.answer(server, 1, Ask(server="rollout-0", request=1, version=0, room=2), 0.0)
+    packed = {item.item: [sample.pack() for sample in group(item.item)] for item in work.items}
+    for number, item in enumerate(work.items, 2):
+        put = Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed[item.item])
+        assert means.answer(server, number, put, 0.0).accepted
+    if commit:
+        committed(the_desk)
+    part = means.answer(learner, 1, Take(version=0, rank=0, world=1), 0.0)
+    assert len(part.samples) == 4 and {entry.item for entry in part.samples} == packed.keys()
+    assert all(entry.sample == packed[entry.item][entry.index] for entry in part.samples)
+    committed(the_desk)
+    means.store.close()
+
+
+def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):
+    path = tmp_path / "buffer.sqlite"
+    the_desk = desk(path, groups=10_000)
+    ledger, means = the_desk.means.ledger, the_desk.means
+    packed = [sample.pack() for sample in group(0)]
+    for leased in ledger.ask("rollout-0#t", 0, 10_000, 0.0, 1):
+        if leased.item % 2:
+            ledger.put("rollout-0#t", leased.item, leased.lease, [facts_of(data) for data in packed], 0.0)
+            means._payloads[leased.item] = packed
+    committed(the_desk)
+    means.store.close()
+
+    async def serve_again() -> State:
+        async with buffer(desk(path, groups=10_000)) as it, client(it.address, "stats", "observer") as observer:
+            return await observer.expect(Status(), State)
+
+    began = time.monotonic()
+    state = asyncio.run(serve_again())
+    assert time.monotonic() - began < 2
+    assert (state.counts["leased"], state.counts["stored"]) == (5000, 5000)
+
+
+# the process
+
+
+class Run:
+    """Rollout servers without engines and a learner without a model, in full traffic with a buffer process."""
+
+    def __init__(self, it: Process) -> None:
+        self.address, self.fingerprint = it.address, fingerprint(load([*it.arguments()[3:]]))
+        self.version = 0
+        self.acknowledged: set[int] = set()
+        self.trained: list[list[int]] = []
+
+    async def roll(self, name: str) -> None:
+        async with client(self.address, name, fingerprint=self.fingerprint) as connection:
+            samples = Samples(connection, lambda: self.version)
+            beating = asyncio.create_task(heartbeats(samples, 0.05, dict, lambda revoked: None))
+            while (items := await samples.ask(2)) is not None:
+                for item in items:
+                    if (await samples.put(item, group(item.item, item.version))).accepted:
+                        self.acknowledged.add(item.item)
+            beating.cancel()
+
+    async def learn(self) -> None:
+        async with client(self.address, "learner-0", "learner", fingerprint=self.fingerprint) as connection:
+            while isinstance(part := await connection.request(Take(version=self.version, rank=0, world=1)), Part):
+                self.trained.append(items_of(part))
+                await connection.expect(Trained(version=self.version, oldest_kept=0), Noted)
+                self.version += 1
+
+    async def go(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.learn())
+            for number in range(3):
+                tasks.create_task(self.roll(f"rollout-{number}"))
+
+
+@in_loop
+async def test_a_buffer_killed_in_mid_traffic_loses_nothing_it_acknowledged(tmp_path):
+    with process(tmp_path, **{"run.versions": 60}) as it:
+        run = Run(it)
+        going = asyncio.create_task(run.go())
+        for reached in (5, 20, 35):
+            while run.version < reached and not going.done():
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(it.kill)
+            it.start()
+        await going
+        trained = [item for batch in run.trained for item in batch]
+        assert len(trained) == len(set(trained)) == 240
+        async with client(it.address, "stats", "observer") as observer:
+            state = await observer.expect(Status(), State)
+        assert state.counts == dict(leased=0, stored=0, waiting=0, batched=0, trained=240, dropped=0)
+        assert set(trained) == run.acknowledged
+        code, errors = await asyncio.to_thread(it.kill, signal.SIGTERM)
+        assert code == 0, errors
+
+
+def test_a_busy_port_ends_it_in_one_line_before_anything_is_made(tmp_path):
+    with buffer_socket() as port:
+        it = Process(tmp_path, port)
+        done = subprocess.run(it.arguments(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert str(port) in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not it.run.exists()
+
+
+@contextmanager
+def buffer_socket() -> Iterator[int]:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        yield busy.getsockname()[1]
+
+
+def test_the_second_signal_forces(tmp_path):
+    with process(tmp_path) as it:
+        asyncio.run(_reachable(it))
+        assert (it.run / "config.yaml").exists()
+        os.kill(it.running.pid, signal.SIGSTOP)  # so that both signals are there at once
+        os.kill(it.running.pid, signal.SIGTERM)
+        os.kill(it.running.pid, signal.SIGINT)
+        code, _ = it.kill(signal.SIGCONT)
+        assert code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+async def _reachable(it: Process) -> None:
+    async with asyncio.timeout(20), client(it.address, "stats", "observer"):
+        pass
+
+
+# the disk
+
+
+class FullDisk(Store):
+    """A store whose disk has no room for the next `refusals` commits."""
+
+    refusals = 0
+    code = sqlite3.SQLITE_FULL
+
+    def commit(self, *arguments: Any, **keywords: Any) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = self.code
+            raise error
+        super().commit(*arguments, **keywords)
+
+
+@in_loop
+async def test_a_full_disk_holds_answers_back_and_loses_nothing(caplog):
+    store = FullDisk(None)
+    async with buffer(desk(store=store)) as it, rollout(it.address) as samples:
+        items = await samples.ask(2)
+        store.refusals = 1
+        putting = asyncio.create_task(make_groups(samples, items))
+        assert not (await asyncio.wait({putting}, timeout=0.5))[0]
+        await putting
+        assert len(store.samples(items[0].item)) == 2
+    assert "disk is full" in caplog.text
+
+
+@in_loop
+async def test_any_other_failure_of_the_file_ends_the_buffer_without_an_answer():
+    store = FullDisk(None)
+    the_desk = desk(store=store)
+    async with Server("tcp://127.0.0.1:*", the_desk.max_message) as server, Wire(server.address) as wire:
+        store.refusals, store.code = 1, sqlite3.SQLITE_CORRUPT
+        serving = asyncio.create_task(server.serve(the_desk))
+        await wire.say(1, hello())
+        await wire.say(2, Ask(server="rollout-0", request=1, version=0, room=1))
+        with pytest.raises(sqlite3.OperationalError):
+            await serving
+        heard = [await wire.hear()] if not await wire.silent() else []
+        assert all(isinstance(message, Welcome) for _, message in heard)

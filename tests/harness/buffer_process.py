@@ -1,0 +1,190 @@
+"""What tests of the samples wire share: samples and problems, a buffer in this process or as a process of its own."""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from buffer.ledger.rules import Ledger
+from buffer.store.sqlite import Store
+from buffer.wire.client import Client, Samples
+from buffer.wire.curve import ServerKeys
+from buffer.wire.handlers import Answers, Rules
+from buffer.wire.protocol import Array, Sample
+from buffer.wire.requests import Desk
+from buffer.wire.server import Server
+
+PROBLEMS = [{"prompt": f"problem {row}", "answer": str(row)} for row in range(1000)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def sample(reward: float = 1.0, tokens: int = 4, version: int = 0, mark: int = 7) -> Sample:
+    """A sample of `tokens` tokens, the first half of them prompt; `mark` is its last token, to know it again."""
+    given = max(1, tokens // 2)
+    sampled = np.arange(tokens) >= given
+    ids = np.arange(tokens, dtype=np.int32)
+    ids[-1] = mark
+    return Sample(
+        tokens=Array.of(ids),
+        sampled=Array.of(sampled.astype(np.uint8)),
+        logprobs=Array.of(np.where(sampled, -0.5, 0.0).astype(np.float32)),
+        versions=Array.of(np.where(sampled, version, -1).astype(np.int32)),
+        reward=reward,
+        finish="stop",
+        answer=f"answer {mark}",
+    )
+
+
+def group(item: int, version: int = 0, samples: int = 2, tokens: int = 4) -> list[Sample]:
+    """A group that tells its item by the last token of each sample."""
+    return [sample(float(index % 2), tokens + index, version, mark=item) for index in range(samples)]
+
+
+def rules(**changes: Any) -> Rules:
+    fields = dict(run="test", fingerprint="f" * 16, samples=2, max_bytes=2**30, max_message=2**20, keep="checkpoints")
+    return Rules(**fields | changes)
+
+
+def desk(
+    path: Path | None = None, max_staleness: int = 2, groups: int = 2, store: Store | None = None, **changes: Any
+) -> Desk:
+    """A desk over a new or reopened store; further keywords go to Ledger or Rules."""
+    names = Rules.__dataclass_fields__
+    ledger_changes = {name: value for name, value in changes.items() if name not in names}
+    ledger = Ledger(len(PROBLEMS), groups, max_staleness, shuffle=False, **ledger_changes)
+    store = store or Store(path, fsync=False)
+    ledger.restore(store.load(), time.monotonic())
+    the_rules = rules(**{name: value for name, value in changes.items() if name in names})
+    return Desk(Answers(ledger, store, PROBLEMS, the_rules), the_rules.max_message)
+
+
+def committed(the_desk: Desk) -> None:
+    """Write what changed."""
+    if transaction := the_desk.changes():
+        the_desk.commit(transaction)
+
+
+@dataclass
+class Buffer:
+    """A buffer in this process."""
+
+    address: str
+    desk: Desk
+
+
+@asynccontextmanager
+async def buffer(
+    the_desk: Desk | None = None, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None
+) -> AsyncIterator[Buffer]:
+    the_desk = the_desk or desk()
+    async with Server(address, the_desk.max_message, keys) as server:
+        serving = asyncio.create_task(server.serve(the_desk))
+        try:
+            yield Buffer(server.address, the_desk)
+        finally:
+            if serving.done():
+                serving.result()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            the_desk.means.store.close()
+
+
+def client(address: str, name: str = "rollout-0", role: str = "rollout", **changes: Any) -> Client:
+    return Client(address, name, role, **{"fingerprint": "f" * 16, "retry_s": 0.2} | changes)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def rollout(address: str, name: str = "rollout-0", version: int = 0, **changes: Any) -> AsyncIterator[Samples]:
+    async with client(address, name, **changes) as connection:
+        yield Samples(connection, lambda: version)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test in a loop of its own; one that hangs fails after a minute."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **keywords: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 60))
+
+    return run
+
+
+@dataclass
+class Process:
+    """`python -m buffer` as a process of its own."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    running: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "test"
+
+    def config(self) -> Path:
+        """Write data and config; returns the config's path."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        data = self.folder / "train.jsonl"
+        data.write_text(
+            "".join(json.dumps({"problem": row["prompt"], "answer": row["answer"]}) + "\n" for row in PROBLEMS)
+        )
+        sections = {
+            "run": {"name": "test", "folder": str(self.folder / "runs")},
+            "model": {"path": "none"},
+            "data": {"train": str(data), "shuffle": False},
+            "reward": {"function": "math"},
+            "batch": {"groups": 4, "samples": 2, "max_staleness": 2},
+            "buffer": {"address": self.address, "fsync": False},
+        }
+        path = self.folder / "run.yaml"
+        path.write_text(json.dumps(sections))  # JSON is YAML
+        return path
+
+    def arguments(self, *first: str) -> list[str]:
+        settings = [f"--{name}={value}" for name, value in self.overrides.items()]
+        return [sys.executable, "-m", "buffer", *first, str(self.config()), *settings]
+
+    def start(self) -> "Process":
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.running = subprocess.Popen(self.arguments(), env=environment, stderr=subprocess.PIPE, text=True)
+        return self
+
+    def kill(self, number: int = signal.SIGKILL) -> tuple[int, str]:
+        """Signal it and wait for its end; returns (exit code, stderr)."""
+        assert self.running
+        self.running.send_signal(number)
+        errors = self.running.communicate(timeout=20)[1]
+        code, self.running = self.running.returncode, None
+        return code, errors
+
+
+@contextmanager
+def process(folder: Path, **overrides: Any) -> Iterator[Process]:
+    it = Process(folder, overrides=overrides).start()
+    try:
+        yield it
+    finally:
+        if it.running:
+            it.kill()

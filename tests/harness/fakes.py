@@ -1,0 +1,155 @@
+"""Stand-ins for the slow parts of Headrace, shared by the tests: each obeys the interface of what it stands for."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from actors.supervise.keeper import Event, Keeper, Process
+from buffer.wire.protocol import Item, Sample
+from rollout.episodes.episode import Completion, EpisodeError
+from rollout.rewards import Answer, RewardError, Score
+
+# actors
+
+
+class NearbyKept:
+    """A keeper in this process instead of in a Ray actor: `actors.place.Kept`."""
+
+    def __init__(self, process: Process) -> None:
+        self.keeper = Keeper(process)
+
+    async def events(self, after: int) -> list[Event]:
+        return await asyncio.to_thread(self.keeper.events, after, 0.2)
+
+    async def drain(self, bound_s: float) -> None:
+        await asyncio.to_thread(self.keeper.drain, bound_s)
+
+    async def kill(self) -> None:
+        await asyncio.to_thread(self.keeper.kill)
+
+
+# a rollout server's surroundings (tests/rollout)
+
+
+class FakeEngine:
+    """Stands for `rollout.engine.Engine`: answers each prompt with `answer(prompt)`, stamped with its version.
+
+    `gate` holds generation back until it is set; `aborted` counts generations that were cancelled.
+    """
+
+    def __init__(self, answer: Callable[[list[int]], list[int]]) -> None:
+        self.answer, self.version, self.paused_s = answer, 0, 0.0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = self.aborted = self.pauses = 0
+        self.temperatures: set[float] = set()
+        self.loaded: list[Path] = []
+
+    async def generate(
+        self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        self.running += 1
+        self.temperatures.add(temperature)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        tokens = self.answer(prompt)[:max_tokens]
+        finish: Literal["stop", "length"] = "stop" if tokens[-1] in stop_token_ids else "length"
+        return Completion(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), finish)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        self.pauses += 1
+        yield
+
+    async def load_folder(self, path: Path) -> None:
+        self.loaded.append(path)
+
+
+class FakeBuffer:
+    """Stands for `buffer.client.Samples`: deals `items`, at most `room` at a time, then waits or, `end`ed, ends."""
+
+    def __init__(self, items: Iterable[Item] = ()) -> None:
+        self.items, self.rooms = list(items), list[int]()
+        self.put_groups: dict[int, list[Sample]] = {}
+        self.failures: dict[int, tuple[str, bool]] = {}
+        self.unharmed: set[int] = set()
+        self.changed = asyncio.Event()
+        self.ended = False
+
+    def add(self, *items: Item) -> None:
+        self.items += items
+        self.changed.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self.changed.set()
+
+    async def ask(self, room: int) -> list[Item] | None:
+        self.rooms.append(room)
+        while not self.items:
+            if self.ended:
+                return None
+            self.changed.clear()
+            await self.changed.wait()
+        given, self.items = self.items[:room], self.items[room:]
+        return given
+
+    async def put(self, item: Item, samples: list[Sample]) -> None:
+        self.put_groups[item.item] = samples
+
+    async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
+        self.failures[item.item] = (reason, permanent)
+        self.unharmed |= {item.item} if unharmed else set()
+
+
+class FakePolicy:
+    """A published policy that notes in `trail` what happens to it."""
+
+    def __init__(self, version: int, trail: list[str]) -> None:
+        self.version, self.trail = version, trail
+
+    async def load(self) -> None:
+        self.trail.append(f"load {self.version}")
+
+    async def loaded(self) -> None:
+        self.trail.append(f"loaded {self.version}")
+
+
+class FakeWeights:
+    """Stands for `learner.weights.receiver.Receiver`: publishes these versions, then waits."""
+
+    def __init__(self, versions: Iterable[int]) -> None:
+        self.versions, self.trail = list(versions), list[str]()
+
+    async def policies(self) -> AsyncGenerator[FakePolicy, None]:
+        for version in self.versions:
+            yield FakePolicy(version, self.trail)
+        await asyncio.Event().wait()
+
+
+class FakePrompts:
+    """Stands for `rollout.prompts.Prompts`: a token is the code of a character, a prompt beyond 20 is too long."""
+
+    def tokens(self, row: dict[str, Any]) -> list[int]:
+        if len(row["problem"]) > 20:
+            raise EpisodeError(f"prompt of {len(row['problem'])} tokens", permanent=True)
+        return [ord(character) for character in row["problem"]]
+
+    def text(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+class FakeRewards:
+    """Stands for `rollout.rewards.pool.RewardPool`: 1 for the row's answer, an error for answers that say so."""
+
+    async def score(self, answers: Sequence[Answer]) -> list[Score]:
+        if any(answer.text == "crash" for answer in answers):
+            raise RewardError("fake took longer than reward.timeout_s (1 s); its process was killed")
+        return [Score(float(answer.text == answer.row["answer"]), {"formed": 1.0}) for answer in answers]

@@ -1,0 +1,97 @@
+"""One rank of a world of several, started by `tests.learner.world.together`."""
+
+import json
+import os
+import sys
+import threading
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from configs.schema import AlgorithmConfig, ModelConfig
+from learner import collectives, watchdog
+from learner.checkpoint import Checkpoints
+from learner.train.batch import Batch
+from learner.watchdog import Watch
+from tests.harness import world
+
+
+def gradients(
+    folder: Path,
+    cuts: list[list[int]],
+    budgets: list[int],
+    algorithms: list[dict[str, Any]],
+    device: str = "cpu",
+    long: int = 24,
+) -> None:
+    """Gradients of one batch under several cuts into parts, budgets and algorithms, as `FOLDER/gradients.pt`."""
+    mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
+    model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
+    entries = world.make_samples(long=long)
+    for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
+        policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0)
+        for parts, budget in product(cuts, budgets):
+            algorithm = world.algorithm_of(policy, budget, config)
+            batch = Batch.from_part(world.cut(entries, 3, parts, rank), budget, policy.attention_cost)
+            algorithm.backward(policy, batch)
+            found[f"{parts} {budget} {number}"] = world.gradients(policy)
+            algorithm.optimizer.adamw.zero_grad()
+    if rank == 0:
+        torch.save(found, folder / "gradients.pt")
+
+
+def train(folder: Path, start: int, stop: int, cuts: list[int], name: str) -> None:
+    """Train from the newest checkpoint, of version `start`, to `stop`; figures and weights as `FOLDER/NAME.pt`."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    result = run(folder, mesh, rank, start, stop, cuts)
+    if rank == 0:
+        torch.save(result, folder / f"{name}.pt")
+
+
+def run(folder: Path, mesh: Any, rank: int, start: int, stop: int, cuts: list[int]) -> dict[str, Any]:
+    model = ModelConfig(path=str(folder / "model"), dtype="float32")
+    policy = world.policy_of(model, mesh)
+    algorithm = world.algorithm_of(policy, 64)
+    learner = world.LEARNER.model_copy(update={"checkpoint_every": 2})
+    checkpoints = Checkpoints(folder / "checkpoints", model, learner, algorithm.optimizer, versions=100)
+    assert checkpoints.restore(policy) == start
+    records = []
+    for version in range(start, stop):
+        part = world.cut(world.make_samples(version), version, cuts, rank)
+        figures = algorithm.step(policy, part)
+        records.append({name: value for name, value in figures.items() if not name.startswith("time/")})
+        checkpoints.save(policy, version + 1)
+    checkpoints.close()
+    return {"records": records, "weights": world.weights(policy)}
+
+
+def late(folder: Path, timeout_s: float) -> None:
+    """Rank 1 sleeps where the others reduce."""
+    with Watch(timeout_s, folder / "logs"):
+        collectives.largest(1.0)
+        if dist.get_rank() == 1:
+            dawdle()
+        collectives.largest(2.0)
+
+
+def dawdle() -> None:
+    threading.Event().wait(110)
+
+
+if __name__ == "__main__":
+    case, folder, arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    watchdog.record()
+    if json.loads(arguments).get("device") == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
+    )
+    {"gradients": gradients, "train": train, "late": late}[case](Path(folder), **json.loads(arguments))
+    dist.destroy_process_group()
+    os._exit(0)  # as a learner ends: threads of torch at times abort an interpreter that takes itself apart

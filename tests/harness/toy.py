@@ -1,0 +1,112 @@
+"""A run small enough for a test: Countdown rows, a model of 0.2 M parameters hardly trained, and commands."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from buffer.store.sqlite import reading
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*words: str | Path, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """`python -m WORDS` from the repository's root, to its end."""
+    line = [sys.executable, "-m", *map(str, words)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Where the problems and the model are."""
+
+    folder: Path
+
+    def settings(self, name: str, *more: str) -> list[str]:
+        """The quickstart's file, cut down: 4 groups of 4 samples, every version probed, every sample kept."""
+        return [
+            "examples/countdown/quickstart.yaml",
+            f"--run.folder={self.folder}",
+            f"--run.name={name}",
+            f"--model.path={self.folder / 'model'}",
+            f"--data.train={self.folder / 'data' / 'train.parquet'}",
+            f"--data.eval={self.folder / 'data' / 'eval.parquet'}",
+            f"--buffer.address=tcp://127.0.0.1:{free_port()}",
+            "--batch.groups=4",
+            "--batch.samples=4",
+            "--rollout.groups_in_flight=8",
+            "--rollout.engine.max_num_seqs=32",
+            "--weights.probe_every=1",
+            "--buffer.keep=all",
+            *more,
+        ]
+
+    def run(self, name: str) -> "Run":
+        return Run(self.folder / name)
+
+
+def make_toy(folder: Path) -> Toy:
+    """Problems and model through the example's own commands; 60 steps of warm start."""
+    made = python("examples.countdown.make_problems", "--out", folder / "data", "--eval", "12")
+    assert made.returncode == 0, made.stderr
+    train = folder / "data" / "train.parquet"
+    made = python("examples.countdown.make_model", "--problems", train, "--out", folder / "model", "--steps", "60")
+    assert made.returncode == 0, made.stderr
+    return Toy(folder)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, read after or during the run."""
+
+    path: Path
+
+    def metrics(self) -> list[dict[str, Any]]:
+        file = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def query(self, sql: str) -> list[tuple[Any, ...]]:
+        """In which `data_of(segment, position, bytes)` is a sample."""
+        with closing(reading(self.path / "buffer.sqlite")) as database:
+            return database.execute(sql).fetchall()
+
+    def log(self, process: str) -> str:
+        file = self.path / "logs" / f"{process}.log"
+        return file.read_text() if file.exists() else ""
+
+    def processes(self, module: str) -> list[psutil.Process]:
+        """Processes that run `python -m MODULE` with this run's config file."""
+        config, found = str(self.path / "config.yaml"), []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if config in words and ("-m", module) in pairwise(words):
+                found.append(process)
+        return found
+
+    def kill(self, module: str) -> int:
+        """SIGKILL to the processes of `module`; how many there were."""
+        victims = self.processes(module)
+        for victim in victims:
+            os.kill(victim.pid, signal.SIGKILL)
+        return len(victims)
+
+    def left_behind(self) -> list[str]:
+        """Command lines of living processes that name this run's folder."""
+        lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+        return [line for line in lines if re.search(re.escape(str(self.path)) + r"(/|\b)", line)]

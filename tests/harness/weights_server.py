@@ -1,0 +1,267 @@
+"""Stand-ins for both ends of the weights wire: a policy whose weights tell its version, an engine without vLLM, and a
+rollout server as a process, `python -m tests.harness.weights_server ADDRESS NAME MODE`, that can be killed at a chosen moment.
+
+What such a server does it says on stdout, a line each.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from configs.schema import WeightsConfig
+from learner.weights.channel import Channel, ChannelError, backend_of, own_stream
+from learner.weights.plan import Spec
+from learner.weights.protocol import TO_SERVER, unpack
+from learner.weights.receiver.follow import Receiver
+from learner.weights.receiver.staging import Staging
+
+HEARTBEAT_S = 0.2
+WAIT_S = 60
+PERIOD = 4099
+
+
+def specs(times: int) -> list[Spec]:
+    """Six MiB and a half, `times` over: several buckets of as many MiB, one tensor larger than a bucket, one odd
+    size."""
+    return [
+        Spec("embed", (times * 96, 1024), torch.float32),
+        *(Spec(f"layer.{i}", (times * 300, 1000), torch.bfloat16) for i in range(6)),
+        Spec("big", (times * 700, 1000), torch.float32),
+        Spec("norm", (7,), torch.bfloat16),
+    ]
+
+
+SPECS = specs(1)
+TIMES = {"cpu": 1, "cuda": 50}
+"""So that what the last ones still have to get is more than NCCL sends ahead of who receives."""
+
+
+def weight(spec: Spec, version: int) -> torch.Tensor:
+    """The tensor of `spec` at `version`, of random numbers that recur; other names and versions give others."""
+    seed = sum(map(ord, spec.name)) + 1000 * version
+    values = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)).to(spec.dtype)
+    size = torch.Size(spec.shape).numel()
+    return values.repeat(-(-size // PERIOD))[:size].view(spec.shape)
+
+
+def logprobs(version: int, tokens: list[int]) -> list[float]:
+    """What a policy of `version` says to `tokens[1:]`."""
+    return [-0.1 * version - 0.001 * token for token in tokens[1:]]
+
+
+class VersionedPolicy:
+    """A policy of which only the version matters."""
+
+    def __init__(self, version: int, specs: list[Spec] = SPECS) -> None:
+        self.version, self.asked, self.specs = version, 0, specs
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self.specs:
+            yield spec.name, weight(spec, self.version)
+
+    def logprobs_of(self, tokens: list[int]) -> list[float]:
+        self.asked += 1
+        return logprobs(self.version, tokens)
+
+
+class StagingEngine:
+    """An engine of `workers` workers that only stage and load. `error` is added to what it says to the probe."""
+
+    def __init__(self, workers: int = 1, error: float = 0.0, device: str = "cpu") -> None:
+        self.version, self.error = -1, error
+        self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
+        self.device, self.pauses = torch.device(device), 0
+        self.specs = specs(TIMES[self.device.type])
+        self.staging = [Staging(self.device, worker, self.loader(worker)) for worker in range(workers)]
+        self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
+
+    async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [getattr(self, method)(worker, *args) for worker in range(len(self.staging))]
+
+    async def probe(self, tokens: list[int]) -> list[float]:
+        return [value + self.error for value in logprobs(self.version, tokens)]
+
+    @asynccontextmanager
+    async def paused(self):
+        self.pauses += 1
+        yield
+
+    def holds(self, version: int) -> bool:
+        """Does each worker have exactly the weights of `version`?"""
+        return all(
+            set(weights) == {spec.name for spec in self.specs}
+            and all(torch.equal(weights[spec.name].cpu(), weight(spec, version)) for spec in self.specs)
+            for weights in self.weights
+        )
+
+    def rl_describe(self, worker: int) -> dict[str, str]:
+        return {"backend": backend_of(self.device)}
+
+    def rl_prepare(self, worker: int, welcome: bytes, staging: str) -> tuple[str, str]:
+        return self.staging[worker].prepare(welcome, staging)
+
+    def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
+        self.staging[worker].receive(go, notify)
+
+    def rl_abort(self, worker: int) -> None:
+        self.staging[worker].abort()
+
+    def rl_load(self, worker: int, version: int) -> None:
+        self.loader(worker)(self.staging[worker].weights(version))
+
+    def loader(self, worker: int) -> Any:
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> float:
+            self.weights[worker] = {}
+            for name, tensor in weights:  # what comes before a broadcast breaks is there
+                self.weights[worker][name] = tensor.clone()
+            return 0.0
+
+        return load
+
+
+class DyingEngine(StagingEngine):
+    """Stops for ever at a chosen moment of receiving, once the process has said so: `go` at once and altogether, `half`
+    after four buckets, beating on. `stall` is half, but only the first broadcast stops, until it is given up."""
+
+    def __init__(self, mode: str, device: str = "cpu") -> None:
+        super().__init__(device=device)
+        self.mode = mode
+        if mode == "stall":
+            self.staging = [Stalling(self.device, 0, self.loader(0))]
+
+    def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
+        if self.mode == "half":  # in a thread: to connect may take longer than the learner waits for a beat
+            threading.Thread(target=self.half, args=(go,), daemon=True).start()
+        elif self.mode == "go":
+            print("go", flush=True)
+            time.sleep(600)
+        else:
+            super().rl_receive(worker, go, notify)
+
+    def half(self, go: bytes) -> None:
+        with own_stream(self.device):
+            message = unpack(go, TO_SERVER)
+            where = (message.host, message.port, message.epoch, message.offset, message.world)
+            receive_four(Channel(*where, self.device, 60), self.staging[0]._snapshot.buckets)
+        print("half", flush=True)
+        time.sleep(600)
+
+
+class Stalling(Staging):
+    """Its first broadcast stops after four buckets."""
+
+    stalls, given_up = True, threading.Event()
+
+    def abort(self) -> None:
+        super().abort()
+        self.given_up.set()
+
+    def _take(self, go: Any, snapshot: Any, channel: Any) -> list[int]:
+        if not self.stalls:
+            return super()._take(go, snapshot, channel)
+        self.stalls = False
+        self.given_up.clear()
+        receive_four(channel, snapshot.buckets)
+        print("stall", flush=True)
+        self.given_up.wait()
+        raise ChannelError("stalled")
+
+
+def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
+    """Take part in the first broadcasts only."""
+    channel.connect()
+    for _ in channel.broadcast([torch.empty_like(bucket) for bucket in buckets[:4]]):
+        pass
+
+
+async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], mail: "asyncio.Queue[int]") -> None:
+    """The rollout loop's `follow`, and a letter after each version."""
+    async for policy in receiver.policies():
+        async with engine.paused():
+            await policy.load()
+            engine.version = policy.version
+        await policy.loaded()
+        seen.append(policy.version)
+        mail.put_nowait(policy.version)
+
+
+class Server:
+    """A rollout server in this loop. `addresses` is what the buffer would know of the learner."""
+
+    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None):
+        self.engine, self.seen, self.mail = engine or StagingEngine(workers, error), [], asyncio.Queue()
+        self.receiver = Receiver(addresses.where, self.engine, name, config(staging=staging), heartbeat_s=HEARTBEAT_S)
+        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.mail))
+
+    async def has(self, version):
+        """Wait until `version` is loaded; its weights must be right."""
+        async with asyncio.timeout(WAIT_S):
+            while self.engine.version != version:
+                mail = asyncio.create_task(self.mail.get())
+                await asyncio.wait({mail, self.task}, return_when="FIRST_COMPLETED")
+                if self.task.done():
+                    mail.cancel()
+                    self.task.result()
+        assert self.engine.holds(version)
+
+
+class Addresses:
+    """The buffer's knowledge of where the learner is."""
+
+    def __init__(self, address=None):
+        self.address, self.changed, self.asked = address, asyncio.Condition(), []
+
+    async def where(self, known):
+        self.asked.append(known)
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.address not in (None, known))
+        return self.address
+
+    async def set(self, address):
+        async with self.changed:
+            self.address = address
+            self.changed.notify_all()
+
+
+@asynccontextmanager
+async def servers(addresses, *names, **keys):
+    made = [Server(addresses, name, **keys) for name in names]
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.task.cancel()
+        await asyncio.gather(*(server.task for server in made), return_exceptions=True)
+
+
+def config(**keys: Any) -> WeightsConfig:
+    """Small buckets and short deadlines."""
+    return WeightsConfig(**{"bucket_mib": 1, "deadline_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
+
+
+async def serve(address: str, name: str, mode: str, device: str = "cpu", staging: str = "auto") -> None:
+    """A rollout server as a process."""
+
+    async def where(known: str | None) -> str:
+        if known is not None:
+            await asyncio.Event().wait()
+        return address
+
+    engine = DyingEngine(mode, device)
+    receiver = Receiver(where, engine, name, config(staging=staging, deadline_s=30.0), heartbeat_s=HEARTBEAT_S)
+    async for policy in receiver.policies():
+        await policy.load()
+        engine.version = policy.version
+        await policy.loaded()
+        print(f"version {policy.version} {'right' if engine.holds(policy.version) else 'wrong'}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(serve(*sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""What tests of the learner share: tiny models, batches, a world of one rank here and of several in processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from buffer.wire.protocol import Array, Part, PartSample, Sample
+from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
+from learner.model.policy import Policy
+from learner.train.optimizer import Optimizer
+from learner.train.step import Algorithm
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 64
+ALGORITHM = AlgorithmConfig(is_cap=1.5)
+LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_grad_norm=0.1)
+
+
+def tiny_model(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -> ModelConfig:
+    """A random Qwen2 of 2 layers in `folder`, grouped heads of 32."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    return ModelConfig(path=str(folder), dtype=str(dtype).removeprefix("torch."))
+
+
+def plain(model: ModelConfig) -> Any:
+    """The same model as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(model.path, attn_implementation="eager").train()
+
+
+def policy_of(model: ModelConfig, mesh: DeviceMesh, learner: LearnerConfig = LEARNER, **options: Any) -> Policy:
+    return Policy(model, learner, mesh, **options)
+
+
+def algorithm_of(policy: Policy, budget: int, algorithm: AlgorithmConfig = ALGORITHM, **options: Any) -> Algorithm:
+    return Algorithm(algorithm, Optimizer(policy, LEARNER, versions=10), budget, max_tokens=30, **options)
+
+
+def make_samples(version: int = 3, groups: int = 6, size: int = 4, long: int = 24) -> list[PartSample]:
+    """A batch of groups with prompts and answers of many lengths, some tokens stale."""
+    draw = np.random.default_rng(version)
+    entries = []
+    for item in range(groups):
+        rewards = [float(x) for x in draw.integers(0, 3, size) / 2]
+        for index in range(size):
+            prompt, answer = int(draw.integers(1, 6)), int(draw.integers(1, long))
+            sample = make_sample(draw, prompt, answer, version, rewards[index])
+            entries.append(
+                PartSample(
+                    item=item, index=index, dispatched=max(version - 2, 0), rewards=rewards, sample=sample.pack()
+                )
+            )
+    return entries
+
+
+def make_sample(draw: np.random.Generator, prompt: int, answer: int, version: int, reward: float) -> Sample:
+    sampled = np.array([0] * prompt + [1] * answer, np.uint8)
+    behaviour = np.where(sampled, -draw.exponential(2.0, len(sampled)), 0)
+    versions = np.where(sampled, version - draw.integers(0, 3, len(sampled)).clip(max=version), -1)
+    return Sample(
+        tokens=Array.of(draw.integers(0, VOCABULARY, len(sampled)).astype(np.int32)),
+        sampled=Array.of(sampled),
+        logprobs=Array.of(behaviour.astype(np.float32)),
+        versions=Array.of(versions.astype(np.int32)),
+        reward=reward,
+        finish="length" if answer > 20 else "stop",
+        metrics={"right": reward},
+    )
+
+
+def cut(entries: Sequence[PartSample], version: int, cuts: Sequence[int], rank: int) -> Part:
+    """Part `rank` of the batch `entries`, where rank r takes `cuts[r]` samples."""
+    start = sum(cuts[:rank])
+    mine = list(entries[start : start + cuts[rank]])
+    lengths = [len(Sample.unpack(entry.sample).tokens.numpy()) for entry in entries]
+    return Part(
+        version=version,
+        rank=rank,
+        world=len(cuts),
+        samples=mine,
+        total_groups=len({entry.item for entry in entries}),
+        total_samples=len(entries),
+        total_tokens=sum(lengths),
+        total_sampled=sum(int(Sample.unpack(entry.sample).sampled.numpy().sum()) for entry in entries),
+    )
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Whole gradients, on every rank."""
+    return {name: p.grad.full_tensor().clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.full_weights()}
+
+
+@contextmanager
+def alone() -> Iterator[DeviceMesh]:
+    """A world of one rank in this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
+    """Run `case` of tests/harness/rank.py in `ranks` processes that form a world; raises if one fails."""
+    ended = outcome(case, ranks, folder, **arguments)
+    assert not any(code for code, _ in ended), "\n".join(errors for _, errors in ended)[-4000:]
+
+
+def outcome(case: str, ranks: int, folder: Path, **arguments: Any) -> list[tuple[int, str]]:
+    """Exit code and stderr of each rank of such a world."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.harness.rank", case, str(folder), json.dumps(arguments)]
+    started = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(ranks)
+    ]
+    return [(process.wait(120), errors) for process, (_, errors) in ((p, p.communicate(timeout=120)) for p in started)]

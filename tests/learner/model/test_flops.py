@@ -1,0 +1,41 @@
+"""The formula of MFU against a count of the multiplications that torch does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from learner.metrics import Metrics
+from learner.model.flops import Costs, peak
+from tests.harness.world import plain, tiny_model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_formula(tmp_path: Path, tied: bool) -> None:
+    """All tokens scored; transformers computes all pairs of tokens, of which causal attention needs half."""
+    model, n = plain(tiny_model(tmp_path, tied)), 48
+    costs = Costs.of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, n, dtype=torch.int64)).logits.sum().backward()
+    attention = 2 * costs.by_pair * n * n
+    want = costs.by_token * n + costs.by_scored * n + attention
+    # what torch need not do: the gradient of the embedding look-up's input
+    assert counter.get_total_flops() == pytest.approx(want, rel=0.02)
+    assert costs.total([(n, n)]) == pytest.approx(want - attention / 2)
+
+
+def test_peaks() -> None:
+    assert peak("NVIDIA H200") == peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak("Toaster") is None
+
+
+def test_metrics_have_it() -> None:
+    seconds = iter([0.0, 1.0, 3.0, 5.0])
+    seen = []
+    metrics = Metrics(None, [seen.append], clock=lambda: next(seconds), peak=100.0)
+    with metrics.span("train"):
+        pass
+    record = metrics.record(1, {"flops": 50.0})
+    assert record["mfu"] == pytest.approx(50 / 2 / 100) and record["mfu/version"] == pytest.approx(50 / 5 / 100)

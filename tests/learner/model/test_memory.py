@@ -1,0 +1,90 @@
+"""The memory estimate: what the meta pass counts is what autograd keeps, and its words and refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.model import memory
+from learner.model.memory import GIB, Estimate, Moment, OutOfMemory, estimate, explained
+from tests.harness.world import LEARNER, policy_of, tiny_model
+from tests.learner.model.test_attention import packed
+
+TWO = Estimate([
+    Moment({"weights": 3 * GIB, "head": 2 * GIB}, {"activations": 1 << 20}),
+    Moment({"weights": 3 * GIB}, {"activations": 1 << 20, "backward pass": 1 << 20}),
+])  # fmt: skip
+
+
+def test_the_fullest_moment_counts() -> None:
+    assert TWO.total(1024) == 6 * GIB and TWO.total(4096) == 11 * GIB
+    assert TWO.words(1024) == "6.0 GiB = 3.0 weights + 2.0 head + 1.0 activations"
+    assert TWO.words(4096).startswith("11.0 GiB = 4.0 activations + 4.0 backward pass")
+
+
+@pytest.mark.parametrize("room", [5, 6, 8, 40])
+def test_fit_is_the_largest_that_fits(room: int) -> None:
+    tokens = TWO.fit(room * GIB)
+    assert tokens % 256 == 0
+    assert TWO.total(tokens) <= room * GIB < TWO.total(tokens + 256)
+
+
+def kept_by_autograd(tmp_path: Path, mesh, saving: str, tokens: int) -> int:
+    """Bytes of what the forward pass of a real policy keeps, weights apart."""
+    policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    row = packed([[1] * tokens])
+    decoder = policy.model.get_decoder()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.unshard()
+        given = {"cu_seq_lens_q": row.starts, "max_length_q": row.longest}
+        decoder(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **given)
+    weights = {p.untyped_storage()._cdata for p in policy.parameters()}
+    sizes = [x.untyped_storage().nbytes() for place, x in seen.items() if place not in weights]
+    return sum(size for size in sizes if size >= tokens)  # what grows with tokens; the rest are gathered weights
+
+
+@pytest.mark.parametrize("saving", ["none", "block"])
+def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) -> None:
+    """By the difference of two lengths, so that weights, gathered by the pass, do not count."""
+    model = tiny_model(tmp_path)
+    learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
+    ours = estimate(model, learner, 1).moments[0].by_token["activations"]
+    small, large = (kept_by_autograd(tmp_path, mesh, saving, tokens) for tokens in (512, 1024))
+    assert ours == pytest.approx((large - small) / 512, rel=0.25)
+
+
+def test_what_saves_memory_is_estimated_to(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, dtype=torch.bfloat16)
+    kept, offloaded = {}, LEARNER.model_copy(update={"cpu_offload": True})
+    for name in ("none", "selective", "block"):
+        learner = LEARNER.model_copy(update={"activation_checkpointing": name})
+        kept[name] = estimate(model, learner, 1).moments[0].by_token["activations"]
+    assert kept["none"] > kept["selective"] > kept["block"]
+    assert estimate(model, offloaded, 1).total(256) < estimate(model, LEARNER, 1).total(256)
+
+
+def test_state_is_shared_over_ranks(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    one, four = (estimate(model, LEARNER, world).moments[0].fixed for world in (1, 4))
+    for name in ("weights", "gradients", "optimizer"):
+        assert four[name] == one[name] // 4
+    assert four["gathered weights"] == one["gathered weights"]
+    assert estimate(model, LEARNER, 1, reference=True).moments[0].fixed["weights"] == 2 * one["weights"]
+
+
+def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:
+    with pytest.raises(OutOfMemory) as told, explained(TWO, 4096):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.13 GiB. GPU 0 has a total capacity")
+    text = str(told.value)
+    assert text.startswith("the GPU is full: CUDA out of memory. A rank should take 11.0 GiB = 4.0 activations")
+    assert "Lower learner.tokens_per_microbatch (4096)" in text and "\n" not in text
+
+
+def test_meta_needs_no_storage(tmp_path: Path) -> None:
+    assert memory.skeleton(tiny_model(tmp_path), memory.META).device.type == "meta"

@@ -1,0 +1,89 @@
+"""Microbatches: nothing lost, nothing over budget, the same number on all ranks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.wire.protocol import Sample
+from learner.train.batch import Batch, first_fit, pack, spread, whole
+from tests.harness.world import cut, make_samples
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 50))
+def test_first_fit(lengths: list[int], budget: int) -> None:
+    bins = first_fit(lengths, budget)
+    assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
+    assert all(len(chosen) == 1 or sum(lengths[i] for i in chosen) <= budget for chosen in bins)
+    whole_ones = [min(n, budget) for n in lengths]
+    assert len(bins) <= max(2 * sum(whole_ones) / budget + 1, 0)
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 50), quadratic=st.floats(0, 1), more=st.integers(0, 5))
+def test_spread(lengths: list[int], budget: int, quadratic: float, more: int) -> None:
+    number = len(first_fit(lengths, budget)) + more
+    bins = spread(lengths, budget, quadratic, number)
+    assert len(bins) == number
+    assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
+    assert all(len(chosen) <= 1 or sum(lengths[i] for i in chosen) <= budget for chosen in bins)
+    costs = [sum(lengths[i] + quadratic * lengths[i] ** 2 for i in chosen) for chosen in bins]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_spread_is_by_cost_of_attention() -> None:
+    """One document of 40 tokens attends as much as sixteen of 10: by tokens alone it would get company."""
+    lengths = [40] + [10] * 8
+    alone = next(chosen for chosen in spread(lengths, 80, 1.0, 2) if 0 in chosen)
+    shared = next(chosen for chosen in spread(lengths, 80, 0.0, 2) if 0 in chosen)
+    assert (len(alone), len(shared)) == (1, 3)
+
+
+def test_a_row_of_documents(mesh) -> None:
+    samples = [Sample.unpack(entry.sample) for entry in make_samples()[:3]]
+    row = pack([(sample, place) for place, sample in enumerate(samples)])
+    starts = row.starts.tolist()
+    for place, (sample, start, stop) in enumerate(zip(samples, starts[:-1], starts[1:], strict=True)):
+        part = slice(start, stop)
+        assert row.tokens[part].tolist() == sample.tokens.numpy().tolist()
+        assert row.positions[part].tolist() == list(range(stop - start))
+        assert row.sampled[part].tolist() == [False, *(sample.sampled.numpy()[1:] == 1)]
+        assert row.behaviour[part].tolist() == sample.logprobs.numpy().tolist()
+        assert row.versions[part].tolist() == sample.versions.numpy().tolist()
+        assert row.sequence[part].tolist() == [place] * (stop - start)
+    assert row.longest == max(np.diff(starts))
+    assert row.scored.tolist() == row.sampled.nonzero().squeeze(-1).tolist()
+
+
+def test_the_first_token_is_never_trained() -> None:
+    assert whole([5, 6, 7]).sampled.tolist() == [False, True, True]
+
+
+def test_a_dummy_trains_nothing() -> None:
+    dummy = pack([])
+    assert len(dummy.tokens) > 0
+    assert not dummy.sampled.any() and len(dummy.scored) == 0
+
+
+@pytest.mark.parametrize("budget", [1, 24, 64, 10**6])
+def test_batch(mesh, budget: int) -> None:
+    entries = make_samples()
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget)
+    assert [(row.item, row.index) for row in batch.rows] == [(entry.item, entry.index) for entry in entries]
+    trained = sum(int(microbatch.sampled.sum()) for microbatch in batch.microbatches)
+    assert trained == sum(row.sampled for row in batch.rows)
+    places = torch.cat([microbatch.sequence.unique() for microbatch in batch.microbatches])
+    assert sorted(places.tolist()) == list(range(len(entries)))
+    row, entry = batch.rows[5], Sample.unpack(entries[5].sample)
+    assert (row.reward, row.tokens, row.dispatched) == (entry.reward, len(entry.tokens.numpy()), 1)
+    assert row.num_versions == len(set(entry.versions.numpy()[entry.sampled.numpy() == 1]))
+    assert row.truncated == (entry.finish == "length")
+
+
+def test_parts_of_different_batches_are_refused(mesh) -> None:
+    entries = make_samples()
+    part = cut(entries, 3, [10, len(entries) - 10], 0)
+    with pytest.raises(RuntimeError, match=rf"not one batch: .* 10 of {len(entries)} samples"):
+        Batch.from_part(part, 64)

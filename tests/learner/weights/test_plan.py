@@ -1,0 +1,173 @@
+"""Plan, snapshot, checksum, shelf: pure parts of the weights wire."""
+
+import threading
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.weights.buckets import WORDS, Snapshot, checksum
+from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
+from learner.weights.protocol import TO_LEARNER, Beat, Failed, Join, pack, unpack
+from learner.weights.sender.shelf import Shelf
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+specs = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=20).map(
+    lambda rows: [Spec("first", (3,), torch.float32), *(Spec(f"w{i}", s, d) for i, (s, d) in enumerate(rows))]
+)
+
+
+@given(specs, st.integers(1, 4096))
+def test_every_tensor_has_its_place_in_order(specs, bucket_bytes):
+    plan = Plan.of(specs, bucket_bytes)
+    assert [slot.spec for slot in plan.slots] == specs
+    assert all(slot.size == prod(slot.spec.shape) * slot.spec.dtype.itemsize for slot in plan.slots)
+    assert all(slot.offset % ALIGN == 0 for slot in plan.slots)
+    ends = {}
+    for slot in plan.slots:
+        assert slot.offset >= ends.get(slot.bucket, 0)
+        assert slot.bucket >= max(ends, default=0)
+        ends[slot.bucket] = slot.offset + slot.size
+        assert ends[slot.bucket] <= plan.sizes[slot.bucket]
+    for bucket, size in enumerate(plan.sizes):
+        inside = [slot for slot in plan.slots if slot.bucket == bucket and slot.size]
+        assert size <= bucket_bytes or len(inside) == 1
+
+
+@given(specs, st.integers(1, 4096))
+def test_digest_tells_plans_apart(specs, bucket_bytes):
+    plan = Plan.of(specs, bucket_bytes)
+    assert plan.digest == Plan.of(list(specs), bucket_bytes).digest
+    renamed = [specs[0]._replace(name="other"), *specs[1:]]
+    assert plan.digest != Plan.of(renamed, bucket_bytes).digest
+    assert plan.digest != Plan.of([specs[0]._replace(dtype=torch.int32), *specs[1:]], bucket_bytes).digest
+
+
+@given(specs, st.integers(1, 4096), st.integers(0, 2**31))
+def test_what_is_filled_in_is_viewed(specs, bucket_bytes, seed):
+    draw = torch.Generator().manual_seed(seed)
+    weights = [(s.name, torch.randint(-9, 9, s.shape, generator=draw).to(s.dtype)) for s in specs]
+    snapshot = Snapshot(Plan.of(specs, bucket_bytes), CPU)
+    snapshot.fill(weights)
+    viewed = list(snapshot.views())
+    assert [name for name, _ in viewed] == [name for name, _ in weights]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(viewed, weights, strict=True))
+    begins = [bucket.data_ptr() for bucket in snapshot.buckets]
+    slots = {slot.spec.name: slot for slot in snapshot.plan.slots}
+    for name, tensor in viewed:
+        if tensor.numel():  # in place, no copies
+            assert tensor.data_ptr() == begins[slots[name].bucket] + slots[name].offset
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [("a", torch.zeros(3))],
+        [("a", torch.zeros(3)), ("b", torch.zeros(2, 2)), ("c", torch.zeros(1))],
+        [("b", torch.zeros(2, 2)), ("a", torch.zeros(3))],
+        [("a", torch.zeros(3)), ("b", torch.zeros(2, 3))],
+        [("a", torch.zeros(3)), ("b", torch.zeros(2, 2, dtype=torch.bfloat16))],
+    ],
+)
+def test_other_weights_than_planned_are_refused_after_all_were_gathered(weights):
+    plan = Plan.of([Spec("a", (3,), torch.float32), Spec("b", (2, 2), torch.float32)], 1024)
+    taken = []
+    with pytest.raises(ValueError, match="weights: "):
+        Snapshot(plan, CPU).fill((taken.append(name), (name, tensor))[1] for name, tensor in weights)
+    assert len(taken) == len(weights)
+
+
+def test_a_plan_needs_tensors_with_names_of_their_own():
+    with pytest.raises(ValueError, match="twice"):
+        Plan.of([Spec("a", (3,), torch.float32)] * 2, 1024)
+    with pytest.raises(ValueError, match="without weights"):
+        Plan.of([], 1024)
+
+
+def test_dtypes_travel_as_names():
+    assert [dtype_of(dtype_name(dtype)) for dtype in DTYPES] == DTYPES
+    with pytest.raises(ValueError, match="no_such"):
+        dtype_of("no_such")
+
+
+@given(st.integers(0, 2**31), st.data())
+def test_a_changed_bit_changes_the_checksum(seed, data):
+    size = 8 * (2 * WORDS + 32)
+    bucket = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    before = int(checksum(bucket))
+    assert int(checksum(bucket.clone())) == before
+    bucket[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert int(checksum(bucket)) != before
+
+
+@given(specs, st.sampled_from([1, 600, 1 << 20]), st.integers(0, 2**31))
+def test_all_buckets_at_once_sum_as_one_by_one(specs, bucket_bytes, seed):
+    snapshot = Snapshot(Plan.of([Spec("wide", (3 * WORDS,), torch.int64), *specs], bucket_bytes), CPU)
+    draw = torch.Generator().manual_seed(seed)
+    for bucket in snapshot.buckets:
+        bucket.copy_(torch.randint(0, 256, bucket.shape, generator=draw))
+    assert snapshot.checksums() == [int(checksum(bucket)) for bucket in snapshot.buckets]
+
+
+def test_exchanged_or_missing_rows_change_the_checksum():
+    bucket = torch.arange(8 * WORDS * 3, dtype=torch.int64).to(torch.uint8)
+    bucket[: 8 * WORDS] += 1
+    before = int(checksum(bucket))
+    rows = bucket.view(3, -1)
+    assert int(checksum(rows[[1, 0, 2]].contiguous().view(-1))) != before
+    rows[2] = 0
+    assert int(checksum(bucket)) != before
+
+
+def test_the_shelf_never_gives_out_what_is_held():
+    shelf = Shelf(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
+    first = shelf.reserve(0.01)
+    with shelf.hold_newest() as nothing:
+        assert nothing is None
+    shelf.offer(first)
+    second = shelf.reserve(0.01)
+    assert second is not first
+    shelf.offer(second)
+    assert shelf.reserve(0.01) is first  # the newest stays for newcomers
+    with shelf.hold(first):
+        assert shelf.newest is second
+        assert shelf.reserve(0.01) is second  # superseded before it was served
+        assert shelf.newest is None
+        shelf.offer(second)
+        with shelf.hold_newest() as newest:
+            assert newest is second
+            with pytest.raises(TimeoutError):
+                shelf.reserve(0.01)
+            got = []
+            waiting = threading.Thread(target=lambda: got.append(shelf.reserve(5)))
+            waiting.start()
+        waiting.join(5)
+        assert got == [second]
+
+
+def test_messages_come_back_as_they_were():
+    join = Join(name="rollout-0", protocol=1, workers=2, backend="gloo")
+    assert unpack(pack(join), TO_LEARNER) == join
+    assert unpack(pack(Beat()), TO_LEARNER) == Beat()
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        (b"", "not MessagePack"),
+        (b"\xc1", "not MessagePack"),
+        (b"\x93\x01\x02\x03", "kind None"),
+        (pack(Failed(round=1, reason="r"))[:-9], "not MessagePack"),
+        (b"\x81\xa4kind\xa7Welcome", "Welcome"),
+        (b"\x82\xa4kind\xa5Ready\xa5round\xff", "Ready.round"),
+        (b"\x81\xa4kind\x90", "kind"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(frame, text):
+    with pytest.raises(ValueError, match=text) as error:
+        unpack(frame, TO_LEARNER)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,268 @@
+"""The weights wire over real sockets and real gloo groups: a sender, and servers in this loop or in processes of
+their own."""
+
+import asyncio
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+import torch
+import zmq
+
+from learner.weights.receiver.staged import WeightsError
+from learner.weights.sender.publish import Follower, Sender
+from tests.harness.scenes import GRACE_S
+from tests.harness.weights_server import HEARTBEAT_S, SPECS, WAIT_S, Addresses, VersionedPolicy, config, servers
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def a_sender(**keys):
+    sender = Sender(SPECS, config(**keys), 0, CPU, heartbeat_s=HEARTBEAT_S)
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+@asynccontextmanager
+async def a_process(address, name, mode):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.harness.weights_server", address, name, mode, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def line(process):
+    async with asyncio.timeout(WAIT_S + 15):
+        return (await process.stdout.readline()).decode().strip()
+
+
+async def until_stat(sender, key, value):
+    async with asyncio.timeout(WAIT_S):
+        while sender.stats().get(key) != value:
+            await asyncio.sleep(0.02)
+
+
+def run(test):
+    return asyncio.run(test)
+
+
+def test_servers_join_and_hold_each_version():
+    async def test():
+        with a_sender() as sender:
+            addresses = Addresses(sender.address)
+            async with servers(addresses, "rollout-0", "rollout-1", workers=2) as (one, two):
+                for version in (0, 1, 2):
+                    sender.publish(VersionedPolicy(version), version)
+                    await one.has(version)
+                    await two.has(version)
+                await asyncio.to_thread(sender.close, 5.0)
+                stats = sender.stats()
+        assert sender._rounds._group._channel is None, "a group is given up with its sender, not found by the collector"
+        assert stats["weights/version"] == 2 and stats["weights/failed"] == 0
+        assert stats["weights/probe"] < 1e-9
+        assert addresses.asked[0] is None
+
+    run(test())
+
+
+def test_a_newcomer_is_served_at_once_and_others_are_not_served_again():
+    async def test():
+        with a_sender() as sender:
+            sender.publish(VersionedPolicy(7), 7)
+            addresses = Addresses(sender.address)
+            async with servers(addresses, "rollout-0") as (one,):
+                await one.has(7)
+                async with servers(addresses, "rollout-1") as (late,):
+                    await late.has(7)
+                    sender.publish(VersionedPolicy(8), 8)
+                    await one.has(8)
+                    await late.has(8)
+                assert one.seen == [7, 8]
+
+    run(test())
+
+
+def test_a_slow_server_skips_to_the_newest():
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                gate = asyncio.Event()
+                paused = one.engine.paused
+
+                @asynccontextmanager
+                async def slow():
+                    await gate.wait()
+                    async with paused():
+                        yield
+
+                one.engine.paused = slow
+                for version in range(5):
+                    await asyncio.to_thread(sender.publish, VersionedPolicy(version), version)
+                    await asyncio.sleep(0.05)
+                gate.set()
+                await one.has(4)
+                assert one.seen[-1] == 4 and len(one.seen) <= 3
+
+    run(test())
+
+
+@pytest.mark.parametrize("mode", ["go", "half"])
+def test_a_server_killed_between_ready_and_the_last_bucket_costs_the_others_no_version(mode):
+    async def test():
+        with a_sender() as sender:
+            async with (
+                servers(Addresses(sender.address), "rollout-0") as (one,),
+                a_process(sender.address, "rollout-9", mode) as victim,
+            ):
+                await until_stat(sender, "weights/members", 2.0)
+                sender.publish(VersionedPolicy(0), 0)
+                assert await line(victim) == mode
+                victim.send_signal(signal.SIGKILL)
+                killed = time.monotonic()
+                await one.has(0)
+                assert time.monotonic() - killed < config().deadline_s + GRACE_S
+                started = time.monotonic()
+                sender.publish(VersionedPolicy(1), 1)
+                assert time.monotonic() - started < config().deadline_s  # it waits for nobody
+                await one.has(1)
+
+    run(test())
+
+
+def test_a_server_that_hangs_costs_one_deadline():
+    async def test():
+        with a_sender() as sender:
+            async with (
+                servers(Addresses(sender.address), "rollout-0") as (one,),
+                a_process(sender.address, "rollout-9", "none") as stopped,
+            ):
+                await until_stat(sender, "weights/members", 2.0)
+                sender.publish(VersionedPolicy(0), 0)
+                assert await line(stopped) == "version 0 right"
+                stopped.send_signal(signal.SIGSTOP)
+                sender.publish(VersionedPolicy(1), 1)
+                started = time.monotonic()
+                await one.has(1)
+                assert time.monotonic() - started < config().deadline_s + GRACE_S
+                stopped.send_signal(signal.SIGCONT)
+                assert await line(stopped) == "version 1 right"  # it joins again by itself
+
+    run(test())
+
+
+def test_a_learner_that_comes_back_elsewhere_is_found_and_its_versions_count():
+    async def test():
+        addresses = Addresses()
+        async with servers(addresses, "rollout-0") as (one,):
+            with a_sender() as sender:
+                await addresses.set(sender.address)
+                sender.publish(VersionedPolicy(5), 5)
+                await one.has(5)
+                first = sender.address
+            with a_sender() as sender:
+                sender.publish(VersionedPolicy(3), 3)
+                await addresses.set(sender.address)
+                await one.has(3)
+        assert one.seen == [5, 3] and addresses.asked == [None, first]
+
+    run(test())
+
+
+def test_a_learner_silent_for_a_while_is_joined_again_where_it_was():
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+                sender._rounds.members.drop(next(iter(sender._rounds.members)))  # as after a cut network
+                sender.publish(VersionedPolicy(1), 1)
+                await one.has(1)
+
+    run(test())
+
+
+def test_a_wrong_bucket_ends_the_server_with_both_checksums():
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0", "rollout-1") as (one, two):
+                await until_stat(sender, "weights/members", 2.0)
+                sums = one.engine.staging[0]
+                one.engine.rl_receive = lambda worker, go, notify: sums.receive(tampered(go), notify)
+                sender.publish(VersionedPolicy(0), 0)
+                with pytest.raises(WeightsError, match=r"bucket 1: checksum -?\d+ here, 12345 at the learner"):
+                    await one.has(0)
+                await two.has(0)
+                assert not one.engine.weights[0]
+
+    def tampered(go):
+        from learner.weights.protocol import TO_SERVER, pack, unpack
+
+        message = unpack(go, TO_SERVER)
+        return pack(message.model_copy(update={"checksums": [message.checksums[0], 12345, *message.checksums[2:]]}))
+
+    run(test())
+
+
+def test_a_probe_that_differs_ends_the_server_with_both_values():
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0", error=0.5) as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                with pytest.raises(
+                    WeightsError, match=r"differ by 0\.5 nat.*weights\.probe_tolerance 0\.02.*at the learner"
+                ):
+                    await one.has(0)
+                await until_stat(sender, "weights/failed", 1.0)
+
+    run(test())
+
+
+def test_the_probe_is_asked_on_schedule_on_every_rank_and_all_ranks_gather():
+    asked = []
+    with a_sender(probe_every=3) as sender:
+        follower = Follower(SPECS, config(probe_every=3), 0)
+        for version in (1, 2, 3, 4, 6):
+            policies = VersionedPolicy(version), VersionedPolicy(version)
+            sender.publish(policies[0], version)
+            follower.publish(policies[1], version)
+            assert policies[0].asked == policies[1].asked
+            asked.append(policies[0].asked)
+    assert asked == [1, 0, 1, 0, 1]
+
+
+def test_strangers_are_refused_in_words_and_harm_nothing():
+    async def test():
+        with a_sender() as sender, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.setsockopt(zmq.RCVTIMEO, 5000)
+            stranger.connect(sender.address)
+            for frames in ([b"junk"], [b"a", b"b", b"c"], [b""]):
+                stranger.send_multipart(frames)
+                assert b"Refused" in await asyncio.to_thread(stranger.recv)
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+
+    run(test())
+
+
+def test_an_address_nobody_can_connect_to_is_refused():
+    with pytest.raises(ValueError, match=r"weights\.host: .*0\.0\.0\.0"):
+        Sender(SPECS, config(host="0.0.0.0"), 0, CPU)
+
+
+def test_what_ends_the_serving_thread_is_raised_in_publish():
+    with a_sender() as sender:
+        sender.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            sender.publish(VersionedPolicy(0), 0)

@@ -1,0 +1,270 @@
+"""The real vLLM on a tiny random model: in-flight updates over the weights wire, judged against transformers.
+
+One engine a variant (tied and untied embeddings) plays the whole scenario once; each test looks at one side of what
+happened.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import time
+import warnings
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from configs.schema import Config
+from learner.weights.plan import Spec
+from learner.weights.receiver.follow import Receiver
+from learner.weights.sender.publish import Sender
+from rollout.engine.vllm_engine import Engine, EngineDead, EngineError
+
+pytestmark = pytest.mark.vllm
+VOCABULARY, LENGTH, TEMPERATURE = 128, 300, 0.7
+STOPS = list(range(10, 60, 2))
+PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
+
+
+class TorchPolicy:
+    """A transformers model as the learner would publish it."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def full_weights(self):
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def logprobs_of(self, tokens):
+        return scores(self.model, tokens)
+
+
+@torch.no_grad()
+def step(model, version):
+    """Other weights, as after an optimizer's step (a large one)."""
+    draw = torch.Generator().manual_seed(version)
+    for parameter in model.parameters():
+        parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
+
+
+@torch.no_grad()
+def scores(model, tokens, temperature=1.0):
+    """Log-probabilities of `tokens[1:]` by transformers."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def difference(ours, theirs):
+    """Mean absolute difference."""
+    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def make_model(folder, tied):
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            tie_word_embeddings=tied,
+            bos_token_id=0,
+            eos_token_id=None,
+        )
+    ).float()
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")), bos_token="w0", eos_token="w1", unk_token="w2"
+    ).save_pretrained(folder)
+    return model.eval()
+
+
+def make_config(folder):
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "train.parquet", "max_prompt_tokens": 100},
+            "reward": {"function": "countdown"},
+            "sampling": {"max_tokens": 400},
+            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "deadline_s": 30},
+            "rollout": {"device": "cpu"},
+        }
+    )
+
+
+async def play(folder, tied):
+    """The scenario; returns what happened."""
+    seen = SimpleNamespace(config=make_config(folder))
+    model = make_model(folder, tied)
+    engine = await Engine.start(seen.config, seed=1)
+    specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    sender = Sender(specs, seen.config.weights, 0, torch.device("cpu"))
+    held = asyncio.Queue()
+    follow = asyncio.create_task(take(sender, engine, held, seen.config))
+    follow.add_done_callback(lambda task: held.put_nowait(task))  # ends the wait for a version
+    try:
+        await updates(seen, model, engine, sender, held)
+        await asyncio.to_thread(sender.close, 10.0)
+        seen.stats = sender.stats()
+        await folders(seen, model, engine, folder)
+        await failures(seen, engine)
+    finally:
+        follow.cancel()
+        sender.close()
+        await engine.close()
+        await asyncio.wait([follow])
+    return seen
+
+
+async def take(sender, engine, held, config):
+    """`rollout.loop.follow`, and word of each version."""
+
+    async def where(known):
+        if known:
+            await asyncio.Event().wait()
+        return sender.address
+
+    async for policy in Receiver(where, engine, "rollout-0", config.weights).policies():
+        async with engine.paused():
+            await policy.load()
+            engine.version = policy.version
+        await policy.loaded()
+        held.put_nowait(policy.version)
+
+
+async def updates(seen, model, engine, sender, held):
+    sender.publish(TorchPolicy(model), 0)
+    assert await held.get() == 0
+    seen.before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ends, engine._eos = engine._eos, ()  # every sequence runs to its full length
+    running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
+    while engine.tokens < 60 * len(PROMPTS):
+        await asyncio.sleep(0.005)
+    seen.stats_running = engine.stats()
+    step(model, 1)
+    sender.publish(TorchPolicy(model), 1)
+    assert await held.get() == 1
+    seen.unfinished = sum(not task.done() for task in running)
+    seen.in_flight = await asyncio.gather(*running)
+    seen.after = await asyncio.gather(*(engine.generate(p, 50, TEMPERATURE) for p in PROMPTS))
+    seen.after_scores = [
+        scores(model, p + c.tokens, TEMPERATURE)[len(p) - 1 :] for p, c in zip(PROMPTS, seen.after, strict=True)
+    ]
+    old = Qwen2ForCausalLM(model.config).float().eval()
+    old.load_state_dict(seen.before, strict=False)
+    old.tie_weights()
+    seen.in_flight_scores = [
+        scores(old, p + c.tokens, TEMPERATURE)[len(p) - 1 :] for p, c in zip(PROMPTS, seen.in_flight, strict=True)
+    ]
+    engine._eos = ends
+    seen.stopped = await asyncio.gather(*(engine.generate(p, 50, 1.0, STOPS) for p in PROMPTS))
+
+
+async def folders(seen, model, engine, folder):
+    step(model, 2)
+    model.save_pretrained(folder / "two")
+    await engine.load_folder(folder / "two")
+    tokens = list(range(3, 60))
+    seen.folder = difference(await engine.probe(tokens), scores(model, tokens))
+    try:
+        await engine.load_folder(folder / "nothing")
+    except EngineError as error:
+        seen.no_folder = str(error)
+
+
+async def failures(seen, engine):
+    cancelled = asyncio.create_task(engine.generate(PROMPTS[0], 400, 1.0))
+    await asyncio.sleep(0.1)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    await engine.alive(30)
+    seen.idle = engine.stats()
+    died = asyncio.create_task(engine.died())
+    stack = AsyncExitStack()
+    await stack.enter_async_context(engine.paused())
+    waiting = asyncio.create_task(engine.generate(PROMPTS[0], 400, 1.0))
+    await asyncio.sleep(0.1)
+    for process in psutil.Process().children(recursive=True):
+        if "EngineCore" in " ".join(process.cmdline()) or "spawn_main" in " ".join(process.cmdline()):
+            process.kill()
+    started = time.monotonic()
+    seen.deaths = []
+    for wait in (engine.alive(30), waiting, died, stack.aclose(), engine.generate(PROMPTS[1], 4, 1.0)):
+        try:
+            await wait
+        except EngineDead as error:
+            seen.deaths.append(str(error))
+    seen.death_s = time.monotonic() - started
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def seen(request, tmp_path_factory):
+    os.environ["VLLM_CPU_CI_ENV"] = "1"
+    logging.getLogger("vllm.v1.engine.async_llm").disabled = True  # its death is part of the play; pytest keeps records
+    happened = asyncio.run(play(tmp_path_factory.mktemp("model"), request.param))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
+        gc.collect()
+    return happened
+
+
+def test_unfinished_sequences_go_on_to_their_full_length(seen):
+    assert seen.unfinished == len(PROMPTS)
+    assert [len(c.tokens) for c in seen.in_flight] == [LENGTH] * len(PROMPTS)
+    assert {c.finish for c in seen.in_flight} == {"length"}
+
+
+def test_tokens_carry_the_version_that_sampled_them(seen):
+    for completion, theirs in zip(seen.in_flight, seen.in_flight_scores, strict=True):
+        assert completion.versions == sorted(completion.versions) and set(completion.versions) == {0, 1}
+        switch = completion.versions.index(1)
+        assert difference(completion.logprobs[:switch], theirs[:switch]) < 1e-3
+        assert max(abs(a - b) for a, b in zip(completion.logprobs[:switch], theirs[:switch], strict=True)) < 1e-2
+        assert difference(completion.logprobs[switch:], theirs[switch:]) > 0.05
+
+
+def test_after_the_update_vllm_says_what_torch_says(seen):
+    for completion, theirs in zip(seen.after, seen.after_scores, strict=True):
+        assert completion.versions == [1] * 50
+        assert difference(completion.logprobs, theirs) < 1e-3
+
+
+def test_the_probe_agreed(seen):
+    assert seen.stats["weights/version"] == 1 and seen.stats["weights/failed"] == 0
+    assert 0 < seen.stats["weights/probe"] < 1e-3
+    assert 0 < seen.stats["weights/load_s"] < seen.stats["weights/pause_s"] < 10
+
+
+def test_a_stop_token_is_kept_and_ends_the_answer(seen):
+    assert any(c.finish == "stop" for c in seen.stopped)
+    for completion in seen.stopped:
+        assert not set(completion.tokens[:-1]) & {1, *STOPS}
+        assert (completion.finish == "stop") == (completion.tokens[-1] in {1, *STOPS})
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions)
+
+
+def test_weights_load_from_a_folder_too(seen):
+    assert seen.folder < 1e-3
+    assert "no .safetensors file" in seen.no_folder
+
+
+def test_figures_for_people(seen):
+    assert seen.stats_running["running"] == len(PROMPTS) and seen.stats_running["waiting"] == 0
+    assert seen.stats_running["tokens_per_s"] > 0
+    assert seen.idle["running"] == seen.idle["waiting"] == 0
+
+
+def test_death_of_the_engine_is_noticed_by_all_who_wait(seen):
+    assert len(seen.deaths) == 5 and seen.death_s < 20  # of the 30 s the probe would take
