@@ -194,7 +194,7 @@ def batch_loss(
     advantages = ADVANTAGES[config.advantage](rewards, torch.arange(count) // settings.samples)
     logprobs = answer_logprobs(model, tokens, settings).flatten()
     inputs = LossInputs(
-        logprobs=logprobs,
+        policy_logprobs=logprobs,
         behaviour=behaviour.flatten(),
         advantages=advantages.repeat_interleave(settings.length),
         sampled=torch.ones_like(logprobs, dtype=torch.bool),

@@ -17,7 +17,7 @@ from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from benchmarks.weights.shapes import COMMON, SHAPES
-from benchmarks.weights.table import Row, write
+from benchmarks.weights.table import ResultRow, write
 from learner.weights.probe import PROBE_TOKENS
 
 BF16 = torch.bfloat16
@@ -76,7 +76,7 @@ def main() -> int:
     for shape in args.shapes.split(","):
         difference, spread = noise(shape, args.seed)
         what = f"{shape}: bfloat16 against float32, mean difference of log-probabilities"
-        rows.append(Row(what, difference, "nat", "standard deviation of the logits", spread).line())
+        rows.append(ResultRow(what, difference, "nat", "standard deviation of the logits", spread).line())
     write(args.out, "weights_noise", rows)
     return 0
 

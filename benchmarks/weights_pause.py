@@ -22,8 +22,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.weights.shapes import SHAPES, folder_of
-from benchmarks.weights.table import Row, write
-from benchmarks.weights.traffic import Lag, Traffic, vocabulary_of
+from benchmarks.weights.table import ResultRow, write
+from benchmarks.weights.traffic import Lag, RequestTraffic, vocabulary_of
 from configs.schema import Config
 
 PEER = "an output a token, pause_generation"
@@ -93,7 +93,7 @@ class PerToken:
 
 async def pauses(engine: Any, args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
     """One half of the benchmark: figures of each pause, and the front process's in between."""
-    traffic, lag = Traffic(engine, vocabulary, args.running, args.length), Lag()
+    traffic, lag = RequestTraffic(engine, vocabulary, args.running, args.length), Lag()
     found: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as tasks:
         running = [*traffic.start(tasks), tasks.create_task(lag.watch())]
@@ -152,11 +152,11 @@ def rows_of(ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]
     for key, what in PARTS.items():
         for word, of in (("median", median), ("worst", max)):
             values = [1000.0 * float(of([pause[key] for pause in half["pauses"]])) for half in (ours, theirs)]
-            rows.append(Row(f"{what}, {word}", values[0], "ms", PEER, values[1]))
+            rows.append(ResultRow(f"{what}, {word}", values[0], "ms", PEER, values[1]))
     per_token = [1e6 * half["busy"] / half["rate"] for half in (ours, theirs)]
-    rows.append(Row("front process's CPU time a token", per_token[0], "us", PEER, per_token[1]))
-    rows.append(Row("tokens/s, pauses included", ours["rate"], "1/s", PEER, theirs["rate"]))
-    rows.append(Row("requests lost", ours["lost"], "", PEER, theirs["lost"]))
+    rows.append(ResultRow("front process's CPU time a token", per_token[0], "us", PEER, per_token[1]))
+    rows.append(ResultRow("tokens/s, pauses included", ours["rate"], "1/s", PEER, theirs["rate"]))
+    rows.append(ResultRow("requests lost", ours["lost"], "", PEER, theirs["lost"]))
     return [row.line() for row in rows]
 
 

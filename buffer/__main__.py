@@ -24,9 +24,9 @@ from buffer.ledger.rules import Ledger, LedgerError
 from buffer.problems import load_problems
 from buffer.store.sqlite import Store
 from buffer.wire.curve import KeysError, make_keys, server_keys_for
-from buffer.wire.handlers import Answers, Rules
-from buffer.wire.requests import Desk
-from buffer.wire.server import ListenError, Server
+from buffer.wire.handlers import Handlers, Limits
+from buffer.wire.requests import PendingRequests
+from buffer.wire.server import BufferServer, ListenError
 from configs import load
 from configs.checks import check
 from configs.schema import Config
@@ -62,11 +62,13 @@ async def run(config: Config) -> None:
     """Listen, read everything back, serve until the first signal."""
     keys = server_keys_for(config.buffer.address, config.run.path)
     max_message = config.buffer.max_message_mib * 2**20
-    async with Server(config.buffer.address, max_message, keys) as server:
+    async with BufferServer(config.buffer.address, max_message, keys) as server:
         problems = load_problems(config.data.train, config.data)
         load.write(config, config.run.path / "config.yaml")
         with Store(store_path(config), config.buffer.fsync, load.fingerprint(config), problems) as store:
-            desk = Desk(Answers(restored(config, store, len(problems)), store, problems, rules(config)), max_message)
+            desk = PendingRequests(
+                Handlers(restored(config, store, len(problems)), store, problems, rules(config)), max_message
+            )
             log.info(
                 "run %s: %s problems, %s, %s",
                 config.run.name,
@@ -103,9 +105,9 @@ def restored(config: Config, store: Store, problems: int) -> Ledger:
     return ledger
 
 
-def rules(config: Config) -> Rules:
+def rules(config: Config) -> Limits:
     """What the answers depend on."""
-    return Rules(
+    return Limits(
         run=config.run.name,
         fingerprint=load.fingerprint(config),
         samples=config.batch.samples,

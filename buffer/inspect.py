@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from buffer.ledger.types import LedgerError
 from buffer.store.sqlite import reading
-from buffer.wire.connection import Client, RefusedError
+from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.curve import KeysError, client_keys_for
 from buffer.wire.protocol import Sample, State, Status
 from configs import load
@@ -41,14 +41,14 @@ COLUMNS = pa.schema(
         ("item", pa.int64()), ("index", pa.int32()), ("row", pa.int64()), ("epoch", pa.int32()), ("state", pa.string()),
         ("reason", pa.string()), ("dispatched", pa.int64()), ("batch", pa.int64()), ("server", pa.string()),
         ("problem", pa.string()), ("reward", pa.float64()), ("finish", pa.string()), ("answer", pa.string()),
-        ("tokens", pa.list_(pa.int32())), ("sampled", pa.list_(pa.uint8())), ("logprobs", pa.list_(pa.float32())),
+        ("tokens", pa.list_(pa.int32())), ("sampled", pa.list_(pa.uint8())), ("behaviour_logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())), ("metrics", pa.string()),
     ]
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run to look at: its config, and its ledger's file (None: in memory)."""
 
     config: Config
@@ -56,7 +56,7 @@ class Run:
     file: Path | None
 
     @classmethod
-    def at(cls, words: Sequence[str]) -> "Run":
+    def at(cls, words: Sequence[str]) -> "StoredRun":
         """From a run's folder, or config files and overrides."""
         first = Path(words[0])
         words = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         "export": lambda: export(run, wanted.out),
     }
     try:
-        run = Run.at([*wanted.run, *overrides])
+        run = StoredRun.at([*wanted.run, *overrides])
         for line in act[wanted.command]():
             print(line, flush=True)
     except KeyboardInterrupt:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def stats(run: Run) -> Iterable[str]:
+def stats(run: StoredRun) -> Iterable[str]:
     """The ledger in numbers; of a live run also who waits for what."""
     state = asyncio.run(_ask(run))
     if run.file is not None:
@@ -132,7 +132,7 @@ def stats(run: Run) -> Iterable[str]:
         yield f"waits        {waiter.who} for {waiter.kind}, {waiter.seconds:.1f} s: {waiter.why}"
 
 
-def _filed(run: Run) -> Iterable[str]:
+def _filed(run: StoredRun) -> Iterable[str]:
     with closing(run.reading()) as db:
         formed, trained = db.execute(
             "SELECT COUNT(*), COALESCE(MAX(version) FILTER (WHERE trained), -1) FROM batches"
@@ -161,9 +161,9 @@ def _line(name: str, numbers: dict[Any, int]) -> str:
     return f"{name:<12} " + (", ".join(f"{key}: {number}" for key, number in numbers.items()) or "none")
 
 
-async def _ask(run: Run) -> State | None:
+async def _ask(run: StoredRun) -> State | None:
     address = run.config.buffer.address
-    client = Client(address, "stats", "observer", keys=client_keys_for(address, run.folder))
+    client = Connection(address, "stats", "observer", keys=client_keys_for(address, run.folder))
     try:
         async with asyncio.timeout(ANSWER_S), client:
             return await client.expect(Status(), State)
@@ -171,7 +171,7 @@ async def _ask(run: Run) -> State | None:
         return None
 
 
-def tail(run: Run, number: int, follow: bool) -> Iterable[str]:
+def tail(run: StoredRun, number: int, follow: bool) -> Iterable[str]:
     """The groups that came in last, oldest of them first; with `follow` also those that come in, until interrupted."""
     query = """
         SELECT item, state, version, batch, server, tokens, samples, truncated, stored_at,
@@ -200,7 +200,7 @@ def _group(item: int, state: str, version: int, batch: int, server: str, *facts:
     )
 
 
-def show(run: Run, item: int) -> Iterable[str]:
+def show(run: StoredRun, item: int) -> Iterable[str]:
     """One item in full: problem, text, tokens, versions, log-probabilities, reward."""
     with closing(run.reading()) as db:
         db.row_factory = sqlite3.Row
@@ -225,12 +225,12 @@ def _sample(index: int, data: bytes) -> Iterable[str]:
     yield f"sample {index}     reward {sample.reward:g}, {sample.finish}, {sample.tokens.shape[0]} tokens {figures}"
     yield from (f"    {line}" for line in sample.answer.splitlines())
     yield f"    {'position':>8} {'token':>8} {'version':>8} {'logprob':>10}"
-    columns = (sample.tokens, sample.sampled, sample.versions, sample.logprobs)
+    columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
     for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
         yield f"    {position:>8} {token:>8} " + (f"{version:>8} {logprob:>10.4f}" if sampled else "   given")
 
 
-def export(run: Run, out: Path) -> Iterable[str]:
+def export(run: StoredRun, out: Path) -> Iterable[str]:
     """Write all samples that are there to `out`, one row each (COLUMNS)."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,

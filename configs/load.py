@@ -35,7 +35,7 @@ LOCAL: dict[str, bool | set[str]] = {
     "reward": {"workers"},
     "rollout": {"servers", "tensor_parallel", "device", "groups_in_flight", "attempts", "heartbeat_s", "engine"},
     "run": {"folder"},
-    "weights": {"host", "deadline_s"},
+    "weights": {"host", "timeout_s"},
 }
 """Left out of the fingerprint: where things are, how fast and how often. Machines may differ in these, and a process
 may be restarted with another value while the rest of the run goes on; neither changes what is sampled or learned."""

@@ -231,7 +231,7 @@ class WeightsConfig(Section):
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; a larger tensor has one of its own. A server without room for a
     whole copy takes two."""
-    deadline_s: Seconds = 60.0
+    timeout_s: Seconds = 60.0
     """Longest wait for a server to get ready for, receive and load a policy; a server beyond it is left out and may
     rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from buffer.wire.client import Batches, RefusedError
+from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.curve import ClientKeys, KeysError, client_keys_for, server_keys_for
 from configs import load
 from configs.explain import check
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms import needs_entropy_gradient, needs_reference
-from learner.checkpoint import Checkpoints, Refused, Rewarded
+from learner.checkpoint import Checkpoints, NoDiskSpace, Rewarded
 from learner.drain import Draining
 from learner.metrics import Metrics
 from learner.model import attention, flops, memory
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     except (load.ConfigError, KeysError, RefusedError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    except (Refused, memory.OutOfMemory) as error:
+    except (NoDiskSpace, memory.OutOfMemory) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -105,7 +105,7 @@ def train(config: Config, device: torch.device) -> None:
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = dist.get_rank(), dist.get_world_size()
         first = rank == 0
-        parts.enter_context(watchdog.Watch(config.learner.timeout_s, path / "logs"))
+        parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         expected, budget = room(config, device, world)
         parts.enter_context(memory.explained(expected, budget))
         policy, algorithm = build(config, mesh, budget)
@@ -210,10 +210,12 @@ def weights(config: Config, policy: Policy, first: bool) -> Sender | Follower:
     return Sender(specs, config.weights, seed, policy.device, probe, keys, folder=folder)
 
 
-def connect(config: Config, rank: int, world: int, serves: str | None, keys: ClientKeys | None) -> Batches:
+def connect(config: Config, rank: int, world: int, serves: str | None, keys: ClientKeys | None) -> LearnerClient:
     """This rank's end of the samples wire; only rank 0 tells where policies are served."""
     log.info("waiting for the buffer at %s", config.buffer.address)
-    return Batches(config.buffer.address, f"learner-{rank}", load.fingerprint(config), rank, world, serves, keys=keys)
+    return LearnerClient(
+        config.buffer.address, f"learner-{rank}", load.fingerprint(config), rank, world, serves, keys=keys
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ SPARE = 64 << 20
 """Bytes of disk to leave free beside what a checkpoint takes."""
 
 
-class Refused(RuntimeError):
+class NoDiskSpace(RuntimeError):
     """There is no room for the last checkpoint."""
 
 
@@ -58,7 +58,7 @@ class Checkpoints:
     def restore(self, policy: Policy) -> int:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
         mine = newest(self.folder) if dist.get_rank() == 0 else 0
-        version = self._last = collectives.told(mine)
+        version = self._last = collectives.broadcast_from_rank0(mine)
         if version == 0:
             return 0
         state = self._state(policy, version)
@@ -79,11 +79,13 @@ class Checkpoints:
         return min(complete(self.folder)[-self.config.keep_checkpoints :], default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
-        """Write `version` with its export, if that is not on disk, and wait. Raises Refused where there is no room."""
+        """Write `version` with its export, if that is not on disk, and wait. Raises NoDiskSpace where there is no room."""
         self._settle()
         exported = (folder_of(self.folder, version) / "huggingface").exists() and version in complete(self.folder)
-        if not collectives.told(version == 0 or exported) and not self._save(policy, version, exported=True):
-            raise Refused(f"the policy of version {version} is not on disk; what is: {complete(self.folder)}")
+        if not collectives.broadcast_from_rank0(version == 0 or exported) and not self._save(
+            policy, version, exported=True
+        ):
+            raise NoDiskSpace(f"the policy of version {version} is not on disk; what is: {complete(self.folder)}")
         self._settle()
 
     def close(self) -> None:
@@ -96,7 +98,7 @@ class Checkpoints:
         """Whether there was room to begin."""
         self._settle()
         partial = folder_of(self.folder, version).with_suffix(".tmp")
-        if not collectives.told(dist.get_rank() != 0 or self._room(policy, partial, exported)):
+        if not collectives.broadcast_from_rank0(dist.get_rank() != 0 or self._room(policy, partial, exported)):
             return False
         weights = export.collect(policy) if exported else None
         state = self._state(policy, version)

@@ -26,8 +26,8 @@ def gather(fact: Any) -> list[Any]:
     return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def largest(number: float) -> float:
-    """The largest `number` of any rank."""
+def all_reduce_max(number: float) -> float:
+    """The all_reduce_max `number` of any rank."""
     tensor = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
@@ -35,7 +35,7 @@ def largest(number: float) -> float:
 
 def concatenate(values: torch.Tensor, blank: float) -> torch.Tensor:
     """`values` [n], each rank with its own n, of all ranks one after another; `blank` fills gaps."""
-    longest = int(largest(len(values)))
+    longest = int(all_reduce_max(len(values)))
     padded = values.new_full((longest,), blank)
     padded[: len(values)] = values
     rows = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
@@ -43,7 +43,7 @@ def concatenate(values: torch.Tensor, blank: float) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def told(number: int) -> int:
+def broadcast_from_rank0(number: int) -> int:
     """Rank 0's `number`, on every rank."""
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, src=0)

@@ -37,7 +37,7 @@ class Draining:
             part = self._take(version)
         except Drained:
             part = None
-        return None if collectives.largest(float(self.asked)) else part
+        return None if collectives.all_reduce_max(float(self.asked)) else part
 
     def _take(self, version: int) -> Part | None:
         self._waiting = True

@@ -19,7 +19,7 @@ class Algorithm(Protocol):
 
 
 class Batches(Protocol):
-    """The buffer (`buffer.client.Batches`, and `learner.signals.Draining` around it)."""
+    """The buffer (`buffer.client.LearnerClient`, and `learner.signals.Draining` around it)."""
 
     def rewind(self, version: int) -> object: ...
 

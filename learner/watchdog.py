@@ -36,7 +36,7 @@ def record() -> None:
         os.environ[RECORDER] = "2000"
 
 
-class Watch:
+class Watchdog:
     """A context manager around all that ranks do together. `folder` gets the recorder's account on expiry."""
 
     def __init__(self, timeout_s: float, folder: Path, end: Callable[[int], Any] = os._exit) -> None:
@@ -46,7 +46,7 @@ class Watch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         if self.world > 1:  # its own connection: the ranks' may be held by a wait
             self._store = PrefixStore("deadlines", _get_default_store().clone())  # type: ignore[attr-defined]
             self._thread.start()

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from buffer.wire.client import Client, RefusedError, Samples, heartbeats
+from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from buffer.wire.curve import KeysError, client_keys_for
 from configs.checks import check
 from configs.load import fingerprint, read
 from configs.schema import Config
-from rollout.drain import FORCED, Drain, Interrupts
+from rollout.drain import FORCED, Drain, Signals
 from rollout.episodes.episode import Episodes, first_error, sampler
 from rollout.episodes.setup import FILES, Parts
 from rollout.interfaces import Policy, Weights
@@ -73,7 +73,7 @@ def option(argv: Sequence[str], flag: str, default: str) -> tuple[str, list[str]
     return value, words
 
 
-class Arrivals:
+class PolicyUpdates:
     """The learner's policies, and two moments: `first`, when one is in place, and `last`, when none will follow."""
 
     def __init__(self, weights: Weights, versions: int) -> None:
@@ -95,7 +95,7 @@ async def serve(config: Config, name: str, parts: Parts) -> int:
     """From the first signal handler to the last closed process; returns the exit code."""
     from rollout.engine.vllm_engine import Engine, EngineDead
 
-    with Interrupts() as interrupts:
+    with Signals() as interrupts:
         log.info("%s asks the buffer at %s to greet it", name, config.buffer.address)
         try:
             async with parts.rewards, connect(config, name) as client:
@@ -120,10 +120,10 @@ async def serve(config: Config, name: str, parts: Parts) -> int:
     return 0
 
 
-def connect(config: Config, name: str) -> Client:
+def connect(config: Config, name: str) -> Connection:
     """The connection to the buffer, with the run's keys where the wire leaves the machine."""
     keys = client_keys_for(config.buffer.address, config.run.path)
-    return Client(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
+    return Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
 
 
 def seed(config: Config, name: str) -> int:
@@ -132,14 +132,14 @@ def seed(config: Config, name: str) -> int:
 
 
 async def work(
-    config: Config, name: str, parts: Parts, client: Client, engine: "Engine", interrupts: Interrupts
+    config: Config, name: str, parts: Parts, client: Connection, engine: "Engine", interrupts: Signals
 ) -> None:
     """Build the parts around the engine and run the loops until the run is over or drained."""
     from learner.weights.receiver.follow import Receiver
 
-    samples = Samples(client, lambda: engine.version)
+    samples = RolloutClient(client, lambda: engine.version)
     receiver = Receiver(samples.where, engine, name, config.weights, client.keys)
-    arrivals = Arrivals(receiver, config.run.versions)
+    arrivals = PolicyUpdates(receiver, config.run.versions)
     generate = sampler(engine, config.sampling.max_tokens, config.sampling.temperature, parts.prompts.stops)
     episodes = Episodes(parts.prompts, parts.task, generate, parts.rewards, config.batch.samples)
     drain = Drain(samples, episodes, interrupts.now)
@@ -149,7 +149,7 @@ async def work(
         others = [
             tasks.create_task(follow(arrivals, engine)),
             tasks.create_task(heartbeats(samples, config.rollout.heartbeat_s, engine.stats, revoke)),
-            tasks.create_task(watch(engine, config.weights.deadline_s)),
+            tasks.create_task(watch(engine, config.weights.timeout_s)),
             tasks.create_task(engine.died()),
         ]
         await either(arrivals.first, drain.begun)

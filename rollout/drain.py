@@ -1,6 +1,6 @@
 """Stopping a rollout server gently: what is in flight is finished, or given back; nothing new is begun.
 
-`Drain` stands between `roll` and the buffer. `Interrupts` turns signals into calls: the first drains, the second
+`Drain` stands between `roll` and the buffer. `Signals` turns signals into calls: the first drains, the second
 forces. Built by `rollout/__main__.py`; waits for nothing but its deadlines.
 """
 
@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from buffer.wire.protocol import Item, Sample
+from buffer.wire.protocol import Sample, WorkItem
 from rollout.interfaces import Episodes, Samples
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Drain:
         loop.call_later(self.drain_s, self.episodes.abandon_all, REASON)
         loop.call_later(self.drain_s + TELL_S, self.force)
 
-    async def ask(self, room: int) -> list[Item] | None:
+    async def ask(self, room: int) -> list[WorkItem] | None:
         """Items, or None once the buffer has no more or the drain began."""
         if self.begun.is_set():
             return None
@@ -61,13 +61,13 @@ class Drain:
         self._returning = asyncio.create_task(self._return(asking))
         return None
 
-    async def put(self, item: Item, samples: list[Sample]) -> Any:
+    async def put(self, item: WorkItem, samples: list[Sample]) -> Any:
         """As the buffer has it."""
         return await self.samples.put(item, samples)
 
-    async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
+    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
         """As the buffer has it; what draining cut short counts as no attempt."""
-        await self.samples.fail(item, reason, permanent, unharmed or reason == REASON)
+        await self.samples.fail(item, reason, permanent, returned or reason == REASON)
 
     async def close(self) -> None:
         """Stop waiting for the answer to the last question."""
@@ -75,13 +75,13 @@ class Drain:
             self._returning.cancel()
             await asyncio.wait({self._returning})
 
-    async def _return(self, asking: "asyncio.Future[list[Item] | None]") -> None:
+    async def _return(self, asking: "asyncio.Future[list[WorkItem] | None]") -> None:
         """The last question may still be answered with items: others shall have them at once."""
         for item in await asking or []:
-            await self.samples.fail(item, REASON, unharmed=True)
+            await self.samples.fail(item, REASON, returned=True)
 
 
-class Interrupts:
+class Signals:
     """A context manager over SIGINT and SIGTERM. Until there is something to drain, the first one cancels the task."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Interrupts:
         self.gently: Callable[[], Any] = self.now
         """What the first signal does."""
 
-    def __enter__(self) -> "Interrupts":
+    def __enter__(self) -> "Signals":
         self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._hear, number)

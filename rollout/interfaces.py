@@ -1,6 +1,6 @@
 """What the parts of a rollout server expect of each other, so that each runs against stand-ins too. Nothing here runs.
 
-The real ones: `buffer.client.Samples`, `rollout.engine.Engine`, `learner.weights.receiver.Receiver`,
+The real ones: `buffer.client.RolloutClient`, `rollout.engine.Engine`, `learner.weights.receiver.Receiver`,
 `rollout.prompts.Prompts`, `rollout.rewards.pool.RewardPool`.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from buffer.wire.protocol import Item, Sample
+from buffer.wire.protocol import Sample, WorkItem
 from rollout.rewards import Answer, Score
 
 if TYPE_CHECKING:
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 class Samples(Protocol):
     """The buffer, as a server sees it."""
 
-    async def ask(self, room: int) -> list[Item] | None:
+    async def ask(self, room: int) -> list[WorkItem] | None:
         """Items to make groups of; None when there will be no more."""
 
-    async def put(self, item: Item, samples: list[Sample]) -> Any:
+    async def put(self, item: WorkItem, samples: list[Sample]) -> Any:
         """Hand over a finished group; waits while the buffer is full."""
 
-    async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
-        """The item could not become a group; `unharmed`: through no attempt at it."""
+    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
+        """The item could not become a group; `returned`: through no attempt at it."""
 
 
 class Outcome(Protocol):
     """A group or a failure: `rollout.episode.Group`, `rollout.episode.Failure`."""
 
-    async def deliver(self, samples: Samples, item: Item) -> None:
+    async def deliver(self, samples: Samples, item: WorkItem) -> None:
         """Put it, or report it."""
 
 
 class Episodes(Protocol):
     """Makes groups of items: `rollout.episode.Episodes`."""
 
-    async def run(self, item: Item) -> Outcome:
+    async def run(self, item: WorkItem) -> Outcome:
         """Waits for the engine and the reward workers."""
 
     def abandon(self, leases: Iterable[int], reason: str) -> None:

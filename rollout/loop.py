@@ -6,7 +6,7 @@
 
 import asyncio
 
-from buffer.wire.protocol import Item
+from buffer.wire.protocol import WorkItem
 from rollout.interfaces import Engine, Episodes, Samples, Weights
 from rollout.places import Places
 
@@ -20,7 +20,7 @@ async def roll(samples: Samples, episodes: Episodes, places: Places) -> None:
                 tasks.create_task(make(item, samples, episodes)).add_done_callback(places.give)
 
 
-async def make(item: Item, samples: Samples, episodes: Episodes) -> None:
+async def make(item: WorkItem, samples: Samples, episodes: Episodes) -> None:
     """One item: a group that is put, or a failure that is reported. Never a reward of zero for a failure of ours."""
     outcome = await episodes.run(item)
     await outcome.deliver(samples, item)

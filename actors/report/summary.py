@@ -29,7 +29,7 @@ WINDOW = 10
 
 
 @dataclass(frozen=True)
-class Model:
+class ReportModel:
     """One model of `evaluation.json`: mean reward and share solved of the problems kept out."""
 
     name: str
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def evaluation(path: Path) -> list[Model]:
+def evaluation(path: Path) -> list[ReportModel]:
     """The models of `evaluation.json` in its order (before, after), none without that file. Raises ConfigError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -78,15 +78,15 @@ def evaluation(path: Path) -> list[Model]:
         ) from None
 
 
-def examples(config: Config, run: Path, models: Sequence[Model]) -> tuple[list[Example], list[Example]]:
+def examples(config: Config, run: Path, models: Sequence[ReportModel]) -> tuple[list[Example], list[Example]]:
     """Two answers before and two after: of the evaluation, else of the first and last stored batches."""
     if len(models) > 1 and models[0].examples and models[-1].examples:
         return list(models[0].examples[:2]), list(models[-1].examples[:2])
     return stored(run / config.buffer.path) if config.buffer.path else ([], [])
 
 
-def table(models: Sequence[Model]) -> list[tuple[str, str, str]]:
-    """Model, reward and share solved, as text."""
+def table(models: Sequence[ReportModel]) -> list[tuple[str, str, str]]:
+    """ReportModel, reward and share solved, as text."""
     return [(model.name, _text(model.reward, ".3f"), _text(model.solved, ".1%")) for model in models]
 
 
@@ -94,7 +94,7 @@ def words(
     config: Config,
     run: Path,
     records: Records,
-    models: Sequence[Model],
+    models: Sequence[ReportModel],
     before: Sequence[Example],
     after: Sequence[Example],
 ) -> Iterator[str]:
@@ -131,9 +131,9 @@ def places(run: Path) -> Iterator[str]:
     yield f"report:     {run / 'report.html'}, {run / 'report.png'}"
 
 
-def _model(entry: dict[str, Any]) -> Model:
+def _model(entry: dict[str, Any]) -> ReportModel:
     found = [Example(prompt_of(e["problem"]), str(e["answer"]), float(e["reward"])) for e in entry.get("examples", [])]
-    return Model(str(entry["model"]), entry.get("reward"), entry.get("solved"), tuple(found))
+    return ReportModel(str(entry["model"]), entry.get("reward"), entry.get("solved"), tuple(found))
 
 
 def _text(value: float | None, form: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from actors.supervise.keeper import BAD_INPUT, Process, Role
 from actors.supervise.ray_cluster import Ray
-from actors.supervise.supervisor import Run
+from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.wire.curve import KeysError, is_loopback, make_keys, split
 from configs.explain import check, explain
@@ -95,7 +95,7 @@ def keep(processes: Sequence[Process], display: Display) -> int:
 async def _keep(processes: Sequence[Process], display: Display, ray: Ray) -> int:
     watching = asyncio.create_task(display.watch())
     try:
-        return await Run(processes, ray.place, display.tell, display.say).go()
+        return await Supervisor(processes, ray.place, display.tell, display.say).go()
     finally:
         watching.cancel()
         display.refresh()

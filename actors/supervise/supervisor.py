@@ -30,7 +30,7 @@ class Verdict:
     why: str
 
 
-class Run:
+class Supervisor:
     """`tell(process, event)` and `say(text)` are the display's; `place` makes a keeper."""
 
     def __init__(

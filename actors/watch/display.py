@@ -20,7 +20,7 @@ from rich.text import Text
 from actors.supervise.keeper import Event, Process
 from actors.watch.metrics_log import Record, Records
 from actors.watch.status import Wait, silent, waits
-from buffer.wire.client import Client, RefusedError
+from buffer.wire.client import Connection, RefusedError
 from buffer.wire.curve import KeysError, client_keys_for
 from buffer.wire.protocol import State, Status
 from configs.schema import Config
@@ -95,7 +95,7 @@ class Display:
         address = self.config.buffer.address
         with contextlib.suppress(RefusedError, KeysError):
             keys = client_keys_for(address, self.config.run.path)
-            async with Client(address, "display", "observer", keys=keys) as client:
+            async with Connection(address, "display", "observer", keys=keys) as client:
                 while True:
                     self._state = await client.expect(Status(), State), time.monotonic()
                     await asyncio.sleep(1.0)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.watch.metrics_log import Records
-from buffer.wire.client import Client, RefusedError
+from buffer.wire.client import Connection, RefusedError
 from buffer.wire.curve import KeysError, client_keys_for
 from buffer.wire.protocol import State, Status, Waiter
 from configs.load import ConfigError, load
@@ -73,7 +73,7 @@ async def ask(config: Config, wait_s: float) -> State | None:
     try:
         keys = client_keys_for(address, config.run.path)
         async with asyncio.timeout(wait_s):
-            async with Client(address, "status", "observer", keys=keys) as client:
+            async with Connection(address, "status", "observer", keys=keys) as client:
                 answer = await client.request(Status())
     except (TimeoutError, RefusedError, KeysError):
         return None

@@ -25,7 +25,7 @@ import numpy as np
 import uvloop
 import zmq
 
-from benchmarks.buffer.clients import Traffic
+from benchmarks.buffer.clients import GroupTraffic
 from benchmarks.buffer.peers import (
     GROUPS,
     SAMPLES,
@@ -37,11 +37,11 @@ from benchmarks.buffer.peers import (
     redis_read,
     redis_streams,
 )
-from buffer.wire.client import Client, Samples
-from buffer.wire.protocol import Item, Put, Stored
+from buffer.wire.client import Connection, RolloutClient
+from buffer.wire.protocol import Put, Stored, WorkItem
 from configs.load import fingerprint, load
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS = 3
 
 
@@ -75,13 +75,13 @@ def buffer(max_staleness: int = 4, groups: int = GROUPS) -> Iterator[tuple[str, 
 
 def ours(seconds: float, clients: int = 4) -> float:
     with buffer() as (address, print_):
-        return uvloop.run(Traffic(address, print_, clients, seconds).run())
+        return uvloop.run(GroupTraffic(address, print_, clients, seconds).run())
 
 
 def latency(seconds: float, groups_s: float) -> float:
     """p99 of Put in seconds while `groups_s` go through."""
     with buffer() as (address, print_):
-        traffic = Traffic(address, print_, 4, seconds, groups_s)
+        traffic = GroupTraffic(address, print_, 4, seconds, groups_s)
         uvloop.run(traffic.run())
         return float(np.percentile(traffic.puts, 99))
 
@@ -93,8 +93,8 @@ def put_with_open(num_open: int, seconds: float) -> float:
 
 
 async def _put_with_open(address: str, print_: str, num_open: int, seconds: float) -> float:
-    async with Client(address, "rollout-0", "rollout", print_) as client:
-        samples, items = Samples(client, lambda: 0), list[Item]()
+    async with Connection(address, "rollout-0", "rollout", print_) as client:
+        samples, items = RolloutClient(client, lambda: 0), list[WorkItem]()
         while len(items) < num_open + 64:
             items += await samples.ask(min(1000, num_open + 64 - len(items))) or []
         began, number = time.perf_counter(), 0

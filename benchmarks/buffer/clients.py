@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import uvloop
 
 from benchmarks.buffer.peers import IN_FLIGHT, packed
-from buffer.wire.client import Client, Samples, heartbeats
-from buffer.wire.protocol import Item, Noted, Part, Put, Stored, Take, Trained
+from buffer.wire.client import Connection, RolloutClient, heartbeats
+from buffer.wire.protocol import Ack, Part, Put, Stored, Take, Trained, WorkItem
 from rollout.places import Places
 
 
 @dataclass
-class Traffic:
+class GroupTraffic:
     """`clients` rollout servers and a learner, at full speed or at `groups_s`, for `seconds`."""
 
     address: str
@@ -40,7 +40,7 @@ class Traffic:
         try:
             async with AsyncExitStack() as stack:
                 connect = [
-                    Client(self.address, f"rollout-{i}", "rollout", self.fingerprint) for i in range(self.clients)
+                    Connection(self.address, f"rollout-{i}", "rollout", self.fingerprint) for i in range(self.clients)
                 ]
                 servers = await asyncio.gather(*(stack.enter_async_context(client) for client in connect))
                 tasks = [asyncio.create_task(self.roll(client, i)) for i, client in enumerate(servers)]
@@ -65,8 +65,8 @@ class Traffic:
         await asyncio.gather(*tasks, return_exceptions=True)
         return rate
 
-    async def roll(self, client: Client, number: int) -> None:
-        samples = Samples(client, lambda: self.version)
+    async def roll(self, client: Connection, number: int) -> None:
+        samples = RolloutClient(client, lambda: self.version)
         beating = asyncio.create_task(heartbeats(samples, 0.5, dict, lambda revoked: None))
         due, seen, places = time.monotonic() + number / (self.groups_s or 1e9), -1, Places(IN_FLIGHT)
         try:
@@ -84,7 +84,7 @@ class Traffic:
         finally:
             beating.cancel()
 
-    async def put(self, samples: Samples, item: Item) -> None:
+    async def put(self, samples: RolloutClient, item: WorkItem) -> None:
         put = Put(server=samples.client.name, item=item.item, lease=item.lease, samples=packed(item.version))
         began = time.perf_counter()
         await samples.client.expect(put, Stored)
@@ -98,15 +98,15 @@ class Traffic:
 
 
 async def learn(address: str, fingerprint: str) -> None:
-    """Take batch after batch, the word that one is trained under way meanwhile, as `buffer.client.Batches` does."""
+    """Take batch after batch, the word that one is trained under way meanwhile, as `buffer.client.LearnerClient` does."""
     told, version, taken = None, 0, 0
-    async with Client(address, "learner-0", "learner", fingerprint) as client:
+    async with Connection(address, "learner-0", "learner", fingerprint) as client:
         while True:
             part = await client.expect(Take(version=version, rank=0, world=1), Part)
             version, taken = version + 1, taken + part.total_groups
             if told:
                 await told
-            told = asyncio.create_task(client.expect(Trained(version=version - 1, oldest_kept=version - 1), Noted))
+            told = asyncio.create_task(client.expect(Trained(version=version - 1, oldest_kept=version - 1), Ack))
             print(version, taken, flush=True)
 
 

@@ -31,7 +31,7 @@ def arrays(version: int) -> dict[str, np.ndarray]:
     return {
         "tokens": np.arange(TOKENS, dtype=np.int32),
         "sampled": sampled.astype(np.uint8),
-        "logprobs": np.where(sampled, -0.5, 0).astype(np.float32),
+        "behaviour_logprobs": np.where(sampled, -0.5, 0).astype(np.float32),
         "versions": np.where(sampled, version, -1).astype(np.int32),
     }
 
@@ -42,7 +42,7 @@ def group(version: int = 0) -> list[Sample]:
         Sample(
             tokens=Array.of(arrays(version)["tokens"]),
             sampled=Array.of(arrays(version)["sampled"]),
-            logprobs=Array.of(arrays(version)["logprobs"]),
+            behaviour_logprobs=Array.of(arrays(version)["behaviour_logprobs"]),
             versions=Array.of(arrays(version)["versions"]),
             reward=float(index),
             finish="stop",

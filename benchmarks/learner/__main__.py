@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.learner import heads, naive, ours
 from benchmarks.learner.cases import CASES, SHAPES, Case
 
-RESULTS = Path(__file__).parent / "results"
-ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[2]
 KINDS: dict[str, Callable[[Case, Path, DeviceMesh], dict[str, Any]]] = {
     "ours": ours.run,
     "naive": naive.run,

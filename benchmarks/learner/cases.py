@@ -59,7 +59,7 @@ def documents(samples: int, seed: int, vocabulary: int) -> list[Sample]:
         sample = Sample(
             tokens=Array.of(draw.integers(0, vocabulary, length).astype(np.int32)),
             sampled=Array.of(sampled.astype(np.uint8)),
-            logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
+            behaviour_logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
             versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
             reward=float(draw.integers(2)),
             finish="stop",

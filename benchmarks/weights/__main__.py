@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.weights.shapes import CASES, SHAPES, Case, folder_of
+from benchmarks.weights.shapes import CASES, SHAPES, WeightsCase, folder_of
 from benchmarks.weights.table import PROBE_EVERY, rows_of, write
 
 ENGINE = {
@@ -90,7 +90,7 @@ class End:
         await self.process.wait()
 
 
-def config_of(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def config_of(case: WeightsCase, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The run file's part that matters here."""
     engine = {key: value for key, value in (ENGINE | json.loads(args.engine)).items() if value is not None}
     return {
@@ -99,12 +99,12 @@ def config_of(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, A
         "reward": {"function": "countdown"},
         "sampling": {"max_tokens": args.length},
         "rollout": {"tensor_parallel": case.tensor_parallel, "engine": engine},
-        "weights": {"probe_every": PROBE_EVERY, "deadline_s": DEADLINE_S, "probe_tolerance": args.tolerance,
+        "weights": {"probe_every": PROBE_EVERY, "timeout_s": DEADLINE_S, "probe_tolerance": args.tolerance,
                     "bucket_mib": args.bucket_mib, "staging": args.staging},
     }  # fmt: skip
 
 
-def places(case: Case, shared: bool) -> tuple[list[int], list[list[int]], bool]:
+def places(case: WeightsCase, shared: bool) -> tuple[list[int], list[list[int]], bool]:
     """The learner's GPUs, those of each server, and whether some are the same. Raises RuntimeError for too few."""
     learner, seen = list(range(case.ranks)), torch.cuda.device_count()
     needed = case.ranks + case.servers * case.tensor_parallel
@@ -122,7 +122,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def run(case: Case, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """One case; everything measured."""
     given = {"config": config_of(case, folder_of(case.shape, work), args)}
     world = 1 + case.servers * case.tensor_parallel
@@ -149,7 +149,7 @@ async def run(case: Case, args: argparse.Namespace, work: Path) -> dict[str, Any
 
 
 async def measure(
-    case: Case, args: argparse.Namespace, servers: list[End], learners: list[End], world: int
+    case: WeightsCase, args: argparse.Namespace, servers: list[End], learners: list[End], world: int
 ) -> dict[str, Any]:
     """Ours, then the peer's."""
     hello = await learners[0].hear("address")
@@ -224,7 +224,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shared", action="store_true", help="let ends share GPUs where there are too few")
     parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out; it needs GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-weights"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "weights.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "weights.json")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take")
     args = parser.parse_args()
     for name in args.cases.split(","):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import uvloop
 
-from benchmarks.weights.traffic import Lag, Traffic, vocabulary_of
+from benchmarks.weights.traffic import Lag, RequestTraffic, vocabulary_of
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
@@ -54,7 +54,7 @@ def learner(config: Config) -> None:
     if isinstance(wire, Sender):
         say(address=wire.address, bytes=wire.stats()["weights/bytes"])
     wire.publish(policy, 0)
-    peer = Peer(policy, rank)
+    peer = VllmPeer(policy, rank)
     for line in sys.stdin:
         order, *words = line.split()
         if order == "updates":
@@ -87,7 +87,7 @@ def update(policy: Any, wire: Any, version: int, gap_s: float) -> dict[str, floa
     return {**stats, "version": version, "started": started, "publish_s": published - started}
 
 
-class Peer:
+class VllmPeer:
     """The learner's end of vLLM's own transfer."""
 
     def __init__(self, policy: Any, rank: int) -> None:
@@ -125,7 +125,7 @@ class Serving:
 
     def __init__(self, engine: Any, config: Config, name: str, running: int, length: int) -> None:
         self.engine, self.config, self.name = engine, config, name
-        self.traffic = Traffic(engine, vocabulary_of(config.model.path), running, length)
+        self.traffic = RequestTraffic(engine, vocabulary_of(config.model.path), running, length)
         self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
         self.events: list[dict[str, Any]] = []
 
@@ -240,14 +240,14 @@ def specs_of(config: Config) -> list[tuple[str, list[int]]]:
 
 def limit(rank: int, world: int, port: int) -> None:
     """What a plain broadcast of 1 GiB reaches on these GPUs: rank 0 says GB/s, the median of ten."""
-    from learner.weights.channel import Channel, Store
+    from learner.weights.channel import Channel, Rendezvous
 
     device = torch.device("cuda", 0) if GPU else torch.device("cpu")
     size = 1 << 30 if GPU else 1 << 20
     if GPU:
         torch.cuda.set_device(device)
     if rank == 0:
-        store = Store("127.0.0.1", 60.0)
+        store = Rendezvous("127.0.0.1", 60.0)
         say(port=store.port)
         port = store.port
     channel = Channel("127.0.0.1", port, 0, rank, world, device, 60.0)

@@ -37,7 +37,7 @@ COMMON = {
 
 
 @dataclass(frozen=True)
-class Case:
+class WeightsCase:
     """GPUs of the learner first, then of each server."""
 
     shape: str
@@ -50,11 +50,11 @@ class Case:
 
 
 CASES = {
-    "a": Case("Qwen2.5-7B", 1, 1, 1, pause_ms=120, lag_ms=350, gb_per_s=300),
-    "b": Case("Qwen2.5-1.5B", 1, 1, 1, pause_ms=90),
-    "c": Case("Qwen2.5-7B", 2, 2, 1),
-    "d": Case("Qwen2.5-7B", 2, 1, 2),
-    "toy": Case("toy", 1, 1, 1),
+    "a": WeightsCase("Qwen2.5-7B", 1, 1, 1, pause_ms=120, lag_ms=350, gb_per_s=300),
+    "b": WeightsCase("Qwen2.5-1.5B", 1, 1, 1, pause_ms=90),
+    "c": WeightsCase("Qwen2.5-7B", 2, 2, 1),
+    "d": WeightsCase("Qwen2.5-7B", 2, 1, 2),
+    "toy": WeightsCase("toy", 1, 1, 1),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.weights.shapes import Case
+from benchmarks.weights.shapes import WeightsCase
 from benchmarks.weights.traffic import WINDOW_S
 
 PROBE_EVERY = 2
@@ -20,7 +20,7 @@ PEER = "vLLM's NCCLWeightTransferEngine"
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One figure. `against` names the peer, the limit or the target that `against_value` is of."""
 
     what: str
@@ -37,7 +37,7 @@ class Row:
         return ({"case": self.case} if self.case else {}) | line | {"against_value": against}
 
 
-def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float | None) -> list[dict[str, Any]]:
+def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float | None) -> list[dict[str, Any]]:
     """The table's rows of a case: each pause and lag as median and worst, beside the peer's or the target.
 
     `fastest`: GB/s of a plain broadcast; none where the ends share GPUs, which is no speed to compare.
@@ -48,7 +48,7 @@ def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float | None)
     events = [event for report in found["servers"] for event in report["events"] if event["version"] in started]
     for event in events:
         event["lag_s"] = event["swapped"] - started[event["version"]]
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for key, what, target in (
         ("pause_s", "generation paused", case.pause_ms),
         ("stop_s", "  until vLLM's process stands still", None),
@@ -64,43 +64,43 @@ def rows_of(name: str, case: Case, found: dict[str, Any], fastest: float | None)
         theirs = [push[key] for round in found["peer"] for push in round if key in push]
         rows += compared(what, ours, theirs, target)
     rates = [update["weights/gb_per_s"] for update in found["updates"]]
-    rows.append(Row("broadcast", median(rates), "GB/s", "plain broadcast of 1 GiB" if fastest else "", fastest))
+    rows.append(ResultRow("broadcast", median(rates), "GB/s", "plain broadcast of 1 GiB" if fastest else "", fastest))
     if case.gb_per_s and fastest:
-        rows.append(Row("broadcast", median(rates), "GB/s", "target", case.gb_per_s))
-    return [Row(**(vars(row) | {"case": layout})).line() for row in [*rows, *traffic_rows(found, events)]]
+        rows.append(ResultRow("broadcast", median(rates), "GB/s", "target", case.gb_per_s))
+    return [ResultRow(**(vars(row) | {"case": layout})).line() for row in [*rows, *traffic_rows(found, events)]]
 
 
-def compared(what: str, ours: list[float], theirs: list[float], target_ms: float | None) -> list[Row]:
+def compared(what: str, ours: list[float], theirs: list[float], target_ms: float | None) -> list[ResultRow]:
     """Median and worst, in ms."""
     rows = []
     for word, of in (("median", median), ("worst", max)):
         peer = 1000.0 * of(theirs) if theirs else None
-        rows.append(Row(f"{what}, {word}", 1000.0 * of(ours), "ms", PEER if theirs else "", peer))
+        rows.append(ResultRow(f"{what}, {word}", 1000.0 * of(ours), "ms", PEER if theirs else "", peer))
     if target_ms:
-        rows.append(Row(f"{what}, median", 1000.0 * median(ours), "ms", "target", target_ms))
+        rows.append(ResultRow(f"{what}, median", 1000.0 * median(ours), "ms", "target", target_ms))
     return rows
 
 
-def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Row]:
+def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[ResultRow]:
     """What generation had of it."""
     reports = found["servers"]
     whole = [event for event in events if event["before"] and event["after"]]
     count = {key: sum(report[key] for report in reports) for key in ("lost", "finished", "early", "late", "tokens")}
     probes = [update["weights/probe"] for update in found["updates"] if update["version"] % PROBE_EVERY == 0]
     silence, step = (median(event[key] for event in events) * 1000.0 for key in ("silence_s", "step_s"))
-    rows = [Row("longest time without a token, median", silence, "ms", "usual time between tokens", step)]
+    rows = [ResultRow("longest time without a token, median", silence, "ms", "usual time between tokens", step)]
     if whole:
         before, after = (median(event[key] for event in whole) for key in ("before", "after"))
         ratios = [event["after"] / event["before"] for event in whole]
-        rows.append(Row(f"tokens/s over {WINDOW_S:g} s after", after, "1/s", f"{WINDOW_S:g} s before", before))
-        rows.append(Row("tokens/s after / before, median", median(ratios), "", "lowest", min(ratios)))
+        rows.append(ResultRow(f"tokens/s over {WINDOW_S:g} s after", after, "1/s", f"{WINDOW_S:g} s before", before))
+        rows.append(ResultRow("tokens/s after / before, median", median(ratios), "", "lowest", min(ratios)))
     return [
         *rows,
-        Row("front process, share of a CPU", max(report["busy"] for report in reports), ""),
-        Row("probe, largest mean difference", max(probes, default=-1.0), "nat", "bound", 0.02),
-        Row("requests lost", count["lost"], "", "finished", count["finished"]),
-        Row("tokens stamped wrong", count["early"] + count["late"], "", "tokens", count["tokens"]),
-        Row("updates", len(events), "", PEER, sum(map(len, found["peer"]))),
+        ResultRow("front process, share of a CPU", max(report["busy"] for report in reports), ""),
+        ResultRow("probe, largest mean difference", max(probes, default=-1.0), "nat", "bound", 0.02),
+        ResultRow("requests lost", count["lost"], "", "finished", count["finished"]),
+        ResultRow("tokens stamped wrong", count["early"] + count["late"], "", "tokens", count["tokens"]),
+        ResultRow("updates", len(events), "", PEER, sum(map(len, found["peer"]))),
     ]
 
 

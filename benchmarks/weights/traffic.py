@@ -1,6 +1,6 @@
 """Requests that keep a rollout engine busy while `benchmarks.weights` and `benchmarks.weights_pause` update it.
 
-`Traffic` keeps a number of sequences running, judges each token's version and notes when tokens came; `Lag` notes how
+`RequestTraffic` keeps a number of sequences running, judges each token's version and notes when tokens came; `Lag` notes how
 late the event loop is. Both run in the server's loop and wait for the engine and the clock only.
 """
 
@@ -23,7 +23,7 @@ FLAT, SAME = 1e-5, 2e-6
 """So near to -log(vocabulary) a log-probability is meant to be that; so near to each other, two are one kernel's."""
 
 
-class Traffic:
+class RequestTraffic:
     """`running` sequences of `length` tokens: one that ends is followed by another at once. The first ones are of any
     length, so that ends are spread evenly.
 

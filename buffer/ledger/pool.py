@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from buffer.ledger import schedule
-from buffer.ledger.types import OPEN, Entry
+from buffer.ledger.types import OPEN, ItemState
 
 
 class Pool:
     """Open items are leased or stored; waiting ones were open and failed, or were taken back."""
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, entries: Iterable[ItemState] = ()) -> None:
         entries = list(entries)
         self.open = Counter(entry.version for entry in entries if entry.state in OPEN)
         """Open items by dispatch version."""

@@ -7,7 +7,7 @@ import heapq
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from buffer.ledger.types import Entry
+from buffer.ledger.types import ItemState
 
 if TYPE_CHECKING:
     from buffer.ledger.rules import Ledger
@@ -42,7 +42,7 @@ def for_work(ledger: "Ledger", server: str) -> str:
     return _for_version(ledger, min(known.version if known else 0, ledger.book.ceiling))
 
 
-def moved_on(entry: Entry, lease: int) -> str:
+def moved_on(entry: ItemState, lease: int) -> str:
     """Why the group of an ended lease is refused."""
     now = {
         "waiting": "the item waits to be dispatched again",
@@ -75,7 +75,7 @@ def _for_version(ledger: "Ledger", version: int) -> str:
     return f"{pool.num_open} groups are open, more cannot be trained {bound}: batch {ledger.version} must be taken"
 
 
-def _stragglers(ledger: "Ledger") -> list[Entry]:
+def _stragglers(ledger: "Ledger") -> list[ItemState]:
     return heapq.nsmallest(SHOWN, ledger.leased(), key=lambda entry: (entry.version, entry.item))
 
 

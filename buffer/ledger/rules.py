@@ -8,11 +8,11 @@ answers. Decisions are made here; the state they change is in `buffer/ledger/sta
 from collections.abc import Iterator, Mapping, Sequence
 
 from buffer.ledger import reasons, schedule
-from buffer.ledger.servers import Server
-from buffer.ledger.state import Book
-from buffer.ledger.types import OPEN, Batch, Changes, Entry, Facts, Leased, LedgerError, Lengths, Saved
+from buffer.ledger.servers import ServerRecord
+from buffer.ledger.state import LedgerState
+from buffer.ledger.types import OPEN, Changes, FormedBatch, ItemState, Lease, LedgerError, Lengths, SampleStats, Saved
 
-__all__ = ["Batch", "Changes", "Facts", "Leased", "Ledger", "LedgerError", "Lengths", "Saved"]
+__all__ = ["Changes", "FormedBatch", "Lease", "Ledger", "LedgerError", "Lengths", "SampleStats", "Saved"]
 
 ZERO_VARIANCE = "zero variance"
 FIXED = ("problems", "seed", "shuffle")
@@ -45,12 +45,12 @@ class Ledger:
         self.max_staleness, self.attempts, self.lease_s = max_staleness, attempts, lease_s
         self.target_staleness = max_staleness if target_staleness is None else min(target_staleness, max_staleness)
         self.seed, self.shuffle, self.skip_zero_variance = seed, shuffle, skip_zero_variance
-        self.book = Book()
+        self.book = LedgerState()
         self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
 
     # what rollout servers say
 
-    def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Leased]:
+    def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
         """Dispatch up to `room` items; empty: nothing may be dispatched yet (park it, and call again with the same
         arguments after other calls). A repeated `request` of the same server gets what it still holds of the leases it
         got before, never more; request 0 is not numbered and always new. Raises nothing; `finished()` tells whether to
@@ -59,7 +59,7 @@ class Ledger:
         d is the version last heard from the server, in a new Ask or a heartbeat, but no more than the learner can have
         reached since it last restored. A parked Ask of a server that fell silent gets nothing.
         """
-        asker = self.book.servers.setdefault(server, Server(heard=now))
+        asker = self.book.servers.setdefault(server, ServerRecord(heard=now))
         if request in asker.answered:
             held = (self.book.entries[item] for item in asker.leases.values())
             return [_leased(entry) for entry in held if entry.request == request]
@@ -67,7 +67,7 @@ class Ledger:
         if now >= asker.heard + self.lease_s:
             return []
         dispatched = min(asker.version, self.book.ceiling)
-        work: list[Leased] = []
+        work: list[Lease] = []
         for _ in range(min(room, self.room(dispatched))):
             entry = self._next()
             if entry is None:
@@ -78,7 +78,7 @@ class Ledger:
             asker.answers(request)
         return work
 
-    def put(self, server: str, item: int, lease: int, samples: Sequence[Facts], now: float) -> str | None:
+    def put(self, server: str, item: int, lease: int, samples: Sequence[SampleStats], now: float) -> str | None:
         """Store a finished group; None: accepted (also when repeated), else why not (its lease moved on).
 
         A server may have gone back to an older policy with the learner, after the dispatch. The group then counts as
@@ -109,15 +109,15 @@ class Ledger:
         reason: str,
         now: float,
         permanent: bool = False,
-        unharmed: bool = False,
+        returned: bool = False,
     ) -> None:
         """End the lease; the item waits to be dispatched again, first in line, or is dropped after `attempts`.
 
-        `unharmed`: its server gives it back without having failed at it, and the attempt does not count.
+        `returned`: its server gives it back without having failed at it, and the attempt does not count.
         """
         entry = self.book.entries.get(item)
         if entry and entry.state == "leased" and (entry.server, entry.lease) == (server, lease):
-            entry.attempts -= unharmed
+            entry.attempts -= returned
             self._end(entry, reason, permanent)
 
     def heartbeat(self, server: str, version: int, holding: Sequence[int], now: float) -> list[int]:
@@ -125,7 +125,7 @@ class Ledger:
 
         A lease older than `lease_s` that it does not hold never reached it, or was forgotten: it ends.
         """
-        teller = self.book.servers.setdefault(server, Server(heard=now))
+        teller = self.book.servers.setdefault(server, ServerRecord(heard=now))
         teller.version, teller.heard = version, now
         held = set(holding)
         for entry in [self.book.entries[item] for lease, item in teller.leases.items() if lease not in held]:
@@ -149,7 +149,7 @@ class Ledger:
 
     # what the learner says
 
-    def take(self, version: int) -> Batch | None:
+    def take(self, version: int) -> FormedBatch | None:
         """Batch `version`: as it was, if formed before; formed now, if it is the next one and ready; None: not ready
         yet (park it) or, with `finished()`, never. Raises LedgerError for a version beyond the next, or pruned.
 
@@ -222,12 +222,12 @@ class Ledger:
         return self.book.last_trained
 
     @property
-    def entries(self) -> Mapping[int, Entry]:
+    def entries(self) -> Mapping[int, ItemState]:
         """Items by number, all but those not yet dispatched and those pruned. To look at only."""
         return self.book.entries
 
     @property
-    def servers(self) -> Mapping[str, Server]:
+    def servers(self) -> Mapping[str, ServerRecord]:
         """Rollout servers by name. To look at only."""
         return self.book.servers
 
@@ -256,11 +256,11 @@ class Ledger:
         """Lengths by what became of the samples: `generated`, `trained`, `dropped: REASON`, `discarded: REASON`."""
         return self.book.audit.lengths()
 
-    def leased(self) -> Iterator[Entry]:
+    def leased(self) -> Iterator[ItemState]:
         """The items out on lease, server by server."""
         return (self.entries[item] for server in self.servers.values() for item in server.leases.values())
 
-    def holders(self) -> dict[str, list[Leased]]:
+    def holders(self) -> dict[str, list[Lease]]:
         """Leases by server, servers without any included."""
         servers = self.book.servers.items()
         return {name: [_leased(self.book.entries[item]) for item in server.leases.values()] for name, server in servers}
@@ -319,7 +319,7 @@ class Ledger:
 
     # the rules behind
 
-    def _next(self) -> Entry | None:
+    def _next(self) -> ItemState | None:
         """The item to dispatch next: a waiting one, else a new one, else None."""
         item = self.book.pool.next_waiting()
         if item is not None:
@@ -331,13 +331,13 @@ class Ledger:
             self._epoch = (epoch, schedule.order(self.problems, self.seed, epoch, self.shuffle))
         return self.book.create(self._epoch[1][place], epoch)
 
-    def _end(self, entry: Entry, reason: str, permanent: bool = False) -> None:
+    def _end(self, entry: ItemState, reason: str, permanent: bool = False) -> None:
         if permanent or entry.attempts >= self.attempts:
             self.book.give_up(entry, reason)
         else:
             self.book.release(entry, reason)
 
-    def _redate(self, entry: Entry, version: int) -> bool:
+    def _redate(self, entry: ItemState, version: int) -> bool:
         """Have the open item count as dispatched under the older `version`, if all stay within the bound."""
         counts = dict(self.book.pool.open)
         counts[entry.version] -= 1
@@ -347,7 +347,7 @@ class Ledger:
         self.book.redate(entry, version)
         return True
 
-    def _end_all(self, server: Server, reason: str) -> None:
+    def _end_all(self, server: ServerRecord, reason: str) -> None:
         for item in list(server.leases.values()):
             self._end(self.book.entries[item], reason)
 
@@ -360,7 +360,7 @@ class Ledger:
         if void:
             self.book.take_back(void, f"could not be trained within {self.max_staleness} versions of {self.version}")
 
-    def _open(self) -> Iterator[Entry]:
+    def _open(self) -> Iterator[ItemState]:
         return (entry for entry in self.book.entries.values() if entry.state in OPEN)
 
     def _gone(self, version: int) -> str:
@@ -370,5 +370,5 @@ class Ledger:
         )
 
 
-def _leased(entry: Entry) -> Leased:
-    return Leased(entry.item, entry.lease, entry.row, entry.epoch, entry.version)
+def _leased(entry: ItemState) -> Lease:
+    return Lease(entry.item, entry.lease, entry.row, entry.epoch, entry.version)

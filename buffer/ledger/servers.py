@@ -12,7 +12,7 @@ REMEMBERED = 1024
 
 
 @dataclass
-class Server:
+class ServerRecord:
     """One rollout server. A lease goes on while the server is heard of."""
 
     heard: float

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from buffer.ledger.pool import Pool
-from buffer.ledger.servers import Server
-from buffer.ledger.totals import Audit
-from buffer.ledger.types import Batch, Changes, Entry, Facts, Lengths, Saved
+from buffer.ledger.servers import ServerRecord
+from buffer.ledger.totals import Totals
+from buffer.ledger.types import Changes, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
 COUNTERS = ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease")
 
 
-class Book:
+class LedgerState:
     """The state of a run's items; everything in it comes back with `restore`."""
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class Book:
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
         self.next_item, self.next_lease = 0, 1
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, ItemState] = {}
         """Items by number: all but those not yet dispatched and those pruned."""
-        self.servers: dict[str, Server] = {}
-        self.batches: dict[int, Batch] = {}
+        self.servers: dict[str, ServerRecord] = {}
+        self.batches: dict[int, FormedBatch] = {}
         self.pool = Pool()
-        self.audit = Audit()
+        self.audit = Totals()
         self._dropped: deque[tuple[int, int]] = deque()  # (batch collected then, item), oldest first
         self._changes, self._touched = Changes(), set[int]()
         self._written: dict[str, int] = {}  # counters as last drained
@@ -42,13 +42,13 @@ class Book:
         """Groups that ever went into a batch."""
         return self.audit.total("age").groups
 
-    def create(self, row: int, epoch: int) -> Entry:
+    def create(self, row: int, epoch: int) -> ItemState:
         """The next item."""
-        entry = self.entries[self.next_item] = Entry(self.next_item, row, epoch)
+        entry = self.entries[self.next_item] = ItemState(self.next_item, row, epoch)
         self.next_item += 1
         return entry
 
-    def dispatch(self, entry: Entry, server: str, version: int, now: float, request: int) -> None:
+    def dispatch(self, entry: ItemState, server: str, version: int, now: float, request: int) -> None:
         """New or waiting -> leased."""
         entry.state, entry.server, entry.version, entry.request, entry.since = "leased", server, version, request, now
         entry.lease, entry.attempts = self.next_lease, entry.attempts + 1
@@ -57,30 +57,30 @@ class Book:
         self.pool.opens(version)
         self._touched.add(entry.item)
 
-    def redate(self, entry: Entry, version: int) -> None:
+    def redate(self, entry: ItemState, version: int) -> None:
         """Leased under another version than was thought."""
         self.pool.closes(entry.version)
         self.pool.opens(version)
         entry.version = version
         self._touched.add(entry.item)
 
-    def release(self, entry: Entry, reason: str) -> None:
+    def release(self, entry: ItemState, reason: str) -> None:
         """Leased -> waiting: the dispatch failed."""
         self._unlease(entry, reason)
         self.pool.wait(entry.item)
 
-    def give_up(self, entry: Entry, reason: str) -> None:
+    def give_up(self, entry: ItemState, reason: str) -> None:
         """Leased -> dropped: the last dispatch failed."""
         self._unlease(entry, reason)
         self._drop(entry, reason)
 
-    def _unlease(self, entry: Entry, reason: str) -> None:
+    def _unlease(self, entry: ItemState, reason: str) -> None:
         del self.servers[entry.server].leases[entry.lease]
         self.pool.closes(entry.version)
         entry.state, entry.reason = "waiting", reason
         self._touched.add(entry.item)
 
-    def accept(self, entry: Entry, samples: Sequence[Facts], unwanted: str | None) -> None:
+    def accept(self, entry: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
         """Leased -> stored, or for an `unwanted` group -> dropped with that reason."""
         lengths = Lengths.of(samples)
         _, entry.samples, entry.tokens, entry.sampled, entry.truncated = lengths
@@ -95,13 +95,13 @@ class Book:
             self.pool.closes(entry.version)
             self._drop(entry, unwanted)
 
-    def _drop(self, entry: Entry, reason: str) -> None:
+    def _drop(self, entry: ItemState, reason: str) -> None:
         entry.state, entry.reason, entry.batch = "dropped", reason, self.version
         self._dropped.append((self.version, entry.item))
         lengths = entry.lengths if entry.samples else Lengths(groups=1)
         self.audit.add("dropped", lengths, reason)
 
-    def take_back(self, entries: Sequence[Entry], reason: str) -> None:
+    def take_back(self, entries: Sequence[ItemState], reason: str) -> None:
         """Leased or stored -> waiting, through no fault of the dispatch: it does not count as an attempt."""
         for entry in entries:
             if entry.state == "leased":
@@ -176,7 +176,7 @@ class Book:
         for entry in saved.entries:
             if entry.state == "leased":
                 entry.since = now
-                holder = self.servers.setdefault(entry.server, Server(heard=now, version=entry.version))
+                holder = self.servers.setdefault(entry.server, ServerRecord(heard=now, version=entry.version))
                 holder.leases[entry.lease] = entry.item
                 holder.answers(entry.request)
             elif entry.state == "batched":
@@ -185,5 +185,5 @@ class Book:
         self._dropped = deque(sorted((e.batch, e.item) for e in saved.entries if e.state == "dropped"))
 
 
-def _batch(version: int, taken: Sequence[tuple[int, int]]) -> Batch:
-    return Batch(version, tuple(item for _, item in taken), tuple(dispatched for dispatched, _ in taken))
+def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
+    return FormedBatch(version, tuple(item for _, item in taken), tuple(dispatched for dispatched, _ in taken))

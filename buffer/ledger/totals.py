@@ -13,7 +13,7 @@ LONG_REASON = 200
 OTHER = "other reasons"
 
 
-class Audit:
+class Totals:
     """Totals by (what, which). `what` is one of
 
     - `generated`: accepted groups, whatever became of them;  `trained`: groups of trained batches;

@@ -16,7 +16,7 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True)
-class Facts:
+class SampleStats:
     """What the ledger needs to know of a sample: tokens in all, tokens sampled, reward, whether cut at the limit."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Leased:
+class Lease:
     """An item handed to a server: `index` is the problem's row, `version` the dispatch version d."""
 
     item: int
@@ -43,7 +43,7 @@ class Leased:
 
 
 @dataclass(frozen=True)
-class Batch:
+class FormedBatch:
     """Batch `version`: its items in order (d, sequence), and in `dispatched` the version d of each."""
 
     version: int
@@ -61,7 +61,7 @@ class Lengths(NamedTuple):
     truncated: int = 0
 
     @classmethod
-    def of(cls, samples: Sequence[Facts]) -> "Lengths":
+    def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
         """Of one group."""
         tokens, sampled = sum(s.tokens for s in samples), sum(s.sampled for s in samples)
         return cls(1, len(samples), tokens, sampled, sum(s.truncated for s in samples))
@@ -72,7 +72,7 @@ class Lengths(NamedTuple):
 
 
 @dataclass(slots=True)
-class Entry:
+class ItemState:
     """One item as the ledger knows it, and as the store's table `items` has it (the last field apart)."""
 
     item: int
@@ -122,8 +122,8 @@ class Changes:
     """
 
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
-    """`Entry.row_values()` by item."""
-    facts: dict[int, tuple[Facts, ...]] = field(default_factory=dict)
+    """`ItemState.row_values()` by item."""
+    facts: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
     """Samples of newly accepted groups, by item."""
     discarded: set[int] = field(default_factory=set)
     """Items whose stored samples are void."""
@@ -153,6 +153,6 @@ class Transaction:
 class Saved:
     """What the store read back for `Ledger.restore`; empty for a new file."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     scalars: dict[str, int] = field(default_factory=dict)

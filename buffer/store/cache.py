@@ -5,9 +5,9 @@ Pure; used by `buffer/wire/handlers.py`. Forgetting a group costs one read and n
 
 from collections.abc import Collection
 
-from buffer.ledger.types import Facts
+from buffer.ledger.types import SampleStats
 
-Group = list[tuple[bytes, Facts]]
+Group = list[tuple[bytes, SampleStats]]
 """The packed samples of a group, in order, each with its facts."""
 
 

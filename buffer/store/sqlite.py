@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from buffer.ledger.types import Changes, Entry, Facts, LedgerError, Lengths, Saved
+from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, SampleStats, Saved
 from buffer.store import segments
 from buffer.store.segments import Groups, InMemory, Place, Segments
 from buffer.store.sql import APPLICATION, BATCH, GROUP, ITEM, KEPT, SAMPLE, SCHEMA, SEGMENT, TABLES, TOTAL, TRAINED
@@ -115,7 +115,7 @@ class Store:
         """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with _explained(self.path):
             scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
-            entries = tuple(Entry(*row) for row in self._db.execute(KEPT, [scalars.get("oldest", 0)]))
+            entries = tuple(ItemState(*row) for row in self._db.execute(KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
         return Saved(entries, totals, scalars)
 
@@ -155,13 +155,13 @@ class Store:
         """The packed samples of a group, in order; empty if it has none or they were removed."""
         return [data for data, _ in self.group(item)]
 
-    def group(self, item: int) -> list[tuple[bytes, Facts]]:
+    def group(self, item: int) -> list[tuple[bytes, SampleStats]]:
         """The packed samples of a group, in order, each with its facts; empty as above. Raises OSError."""
         rows = self._db.execute(GROUP, [item]).fetchall()
         if not rows or rows[0][0] is None:
             return []
         samples = self._segments.read(Place(*rows[0][:2]), [row[2] for row in rows])
-        facts = (Facts(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
+        facts = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
         return list(zip(samples, facts, strict=True))
 
     def sizes(self) -> dict[int, int]:
@@ -199,7 +199,7 @@ class Store:
         return freed
 
     def _write_groups(
-        self, facts: Mapping[int, Sequence[Facts]], groups: Groups, places: Mapping[int, Place]
+        self, facts: Mapping[int, Sequence[SampleStats]], groups: Groups, places: Mapping[int, Place]
     ) -> Counter[int]:
         """Name the samples of `facts`, at their places if they came with any; returns the bytes by segment."""
         rows, sizes, named = list[tuple[Any, ...]](), list[tuple[int, int]](), Counter[int]()

@@ -1,6 +1,6 @@
-"""The asking ends of the samples wire: `Samples` for a rollout server (async), `Batches` for a learner rank (blocking).
+"""The asking ends of the samples wire: `RolloutClient` for a rollout server (async), `LearnerClient` for a learner rank (blocking).
 
-Both wait for the buffer only, which parks what it cannot answer yet; `Client` (buffer/wire/connection.py) repeats,
+Both wait for the buffer only, which parks what it cannot answer yet; `Connection` (buffer/wire/connection.py) repeats,
 reconnects and warns. Used by `python -m rollout` and `python -m learner`.
 """
 
@@ -12,19 +12,17 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
-from buffer.wire.connection import Client, RefusedError
+from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.curve import ClientKeys
 from buffer.wire.protocol import (
+    Ack,
     Ask,
-    At,
-    Beat,
     Fail,
     Finished,
     Heartbeat,
-    Item,
-    Noted,
     Part,
     Put,
+    Revoked,
     Rewind,
     Rewound,
     Sample,
@@ -33,29 +31,31 @@ from buffer.wire.protocol import (
     Stored,
     Take,
     Trained,
+    WeightsAddress,
     Where,
     Work,
+    WorkItem,
 )
 
-__all__ = ["Batches", "Client", "RefusedError", "Samples", "heartbeats"]
+__all__ = ["Connection", "LearnerClient", "RefusedError", "RolloutClient", "heartbeats"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LAST_WORD_S = 30.0
 
 
-class Samples:
+class RolloutClient:
     """A rollout server's view of the buffer. `server_version` tells the policy version the engine runs now."""
 
-    def __init__(self, client: Client, server_version: Callable[[], int]) -> None:
+    def __init__(self, client: Connection, server_version: Callable[[], int]) -> None:
         self.client, self._version = client, server_version
         self.holding: set[int] = set()
         """Leases this server works on."""
         self.nudged = asyncio.Event()
         """Set it to have `heartbeats` beat at once, as after a policy swap."""
         self._requests = 0
-        self._asking: asyncio.Task[list[Item] | None] | None = None
+        self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
-    async def ask(self, room: int) -> list[Item] | None:
+    async def ask(self, room: int) -> list[WorkItem] | None:
         """Up to `room` items to make groups of, at least one; None: there will be no more. One call at a time.
 
         A cancelled call loses nothing: what it was given is returned by the next one.
@@ -66,7 +66,7 @@ class Samples:
         self._asking = None
         return items
 
-    async def _ask(self, room: int) -> list[Item] | None:
+    async def _ask(self, room: int) -> list[WorkItem] | None:
         self._requests += 1
         ask = Ask(server=self.client.name, request=self._requests, version=self._version(), room=room)
         answer = await self.client.request(ask)
@@ -76,7 +76,7 @@ class Samples:
         self.holding.update(item.lease for item in answer.items)
         return answer.items
 
-    async def put(self, item: Item, samples: Sequence[Sample]) -> Stored:
+    async def put(self, item: WorkItem, samples: Sequence[Sample]) -> Stored:
         """Hand over a finished group; waits while the buffer is full. Not `accepted`: the lease had moved on."""
         packed = [sample.pack() for sample in samples]
         put = Put(server=self.client.name, item=item.item, lease=item.lease, samples=packed)
@@ -84,28 +84,31 @@ class Samples:
         self.holding.discard(item.lease)
         return stored
 
-    async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
+    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
         """The item could not become a group; it is tried again elsewhere unless `permanent`."""
-        name, reported = self.client.name, {"permanent": permanent, "unharmed": unharmed}
+        name, reported = self.client.name, {"permanent": permanent, "returned": returned}
         fail = Fail(server=name, item=item.item, lease=item.lease, reason=reason, **reported)
-        await self.client.expect(fail, Noted)
+        await self.client.expect(fail, Ack)
         self.holding.discard(item.lease)
 
     async def beat(self, stats: Mapping[str, float]) -> list[int]:
         """Tell the buffer that the server lives and which version it runs; returns leases to abort, each once."""
         holding, version = sorted(self.holding), self._version()
         beat = Heartbeat(server=self.client.name, version=version, holding=holding, stats=dict(stats))
-        revoked = (await self.client.expect(beat, Beat)).revoked
+        revoked = (await self.client.expect(beat, Revoked)).revoked
         self.holding.difference_update(revoked)
         return revoked
 
     async def where(self, known: str | None) -> str:
         """Address of the learner's weights wire; waits until there is one other than `known`."""
-        return (await self.client.expect(Where(who=self.client.name, known=known), At)).address
+        return (await self.client.expect(Where(who=self.client.name, known=known), WeightsAddress)).address
 
 
 async def heartbeats(
-    samples: Samples, every_s: float, stats: Callable[[], Mapping[str, float]], revoke: Callable[[list[int]], None]
+    samples: RolloutClient,
+    every_s: float,
+    stats: Callable[[], Mapping[str, float]],
+    revoke: Callable[[list[int]], None],
 ) -> None:
     """Beat every `every_s` seconds, and at once when `samples.nudged` is set; hand leases held in vain to `revoke`."""
     while True:
@@ -118,7 +121,7 @@ async def heartbeats(
         samples.nudged.clear()
 
 
-class Batches:
+class LearnerClient:
     """A learner rank's view of the buffer: blocking calls from any thread; the connection lives in a thread of its own.
 
     Raises RefusedError when the buffer refuses the rank, TimeoutError after `timeout_s` (None: never) without an
@@ -140,8 +143,8 @@ class Batches:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="batches", daemon=True)
         self._thread.start()
-        self._client: Client | None = None
-        self._told: Future[Noted] | None = None
+        self._client: Connection | None = None
+        self._told: Future[Ack] | None = None
         try:
             self._client = self._wait(self._connect(address, name, fingerprint, serves, keys), "Hello")
         except BaseException:
@@ -150,8 +153,8 @@ class Batches:
 
     async def _connect(
         self, address: str, name: str, print_: str, serves: str | None, keys: ClientKeys | None
-    ) -> Client:
-        return await Client(address, name, "learner", print_, serves, keys=keys).__aenter__()
+    ) -> Connection:
+        return await Connection(address, name, "learner", print_, serves, keys=keys).__aenter__()
 
     def rewind(self, version: int) -> int:
         """The learner restored `version`; returns how many batches will be served again as they were."""
@@ -172,14 +175,14 @@ class Batches:
         """
         self._hear()
         trained = Trained(version=version, oldest_kept=oldest_kept)
-        self._told = asyncio.run_coroutine_threadsafe(self.client.expect(trained, Noted), self._loop)
+        self._told = asyncio.run_coroutine_threadsafe(self.client.expect(trained, Ack), self._loop)
 
     def _hear(self) -> None:
         if self._told and self._told.done():
             self._told.result()
 
     @property
-    def client(self) -> Client:
+    def client(self) -> Connection:
         """The connection."""
         assert self._client, "closed"
         return self._client
@@ -208,7 +211,7 @@ class Batches:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
 
-    def __enter__(self) -> "Batches":
+    def __enter__(self) -> "LearnerClient":
         return self
 
     def __exit__(

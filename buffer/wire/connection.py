@@ -1,7 +1,7 @@
-"""`Client`: one process's connection to the buffer. Used through `Samples` and `Batches` of `buffer/wire/client.py`.
+"""`Connection`: one process's connection to the buffer. Used through `Samples` and `Batches` of `buffer/wire/client.py`.
 
 A request is sent, and sent again, until it is answered: on a new connection, when the buffer has restarted (it answers
-`Stranger`), and every now and then in between. Several may be out at once. Waits for the buffer's answers, which take
+`NotRegistered`), and every now and then in between. Several may be out at once. Waits for the buffer's answers, which take
 as long as the buffer pleases; while the buffer cannot be reached it warns at growing intervals and goes on trying.
 """
 
@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from buffer.wire.curve import ClientKeys
-from buffer.wire.protocol import ANSWERS, PROTOCOL, Frame, Hello, Message, Refused, Stranger, Welcome, pack, unpack
+from buffer.wire.protocol import ANSWERS, PROTOCOL, Frame, Hello, Message, NotRegistered, Refused, Welcome, pack, unpack
 
 log = logging.getLogger(__name__)
 SLOWEST = 12
@@ -50,7 +50,7 @@ class RefusedError(RuntimeError):
         self.reason = reason
 
 
-class Client:
+class Connection:
     """An async context manager, entered once the buffer has said Welcome.
 
     `async with` raises RefusedError when the buffer refuses the process: other protocol, other config.
@@ -82,7 +82,7 @@ class Client:
         """What was last seen to be wrong with the connection."""
         self._fatal: BaseException | None = None
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "Connection":
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in OPTIONS.items():
@@ -165,7 +165,7 @@ class Client:
             number, answer = unpack(await self._socket.recv(), ANSWERS)
             if number == self._hello_number:
                 self._greeted(answer)
-            elif isinstance(answer, Stranger):
+            elif isinstance(answer, NotRegistered):
                 if self._welcomed.is_set():  # else we are introducing ourselves already
                     self._hail()
             elif number in self._pending and not self._pending[number][1].done():

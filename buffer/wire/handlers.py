@@ -15,18 +15,16 @@ from buffer.store.cache import Group, Recent
 from buffer.store.sqlite import Store
 from buffer.wire.protocol import (
     PROTOCOL,
+    Ack,
     Ask,
-    At,
-    Beat,
     Fail,
     Finished,
     Heartbeat,
     Hello,
-    Item,
     Message,
-    Noted,
     Part,
     Put,
+    Revoked,
     Rewind,
     Rewound,
     State,
@@ -34,11 +32,13 @@ from buffer.wire.protocol import (
     Take,
     Trained,
     Waiter,
+    WeightsAddress,
     Welcome,
     Where,
     Work,
+    WorkItem,
 )
-from buffer.wire.sample import facts_of
+from buffer.wire.sample import sample_stats
 from buffer.wire.split import parts
 
 RECENT_BYTES = 256 * 2**20
@@ -46,7 +46,7 @@ RECENT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Rules:
+class Limits:
     """What the answers depend on of the config."""
 
     run: str
@@ -73,10 +73,10 @@ class Peer:
         return f"{self.hello.name}#{self.hello.token}"
 
 
-class Answers:
+class Handlers:
     """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
 
-    def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], rules: Rules) -> None:
+    def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], rules: Limits) -> None:
         self.ledger, self.store, self.problems, self.rules = ledger, store, problems, rules
         self.peers: dict[bytes, Peer] = {}
         self.stirred = False
@@ -193,7 +193,7 @@ class Answers:
                     self.ledger.leave(peer.key, f"{peer.hello.name} was restarted", now)
 
     def _where(self, peer: Peer, where: Where, now: float) -> Message | None:
-        return At(address=self.weights) if self.weights and self.weights != where.known else None
+        return WeightsAddress(address=self.weights) if self.weights and self.weights != where.known else None
 
     def _ask(self, peer: Peer, ask: Ask, now: float) -> Message | None:
         leased = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
@@ -201,7 +201,7 @@ class Answers:
             return Finished() if self.ledger.finished() else None
         return Work(
             items=[
-                Item(item=it.item, lease=it.lease, version=it.version, problem=dict(self.problems[it.index]))
+                WorkItem(item=it.item, lease=it.lease, version=it.version, problem=dict(self.problems[it.index]))
                 for it in leased
             ]
         )
@@ -211,7 +211,7 @@ class Answers:
             raise ValueError(
                 f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.rules.samples}"
             )
-        facts = [facts_of(data) for data in put.samples]
+        facts = [sample_stats(data) for data in put.samples]
         if self.bytes_stored >= self.rules.max_bytes and not self.hungry:
             return None
         entry = self.ledger.book.entries.get(put.item)
@@ -227,20 +227,20 @@ class Answers:
         return Stored(accepted=refusal is None, reason=refusal or "")
 
     def _fail(self, peer: Peer, fail: Fail, now: float) -> Message:
-        self.ledger.fail(peer.key, fail.item, fail.lease, fail.reason, now, fail.permanent, fail.unharmed)
+        self.ledger.fail(peer.key, fail.item, fail.lease, fail.reason, now, fail.permanent, fail.returned)
         self.stirred = True
-        return Noted()
+        return Ack()
 
     def _heartbeat(self, peer: Peer, number: int, beat: Heartbeat, now: float) -> Message:
         if number < peer.beat:
-            return Beat(revoked=[])
+            return Revoked(revoked=[])
         peer.beat, peer.stats = number, beat.stats
         server = self.ledger.book.servers.get(peer.key)
         before = server and (server.version, len(server.leases), now < server.heard + self.ledger.lease_s)
         revoked = self.ledger.heartbeat(peer.key, beat.version, beat.holding, now)
         server = self.ledger.book.servers[peer.key]
         self.stirred |= before != (server.version, len(server.leases), True)
-        return Beat(revoked=revoked)
+        return Revoked(revoked=revoked)
 
     def _rewind(self, peer: Peer, rewind: Rewind, now: float) -> Message:
         replay = self.ledger.rewind(rewind.version)
@@ -265,7 +265,7 @@ class Answers:
         if known := self._recent.get(item):
             return known
         if item in self._payloads:
-            return [(data, facts_of(data)) for data in self._payloads[item]]
+            return [(data, sample_stats(data)) for data in self._payloads[item]]
         return self.store.group(item)
 
     def _trained(self, peer: Peer, trained: Trained, now: float) -> Message:
@@ -278,7 +278,7 @@ class Answers:
         self._cut = None
         self._untrain()
         self.stirred = True
-        return Noted()
+        return Ack()
 
     def _untrain(self) -> None:
         """Count the bytes of what is yet to be trained only."""

@@ -4,10 +4,10 @@ A message is one ZeroMQ frame of MessagePack: a map with `kind`, `id` (chosen by
 the fields of the model of that name below. Each request is idempotent: an asker that hears nothing repeats it, with the
 same `id`, as often as it likes. A request that cannot be answered yet is parked by the buffer, never polled for.
 
-    rollout:  Hello -> Welcome   Where -> At   Ask -> Work | Finished   Put -> Stored   Fail -> Noted
-              Heartbeat -> Beat
-    learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Noted
-    anybody:  Status -> State    and whatever is wrong -> Refused;  Stranger: say Hello first, then repeat
+    rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
+              Heartbeat -> Revoked
+    learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
+    anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
@@ -68,7 +68,7 @@ class Sample(Message):
     """One completion of a problem, prompt included. The four arrays are [tokens] long.
 
     Example: prompt of 2 tokens, answer of 2, sampled under versions 6 and 7:
-    `tokens` int32 [5, 9, 12, 2], `sampled` uint8 [0, 0, 1, 1], `logprobs` float32 [0, 0, -0.7, -0.1],
+    `tokens` int32 [5, 9, 12, 2], `sampled` uint8 [0, 0, 1, 1], `behaviour_logprobs` float32 [0, 0, -0.7, -0.1],
     `versions` int32 [-1, -1, 6, 7], `reward` 1.0, `finish` "stop".
     """
 
@@ -76,7 +76,7 @@ class Sample(Message):
     """int32: token ids of prompt, answer and, in several turns, of what the environment said."""
     sampled: Array
     """uint8: 1 where the policy sampled the token, 0 where it was given."""
-    logprobs: Array
+    behaviour_logprobs: Array
     """float32: behaviour log-probability of each sampled token under the sampling temperature; 0 elsewhere."""
     versions: Array
     """int32: policy version that sampled each token; -1 elsewhere."""
@@ -91,7 +91,7 @@ class Sample(Message):
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
         "sampled": "uint8",
-        "logprobs": "float32",
+        "behaviour_logprobs": "float32",
         "versions": "int32",
     }
 
@@ -117,7 +117,7 @@ class Sample(Message):
         return cls.model_validate(open_map(data))
 
 
-class Item(Message):
+class WorkItem(Message):
     """A dispatched problem. `lease` names this dispatch of it: a later one has another."""
 
     item: Count
@@ -181,7 +181,7 @@ class Put(Message):
 class Fail(Message):
     """The item could not become a group.
 
-    `permanent`: no other attempt can do better (a prompt that is too long). `unharmed`: the server drains and gives it
+    `permanent`: no other attempt can do better (a prompt that is too long). `returned`: the server drains and gives it
     back; the attempt does not count.
     """
 
@@ -190,7 +190,7 @@ class Fail(Message):
     lease: Count
     reason: str
     permanent: bool = False
-    unharmed: bool = False
+    returned: bool = False
 
 
 class Heartbeat(Message):
@@ -239,12 +239,12 @@ class Welcome(Message):
     """Bytes of the largest message the buffer takes (`buffer.max_message_mib`): an asker holds back what is larger."""
 
 
-class At(Message):
+class WeightsAddress(Message):
     address: str
 
 
 class Work(Message):
-    items: list[Item]
+    items: list[WorkItem]
 
 
 class Stored(Message):
@@ -254,11 +254,11 @@ class Stored(Message):
     reason: str = ""
 
 
-class Noted(Message):
+class Ack(Message):
     pass
 
 
-class Beat(Message):
+class Revoked(Message):
     """`revoked`: leases the server holds in vain; it may abort them."""
 
     revoked: list[Count]
@@ -325,7 +325,7 @@ class Refused(Message):
     reason: str
 
 
-class Stranger(Message):
+class NotRegistered(Message):
     """The buffer does not know the asker (it restarted): say Hello, then repeat."""
 
 
@@ -333,7 +333,21 @@ REQUESTS: dict[str, type[Message]] = {
     m.__name__: m for m in (Hello, Where, Ask, Put, Fail, Heartbeat, Rewind, Take, Trained, Status)
 }
 ANSWERS: dict[str, type[Message]] = {
-    m.__name__: m for m in (Welcome, At, Work, Stored, Noted, Beat, Rewound, Part, Finished, State, Refused, Stranger)
+    m.__name__: m
+    for m in (
+        Welcome,
+        WeightsAddress,
+        Work,
+        Stored,
+        Ack,
+        Revoked,
+        Rewound,
+        Part,
+        Finished,
+        State,
+        Refused,
+        NotRegistered,
+    )
 }
 
 

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from buffer.ledger.types import Transaction
-from buffer.wire.handlers import Answers, Peer
+from buffer.wire.handlers import Handlers, Peer
 from buffer.wire.protocol import (
     REQUESTS,
     Ask,
     Frame,
     Hello,
     Message,
+    NotRegistered,
     Refused,
     State,
     Status,
-    Stranger,
     Take,
     Waiter,
     Work,
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Parked:
+class PendingRequest:
     """A request without an answer yet, and whom to give it to."""
 
     identity: bytes
@@ -52,14 +52,14 @@ class Parked:
         return self.identity, "Ask" if isinstance(self.message, Ask) else self.number
 
 
-class Desk:
+class PendingRequests:
     """One per buffer."""
 
-    def __init__(self, answers: Answers, max_message: int) -> None:
+    def __init__(self, answers: Handlers, max_message: int) -> None:
         self.means, self.max_message = answers, max_message
         self.errors: Counter[str] = Counter()
         """Refused messages since the start, by kind; `malformed` for what was none."""
-        self._parked: dict[tuple[bytes, str | int], Parked] = {}
+        self._parked: dict[tuple[bytes, str | int], PendingRequest] = {}
         self._out: list[tuple[bytes, Frame]] = []
 
     def receive(self, frames: Sequence[Frame], now: float) -> None:
@@ -71,14 +71,14 @@ class Desk:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error))
             return
-        parked = Parked(identity, number, message, now)
+        parked = PendingRequest(identity, number, message, now)
         if isinstance(message, Hello):
             self._hello(parked, message, now)
         elif peer := self.means.peers.get(identity):
             peer.heard = now
             self._try(self._renew(parked), peer, now)
         else:
-            self._answer(parked, Stranger())
+            self._answer(parked, NotRegistered())
 
     def expire(self, now: float) -> float | None:
         """End the leases of servers silent for too long; returns when to call again."""
@@ -114,13 +114,13 @@ class Desk:
             limit = self.max_message / 2**20
             raise ValueError(f"message of {len(frames[1]) / 2**20:.1f} MiB exceeds buffer.max_message_mib ({limit:g})")
 
-    def _hello(self, parked: Parked, hello: Hello, now: float) -> None:
+    def _hello(self, parked: PendingRequest, hello: Hello, now: float) -> None:
         try:
             self._answer(parked, self.means.hello(parked.identity, hello, now))
         except ValueError as error:
             self._refuse(parked.identity, parked.number, "Hello", str(error))
 
-    def _renew(self, parked: Parked) -> Parked:
+    def _renew(self, parked: PendingRequest) -> PendingRequest:
         """A repeated request keeps its place; a newer Ask takes the place of the older one, which ends empty-handed."""
         before = self._parked.get(parked.key)
         if before is None:
@@ -133,7 +133,7 @@ class Desk:
         self._answer(before, Work(items=[]))
         return parked
 
-    def _try(self, parked: Parked, peer: Peer, now: float) -> None:
+    def _try(self, parked: PendingRequest, peer: Peer, now: float) -> None:
         try:
             if isinstance(parked.message, Status):
                 answer: Message | None = self._state(now)
@@ -149,16 +149,16 @@ class Desk:
             self._unpark(parked)
             self._answer(parked, answer)
 
-    def _park(self, parked: Parked) -> None:
+    def _park(self, parked: PendingRequest) -> None:
         self._parked[parked.key] = parked
         if isinstance(parked.message, Take) and not self.means.hungry:
             self.means.hungry = self.means.stirred = True  # it lets groups in
 
-    def _unpark(self, parked: Parked) -> None:
+    def _unpark(self, parked: PendingRequest) -> None:
         if self._parked.pop(parked.key, None) and isinstance(parked.message, Take):
             self.means.hungry = any(isinstance(other.message, Take) for other in self._parked.values())
 
-    def _answer(self, parked: Parked, answer: Message) -> None:
+    def _answer(self, parked: PendingRequest, answer: Message) -> None:
         self._out.append((parked.identity, pack(parked.number, answer)))
 
     def _refuse(self, identity: bytes, number: int, what: str, reason: str) -> None:

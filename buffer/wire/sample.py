@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 from pydantic import ValidationError
 
-from buffer.ledger.types import Facts
+from buffer.ledger.types import SampleStats
 from buffer.wire.protocol import LIMITS, Sample, in_words
 
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
@@ -22,12 +22,12 @@ SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 BYTES_A_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
-def facts_of(data: bytes) -> Facts:
+def sample_stats(data: bytes) -> SampleStats:
     """Raises ValueError, in one line, for what is not a sample, or has a sampled token of no policy version."""
-    return _quick(data) or _careful(data)
+    return _parse_fast(data) or _parse_checked(data)
 
 
-def _quick(data: bytes) -> Facts | None:
+def _parse_fast(data: bytes) -> SampleStats | None:
     """The same for what `Sample.pack` wrote. None says nothing."""
     number = _number(data)
     frame, places, end = _layout(number)
@@ -43,10 +43,10 @@ def _quick(data: bytes) -> Facts | None:
     if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags:
         return None
     oldest = int(np.minimum.reduce(versions.view("<u4")))  # of those that are not -1
-    return Facts(number, flags.count(1), rest["reward"], rest["finish"] == "length", oldest)
+    return SampleStats(number, flags.count(1), rest["reward"], rest["finish"] == "length", oldest)
 
 
-def _careful(data: bytes) -> Facts:
+def _parse_checked(data: bytes) -> SampleStats:
     try:
         sample = Sample.unpack(data)
     except ValidationError as error:
@@ -55,7 +55,7 @@ def _careful(data: bytes) -> Facts:
     oldest = int(sample.versions.numpy()[sampled].min())
     if oldest < 0:
         raise ValueError("a sampled token without the policy version that sampled it")
-    return Facts(sampled.size, int(sampled.sum()), sample.reward, sample.finish == "length", oldest)
+    return SampleStats(sampled.size, int(sampled.sum()), sample.reward, sample.finish == "length", oldest)
 
 
 def _sound(rest: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.wire.curve import ServerKeys, is_loopback, split
 from buffer.wire.protocol import Frame
-from buffer.wire.requests import Desk
+from buffer.wire.requests import PendingRequests
 
 log = logging.getLogger(__name__)
 MESSAGES, BYTES = 1024, 64 * 2**20
@@ -47,7 +47,7 @@ class ListenError(ValueError):
     """The address cannot be listened on; the text names it and the remedy."""
 
 
-class Server:
+class BufferServer:
     """Async context manager: bound once entered, closed when left. `address` is the bound one."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys | None = None) -> None:
@@ -67,7 +67,7 @@ class Server:
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # the desk refuses, in words, from max_message on
 
-    async def __aenter__(self) -> "Server":
+    async def __aenter__(self) -> "BufferServer":
         try:
             if self.keys:
                 self._lock(self.keys)
@@ -106,7 +106,7 @@ class Server:
             raise ListenError(f"buffer.address {self.address}: {error.strerror}; {advice}") from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    async def serve(self, desk: Desk) -> None:
+    async def serve(self, desk: PendingRequests) -> None:
         """Serve until cancelled. It has committed and answered everything it received then, unless the disk is full."""
         deadline: float | None = None
         while True:
@@ -140,7 +140,7 @@ class Server:
             gathered += sum(map(len, rest))
         return received, True
 
-    async def _commit(self, desk: Desk) -> None:
+    async def _commit(self, desk: PendingRequests) -> None:
         """Write what changed, then answer."""
         wait_s, longest_s = RETRY_S
         transaction = desk.changes()

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from buffer.ledger.types import Facts
+from buffer.ledger.types import SampleStats
 from buffer.wire.protocol import Part
 
 
@@ -23,11 +23,13 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
     return [sorted(positions) for positions in ranks]
 
 
-def parts(version: int, world: int, groups: Sequence[tuple[int, int, Sequence[tuple[bytes, Facts]]]]) -> list[Part]:
+def parts(
+    version: int, world: int, groups: Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
+) -> list[Part]:
     """The parts of batch `version`: `groups` are (item, dispatch version, samples, packed and their facts), in the
     batch's order."""
     samples: list[dict[str, Any]] = []
-    facts: list[Facts] = []
+    facts: list[SampleStats] = []
     for item, dispatched, group in groups:
         rewards = [fact.reward for _, fact in group]
         facts += [fact for _, fact in group]

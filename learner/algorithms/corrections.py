@@ -38,7 +38,7 @@ def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
     """Tokens of samples with A < 0 whose mean log mu - log pi exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
     if delta is None:
         return torch.zeros_like(inputs.sampled)
-    drift = inputs.sequence_mean((inputs.behaviour - inputs.logprobs).detach())
+    drift = inputs.sequence_mean((inputs.behaviour - inputs.policy_logprobs).detach())
     return (inputs.advantages < 0) & (drift > delta)
 
 
@@ -62,7 +62,7 @@ def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float 
 
 def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor]:
     """1 for positive samples, pi/mu of the sample cut to [0, 1] for others; where cut (TOPR, arXiv:2503.14286)."""
-    log_ratio = inputs.per_sequence((inputs.logprobs - inputs.behaviour).detach())[inputs.sequence]
+    log_ratio = inputs.per_sequence((inputs.policy_logprobs - inputs.behaviour).detach())[inputs.sequence]
     return torch.where(positive, 1, log_ratio.clamp(max=0).exp()), ~positive & (log_ratio > 0)
 
 
@@ -75,11 +75,11 @@ def m2_squares(inputs: LossInputs) -> Tensor:
     """Squared log-ratios of the tokens that M2PO may drop in this part, to be gathered from all parts: [tokens] float.
 
     inf for all other tokens: never within a budget, and unlike a selection nothing waits for the GPU to count them.
-    `inputs.logprobs` may come from any pass under the weights at the start of the step, without gradient.
+    `inputs.policy_logprobs` may come from any pass under the weights at the start of the step, without gradient.
     """
     inputs = inputs.clean()
-    chosen = m2_tokens(inputs.logprobs, inputs.behaviour, inputs.advantages)
-    return torch.where(chosen, (inputs.logprobs - inputs.behaviour).detach() ** 2, torch.inf)
+    chosen = m2_tokens(inputs.policy_logprobs, inputs.behaviour, inputs.advantages)
+    return torch.where(chosen, (inputs.policy_logprobs - inputs.behaviour).detach() ** 2, torch.inf)
 
 
 def m2_limit(squares: Tensor, budget: float) -> Tensor:

@@ -26,7 +26,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
     With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
     """
-    log_ratio = (inputs.logprobs - inputs.behaviour).detach().double()
+    log_ratio = (inputs.policy_logprobs - inputs.behaviour).detach().double()
     sampled = inputs.sampled.double()
     weight = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() * sampled
     k3 = torch.expm1(log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)) - log_ratio
@@ -37,7 +37,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     if inputs.entropy is not None:
         sums["entropy"] = inputs.entropy.detach().double().sum()
     if inputs.reference is not None:
-        x = (inputs.logprobs.detach() - inputs.reference).double()
+        x = (inputs.policy_logprobs.detach() - inputs.reference).double()
         sums["reference/k3"] = (torch.expm1((-x).clamp(max=MAX_LOG_WEIGHT)) + x).sum()
     return sums | (_age_sums(inputs, table) if inputs.versions is not None else {})
 

@@ -18,7 +18,7 @@ class LossInputs:
     `sampled` [F, T, F, T, T], `sequence` [0, 0, 1, 1, 1], `num_sequences` 4, `num_tokens` 6.
     """
 
-    logprobs: Tensor
+    policy_logprobs: Tensor
     """float: learner's log-probability of the token, with gradient."""
     behaviour: Tensor
     """float: log-probability recorded by the server that sampled it."""
@@ -33,7 +33,7 @@ class LossInputs:
     num_tokens: int
     """Sampled tokens in the whole batch, before any mask."""
     proximal: Tensor | None = None
-    """float: log-probability under the weights at the start of the step; None: those of `logprobs`, which is the same
+    """float: log-probability under the weights at the start of the step; None: those of `policy_logprobs`, which is the same
     as long as a batch is one optimizer step."""
     reference: Tensor | None = None
     """float: log-probability under the frozen initial model."""
@@ -69,7 +69,7 @@ class LossInputs:
 
     def lengths(self) -> Tensor:
         """Sampled tokens of each sequence, same shape as `per_sequence`."""
-        return self.per_sequence(self.sampled.to(self.logprobs.dtype))
+        return self.per_sequence(self.sampled.to(self.policy_logprobs.dtype))
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean of `values` over the sampled tokens of each token's sequence: [tokens]."""
@@ -83,7 +83,7 @@ def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: i
     (Dr. GRPO).
     The counts are of the whole batch and keep masked tokens. Raises ValueError when a count that it needs is missing.
     """
-    ones = torch.ones_like(inputs.logprobs)
+    ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":
         weights = ones / max(inputs.num_tokens, 1)
     elif aggregation == "sequence":

@@ -44,14 +44,16 @@ class Terms(NamedTuple):
 def dppo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's one-sided total-variation trust region (arXiv:2602.04879)."""
     loss, _, capped = cispo(inputs, config)
-    masked = outside_trust_region(inputs.logprobs, inputs.behaviour, inputs.advantages, config.tv_low, config.tv_high)
+    masked = outside_trust_region(
+        inputs.policy_logprobs, inputs.behaviour, inputs.advantages, config.tv_low, config.tv_high
+    )
     return Terms(torch.where(masked, 0, loss), masked, capped & ~masked)
 
 
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     """-sg(min(rho, cap)) A log pi (MiniMax-M1, arXiv:2506.13585; no lower bound, as LlamaRL's AIPO and ScaleRL)."""
-    rho = ratio(inputs.logprobs, inputs.behaviour).detach()
-    loss = -rho.clamp(max=config.is_cap) * inputs.advantages * inputs.logprobs
+    rho = ratio(inputs.policy_logprobs, inputs.behaviour).detach()
+    loss = -rho.clamp(max=config.is_cap) * inputs.advantages * inputs.policy_logprobs
     return Terms(loss, _none(loss), rho > config.is_cap)
 
 
@@ -61,7 +63,7 @@ def ppo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     arXiv:1707.06347, dual clip arXiv:1912.09729. The behaviour policy is its old policy: right when data are fresh, the
     negative control when they are not.
     """
-    return _clipped(ratio(inputs.logprobs, inputs.behaviour), inputs.advantages, config)
+    return _clipped(ratio(inputs.policy_logprobs, inputs.behaviour), inputs.advantages, config)
 
 
 def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
@@ -69,11 +71,11 @@ def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     if config.proximal == "loglinear":
         if inputs.versions is None:
             raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions: give them or recompute")
-        proximal = log_linear_proximal(inputs.logprobs, inputs.behaviour, inputs.versions, inputs.version)
+        proximal = log_linear_proximal(inputs.policy_logprobs, inputs.behaviour, inputs.versions, inputs.version)
     else:
-        proximal = (inputs.logprobs if inputs.proximal is None else inputs.proximal).detach()
+        proximal = (inputs.policy_logprobs if inputs.proximal is None else inputs.proximal).detach()
     weight, beyond = behaviour_weight(proximal, inputs.behaviour, config.behaviour_mode, config.behaviour_cap)
-    loss, masked, _ = _clipped(ratio(inputs.logprobs, proximal), inputs.advantages, config)
+    loss, masked, _ = _clipped(ratio(inputs.policy_logprobs, proximal), inputs.advantages, config)
     if config.behaviour_mode == "mask":
         return Terms(torch.where(beyond, 0, weight * loss), masked | beyond, _none(loss))
     return Terms(weight * loss, masked, beyond & ~masked)
@@ -84,30 +86,30 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
 
     A mean over samples whatever `aggregation` says. The gradient reaches each token through log pi - sg(log pi).
     """
-    log_ratio = inputs.sequence_mean((inputs.logprobs - inputs.behaviour).detach())
-    sequence_ratio = (log_ratio + inputs.logprobs - inputs.logprobs.detach()).clamp(max=10).exp()
+    log_ratio = inputs.sequence_mean((inputs.policy_logprobs - inputs.behaviour).detach())
+    sequence_ratio = (log_ratio + inputs.policy_logprobs - inputs.policy_logprobs.detach()).clamp(max=10).exp()
     return _clipped(sequence_ratio, inputs.advantages, config)
 
 
 def m2po(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     """-keep A rho, without the largest (log rho)^2 until their mean is in budget (arXiv:2510.01161 Algorithm 1)."""
     limit = m2_limit(m2_squares(inputs), config.m2_budget) if inputs.m2_limit is None else inputs.m2_limit
-    squares = (inputs.logprobs - inputs.behaviour).detach() ** 2
-    dropped = m2_tokens(inputs.logprobs, inputs.behaviour, inputs.advantages) & (squares >= limit)
-    loss = -inputs.advantages * ratio(inputs.logprobs, inputs.behaviour)
+    squares = (inputs.policy_logprobs - inputs.behaviour).detach() ** 2
+    dropped = m2_tokens(inputs.policy_logprobs, inputs.behaviour, inputs.advantages) & (squares >= limit)
+    loss = -inputs.advantages * ratio(inputs.policy_logprobs, inputs.behaviour)
     return Terms(torch.where(dropped, 0, loss), dropped, _none(loss))
 
 
 def topr(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     """-sg(weight) A log pi, weight 1 for A > 0 and min(pi/mu of the sample, 1) for others (arXiv:2503.14286)."""
     weight, capped = tapered_weight(inputs, inputs.advantages > 0)
-    loss = -weight * inputs.advantages * inputs.logprobs
+    loss = -weight * inputs.advantages * inputs.policy_logprobs
     return Terms(loss, _none(loss), capped)
 
 
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> Terms:
     """-A log pi: right on fresh data only."""
-    loss = -inputs.advantages * inputs.logprobs
+    loss = -inputs.advantages * inputs.policy_logprobs
     return Terms(loss, _none(loss), _none(loss))
 
 
@@ -130,11 +132,11 @@ def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]
     """What is added to the policy loss of each token, masked or not. Raises ValueError for a missing input."""
     parts: dict[str, Tensor] = {}
     if config.behaviour_kl > 0:
-        parts["behaviour_kl"] = config.behaviour_kl * behaviour_kl(inputs.logprobs, inputs.behaviour)
+        parts["behaviour_kl"] = config.behaviour_kl * behaviour_kl(inputs.policy_logprobs, inputs.behaviour)
     if config.reference_kl > 0:
         if inputs.reference is None:
             raise ValueError(f"algorithm.reference_kl is {config.reference_kl}, but LossInputs has no reference")
-        divergence = reference_kl(inputs.logprobs, inputs.behaviour, inputs.reference, config.is_cap)
+        divergence = reference_kl(inputs.policy_logprobs, inputs.behaviour, inputs.reference, config.is_cap)
         parts["reference_kl"] = config.reference_kl * divergence
     if config.entropy_bonus > 0:
         if inputs.entropy is None:
@@ -200,7 +202,7 @@ def needs_first_pass(config: AlgorithmConfig) -> bool:
     """Whether the loss needs log-probabilities of the whole batch before those that it differentiates.
 
     `m2po` does, for its budget is the batch's. `decoupled` does not: a batch is one optimizer step, so that the weights
-    at its start, whose the recomputed proximal policy is, are those that `LossInputs.logprobs` come from.
+    at its start, whose the recomputed proximal policy is, are those that `LossInputs.policy_logprobs` come from.
     """
     return config.loss == "m2po"
 

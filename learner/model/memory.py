@@ -33,7 +33,7 @@ class OutOfMemory(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakCandidate:
     """When memory is fullest, perhaps: bytes by consumer, of fixed size and for each token of a microbatch."""
 
     fixed: dict[str, int]
@@ -51,10 +51,10 @@ class Moment:
 class Estimate:
     """Bytes on one rank's GPU at its fullest: at the head, or in a block's backward pass.
 
-    Example: `Estimate([Moment({"optimizer": 12 << 30}, {"activations": 1 << 20})]).total(8192) == 20 << 30`
+    Example: `Estimate([PeakCandidate({"optimizer": 12 << 30}, {"activations": 1 << 20})]).total(8192) == 20 << 30`
     """
 
-    moments: list[Moment]
+    moments: list[PeakCandidate]
 
     def total(self, tokens: int) -> int:
         """Bytes for microbatches of `tokens`."""
@@ -91,9 +91,9 @@ def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: 
     return Estimate([
         # the head's gradient in fp32 and as it leaves, and the logits of a chunk with theirs: at the end of the forward
         # pass or the start of the backward pass, whichever makes them, while all activations are kept
-        Moment(always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept}),
+        PeakCandidate(always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept}),
         # a block's gradient as it is, in fp32 to be reduced, and that of the output embedding, which waits for the end
-        Moment(
+        PeakCandidate(
             always | {"gathered weights": gathered + width * block, "head": width * head,
                       "block's gradient": (4 + width) * block},
             {"activations": kept, "backward pass": working},

@@ -90,7 +90,7 @@ class Batch:
             )
         places = {(row.item, row.index): place for place, row in enumerate(rows)}
         lengths = [row.tokens for row in mine]
-        number = int(collectives.largest(len(first_fit(lengths, budget))))
+        number = int(collectives.all_reduce_max(len(first_fit(lengths, budget))))
         bins = spread(lengths, budget, quadratic, max(number, 1))
         documents = [(sample, places[row.item, row.index]) for sample, row in zip(samples, mine, strict=True)]
         microbatches = [pack([documents[i] for i in chosen]) for chosen in bins]
@@ -102,7 +102,7 @@ def pack(documents: Sequence[tuple[Sample, int]]) -> Microbatch:
     if not documents:
         return lay([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
     samples = [sample for sample, _ in documents]
-    names = ("tokens", "sampled", "logprobs", "versions")
+    names = ("tokens", "sampled", "behaviour_logprobs", "versions")
     tokens, sampled, behaviour, versions = ([getattr(sample, name).numpy() for sample in samples] for name in names)
     return lay(tokens, sampled, behaviour, versions, [place for _, place in documents])
 

@@ -130,7 +130,7 @@ class Algorithm:
         No other loss needs one: a batch is one optimizer step, so that the proximal policy of `decoupled` is the policy
         itself, which is what LossInputs without `proximal` means.
         """
-        scored = (LossInputs(logprobs=policy.score(moved), **_known(moved, shared)) for moved in microbatches)
+        scored = (LossInputs(policy_logprobs=policy.score(moved), **_known(moved, shared)) for moved in microbatches)
         squares = [m2_squares(inputs) for inputs in scored]
         return m2_limit(collectives.concatenate(torch.cat(squares), torch.inf), self.config.m2_budget)
 
@@ -140,7 +140,7 @@ def at_once(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of all tokens together, after their pass; the head's logits are computed again to differentiate it."""
     logprobs, entropy = policy(microbatch)
-    loss, sums = LOSSES[config.loss](LossInputs(logprobs=logprobs, entropy=entropy, **known), config)
+    loss, sums = LOSSES[config.loss](LossInputs(policy_logprobs=logprobs, entropy=entropy, **known), config)
     return loss + 0.0 * logprobs.sum(), sums  # the anchor ties even a dummy's loss to every parameter
 
 
@@ -155,10 +155,12 @@ def by_chunk(
     name, scored = config.loss, _at(known, microbatch.scored)
 
     def loss(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
-        return LOSSES[name].of_tokens(LossInputs(logprobs=logprobs, entropy=entropy, **_at(scored, part)), config)
+        return LOSSES[name].of_tokens(
+            LossInputs(policy_logprobs=logprobs, entropy=entropy, **_at(scored, part)), config
+        )
 
     logprobs, entropy, total = policy(microbatch, loss=loss)
-    return total, LOSSES[name](LossInputs(logprobs=logprobs, entropy=entropy, **known), config)[1]
+    return total, LOSSES[name](LossInputs(policy_logprobs=logprobs, entropy=entropy, **known), config)[1]
 
 
 def _known(microbatch: Microbatch, shared: dict[str, Any]) -> Known:

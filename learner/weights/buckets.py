@@ -17,7 +17,7 @@ ROW = 8 * WORDS
 FACTOR = 0x9E3779B97F4A7C1
 
 
-class Snapshot:
+class Buckets:
     """The buckets of `plan` on `device`, each a flat uint8 tensor, zero at first.
 
     `rotating`: there is room for two only, and each bucket takes the place of the one before the last. Otherwise they

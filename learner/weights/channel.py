@@ -1,6 +1,6 @@
 """The group that weights are broadcast over: learner rank 0 and every worker of some servers. gloo on CPU, NCCL on GPU.
 
-A `Channel` is a process group of its own over the learner's `Store`; the default process group of either side is not
+A `Channel` is a process group of its own over the learner's `Rendezvous`; the default process group of either side is not
 touched. `connect` waits until all ranks came, `broadcast` until all buckets are through, both at most `timeout_s`;
 `abort`, from another thread, ends them early over NCCL (gloo runs into its timeout). After a failure a channel is of
 no use: the next has a new epoch. Sender and workers run it in threads and on streams of their own, so neither training
@@ -39,7 +39,7 @@ class ChannelError(RuntimeError):
     """The group could not be formed, or broke, or took too long. Build another one."""
 
 
-class Store:
+class Rendezvous:
     """The learner's end of the rendezvous: a TCPStore that listens on `host` only."""
 
     def __init__(self, host: str, timeout_s: float) -> None:

@@ -3,9 +3,9 @@ connects (DEALER).
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
 
-    server:   Join -> Welcome, and once its workers have room: Join -> Joined
+    server:   Join -> ServerWelcome, and once its workers have room: Join -> Joined
     learner:  Offer -> Ready, then Go; weights are broadcast, then Received, Loaded; or Failed instead of any of them
-    both:     Beat, so that each notices the other's death
+    both:     KeepAlive, so that each notices the other's death
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are no member (any more), Join again
     server:   Leave.   learner: Bye
 
@@ -24,11 +24,11 @@ PROTOCOL = 1
 BEATS = 5
 """A side is taken for dead after so many missed beats."""
 MAX_BYTES = 64 << 20
-"""Largest message: a Welcome of 10^5 tensors stays below."""
+"""Largest message: a ServerWelcome of 10^5 tensors stays below."""
 Count = Annotated[int, Field(ge=0)]
 
 
-class Message(BaseModel):
+class WeightsMessage(BaseModel):
     """What every message is: frozen, no unknown fields, numbers as numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -37,7 +37,7 @@ class Message(BaseModel):
 # a server's
 
 
-class Join(Message):
+class Join(WeightsMessage):
     """Take me in. `holds` is the session and version of the weights it runs, if any: equal ones are not sent again."""
 
     name: str
@@ -51,13 +51,13 @@ class Join(Message):
     version: int = -1
 
 
-class Ready(Message):
+class Ready(WeightsMessage):
     """All workers are free and wait for Go."""
 
     round: Count
 
 
-class Received(Message):
+class Received(WeightsMessage):
     """All buckets are here and their checksums agree; generation went on meanwhile, unless they went right into place.
     `span_s`: from when all ranks were there until all buckets were here."""
 
@@ -66,7 +66,7 @@ class Received(Message):
     span_s: float
 
 
-class Loaded(Message):
+class Loaded(WeightsMessage):
     """The server generates under the new version, and stood still for `pause_s`: until it had stopped, until the
     weights were in place (meanwhile, `settle_s`, its last tokens came), until it went on. `probe` is the mean absolute
     difference of the probe, if it was due."""
@@ -81,7 +81,7 @@ class Loaded(Message):
     probe: float | None = None
 
 
-class Failed(Message):
+class Failed(WeightsMessage):
     """It did not work. `fatal`: what came is wrong (checksum, probe, a tensor vLLM refuses); the server exits."""
 
     round: Count
@@ -89,44 +89,44 @@ class Failed(Message):
     fatal: bool = False
 
 
-class Leave(Message):
+class Leave(WeightsMessage):
     """The server ends."""
 
 
 # the learner's
 
 
-class Tensor(Message):
-    """One tensor of the plan. Example: `Tensor(name="model.norm.weight", shape=[64], dtype="bfloat16")`"""
+class TensorSpec(WeightsMessage):
+    """One tensor of the plan. Example: `TensorSpec(name="model.norm.weight", shape=[64], dtype="bfloat16")`"""
 
     name: str
     shape: list[Count]
     dtype: str
 
 
-class Welcome(Message):
+class ServerWelcome(WeightsMessage):
     """What will be sent: make room, then Join again with the digest."""
 
     session: str
     """Of this start of the learner."""
-    tensors: list[Tensor]
+    tensors: list[TensorSpec]
     bucket_bytes: Count
     digest: str
     heartbeat_s: float
 
 
-class Joined(Message):
+class Joined(WeightsMessage):
     """You are a member: an Offer follows when there is something new for you."""
 
     session: str
 
 
-class Offer(Message):
+class Offer(WeightsMessage):
     round: Count
     version: Count
 
 
-class Probe(Message):
+class Probe(WeightsMessage):
     """Fixed tokens and the learner's log-probabilities of all but the first, at temperature 1."""
 
     tokens: list[int]
@@ -134,7 +134,7 @@ class Probe(Message):
     tolerance: float
 
 
-class Go(Message):
+class Go(WeightsMessage):
     """Every member said Ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends. With
     `folder`, the buckets are read from files there instead."""
 
@@ -153,30 +153,30 @@ class Go(Message):
     probe: Probe | None = None
 
 
-class Cancel(Message):
+class Cancel(WeightsMessage):
     round: Count
     reason: str
 
 
-class Rejoin(Message):
+class Rejoin(WeightsMessage):
     reason: str
 
 
-class Refused(Message):
+class JoinRefused(WeightsMessage):
     """Final: the reason is one line for people, and the server exits with it."""
 
     reason: str
 
 
-class Bye(Message):
+class Bye(WeightsMessage):
     """The learner ends in good order."""
 
 
-class Beat(Message):
+class KeepAlive(WeightsMessage):
     """I live."""
 
 
-class Staged(Message):
+class Staged(WeightsMessage):
     """A worker to its own server's front process: the buckets of `round` are here, or why not."""
 
     round: Count
@@ -187,20 +187,22 @@ class Staged(Message):
     fatal: bool = False
 
 
-TO_LEARNER: dict[str, type[Message]] = {m.__name__: m for m in (Join, Ready, Received, Loaded, Failed, Leave, Beat)}
-TO_FRONT: dict[str, type[Message]] = {Staged.__name__: Staged}
-TO_SERVER: dict[str, type[Message]] = {
-    m.__name__: m for m in (Welcome, Joined, Offer, Go, Cancel, Rejoin, Refused, Bye, Beat)
+TO_LEARNER: dict[str, type[WeightsMessage]] = {
+    m.__name__: m for m in (Join, Ready, Received, Loaded, Failed, Leave, KeepAlive)
+}
+TO_FRONT: dict[str, type[WeightsMessage]] = {Staged.__name__: Staged}
+TO_SERVER: dict[str, type[WeightsMessage]] = {
+    m.__name__: m for m in (ServerWelcome, Joined, Offer, Go, Cancel, Rejoin, JoinRefused, Bye, KeepAlive)
 }
 
 
-def pack(message: Message) -> bytes:
+def pack(message: WeightsMessage) -> bytes:
     """One message as one frame."""
     packed: bytes = msgpack.packb({"kind": type(message).__name__, **message.model_dump()})
     return packed
 
 
-def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
+def unpack(data: bytes, kinds: dict[str, type[WeightsMessage]]) -> WeightsMessage:
     """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
     try:
         fields: Any = msgpack.unpackb(data)

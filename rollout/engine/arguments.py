@@ -80,7 +80,7 @@ def engine_arguments(config: Config, seed: int, fields: Collection[str]) -> dict
         "seed": seed,
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "rollout.worker.WorkerExtension",
+        "worker_extension_cls": "rollout.engine.worker.WorkerExtension",
     }
     return defaults | given | ours
 

@@ -44,7 +44,7 @@ class EngineError(EpisodeError, RuntimeError):
 
 
 @dataclasses.dataclass(eq=False)
-class Run:
+class Request:
     """A request that vLLM works on. `state` is vLLM's record of it in this process, and counts its tokens."""
 
     state: Any = None
@@ -73,7 +73,7 @@ class Engine:
         """Of the last pause, and of it: until vLLM stood still, until its last tokens were here, until it went on."""
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
-        self._runs: set[Run] = set()
+        self._runs: set[Request] = set()
         self._over = 0
         self._counted_at, self._counted = time.monotonic(), 0
 
@@ -118,7 +118,7 @@ class Engine:
             )
         return Completion(tokens, logprobs, versions, finish)  # type: ignore[arg-type]
 
-    async def _final(self, prompt: list[int], parameters: SamplingParams, run: Run) -> Any:
+    async def _final(self, prompt: list[int], parameters: SamplingParams, run: Request) -> Any:
         """vLLM's one answer to a request; `run` gets its record of it."""
         name = self._next_id()
         try:
@@ -245,8 +245,8 @@ class Engine:
         self._sampling = self.version
 
     @contextmanager
-    def _running(self) -> Iterator[Run]:
-        run = Run()
+    def _running(self) -> Iterator[Request]:
+        run = Request()
         self._runs.add(run)
         try:
             yield run

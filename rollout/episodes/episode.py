@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from buffer.wire.protocol import Array, Item, Sample
+from buffer.wire.protocol import Array, Sample, WorkItem
 from rollout.interfaces import Prompts, Rewards, Sampler, Samples
 from rollout.rewards import Answer, RewardError, Score
 
@@ -95,7 +95,7 @@ class Trajectory:
         return Sample(
             tokens=Array.of(np.array(self.tokens, np.int32)),
             sampled=Array.of(np.array(self.sampled, np.uint8)),
-            logprobs=Array.of(np.array(self.logprobs, np.float32)),
+            behaviour_logprobs=Array.of(np.array(self.logprobs, np.float32)),
             versions=Array.of(np.array(self.versions, np.int32)),
             reward=score.reward,
             finish=self.finish,
@@ -114,7 +114,7 @@ class Group:
 
     samples: list[Sample]
 
-    async def deliver(self, samples: Samples, item: Item) -> None:
+    async def deliver(self, samples: Samples, item: WorkItem) -> None:
         """Put it; one whose lease moved on meanwhile is refused there, and lost."""
         await samples.put(item, self.samples)
 
@@ -126,7 +126,7 @@ class Failure:
     reason: str
     permanent: bool = False
 
-    async def deliver(self, samples: Samples, item: Item) -> None:
+    async def deliver(self, samples: Samples, item: WorkItem) -> None:
         """Report it; the buffer dispatches the item again unless it is permanent."""
         await samples.fail(item, self.reason, self.permanent)
 
@@ -142,7 +142,7 @@ class Episodes:
     samples: int
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
-    async def run(self, item: Item) -> Group | Failure:
+    async def run(self, item: WorkItem) -> Group | Failure:
         """One item. Raises only what the server cannot live with, such as a dead engine."""
         abandoned = self._open[item.lease] = asyncio.get_running_loop().create_future()
         work = asyncio.create_task(self._group(item.problem))

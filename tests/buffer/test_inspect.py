@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from buffer import inspect
-from buffer.wire.client import Samples
+from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import Part, Take
 from configs.load import fingerprint, load
 from tests.harness.buffer_process import Process, client, group, process
@@ -25,7 +25,7 @@ def traffic(tmp_path):
 
         async def make() -> None:
             async with client(it.address, fingerprint=print_) as server:
-                samples = Samples(server, lambda: 0)
+                samples = RolloutClient(server, lambda: 0)
                 items = await samples.ask(7)
                 for item in items[:5]:
                     await samples.put(item, group(item.item, tokens=6))
@@ -90,7 +90,7 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     rows = pq.read_table(out).to_pylist()
     assert [(row["item"], row["index"]) for row in rows] == [(item, index) for item in range(5) for index in range(2)]
     first = group(0, tokens=6)[0]
-    for name in ("tokens", "sampled", "versions", "logprobs"):
+    for name in ("tokens", "sampled", "versions", "behaviour_logprobs"):
         np.testing.assert_array_equal(rows[0][name], getattr(first, name).numpy())
     assert (rows[1]["reward"], rows[1]["batch"], rows[1]["answer"]) == (1.0, 0, "answer 0")
     assert json.loads(rows[8]["problem"])["answer"] == "4"
@@ -107,7 +107,7 @@ def test_tail_follows_a_live_run(traffic):
         async def deliver() -> None:
             print_ = fingerprint(load(it.arguments()[3:]))
             async with client(it.address, "rollout-1", fingerprint=print_) as server:
-                samples = Samples(server, lambda: 1)
+                samples = RolloutClient(server, lambda: 1)
                 await samples.beat({})
                 for item in await samples.ask(2):
                     await samples.put(item, group(item.item, item.version))

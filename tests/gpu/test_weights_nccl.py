@@ -31,4 +31,4 @@ def nursery() -> Iterator[Nursery]:
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(scene: str, nursery: Nursery, tmp_path: Path) -> None:
     servers = [f"cuda:{number}" for number in range(1, min(torch.cuda.device_count(), 4))]
-    SCENES[scene](Field(nursery, "cuda:0", servers, deadline_s=DEADLINE_S), tmp_path)
+    SCENES[scene](Field(nursery, "cuda:0", servers, timeout_s=DEADLINE_S), tmp_path)

@@ -19,12 +19,12 @@ import numpy as np
 
 from buffer.ledger.rules import Ledger
 from buffer.store.sqlite import Store
-from buffer.wire.client import Client, Samples
+from buffer.wire.client import Connection, RolloutClient
 from buffer.wire.curve import ServerKeys
-from buffer.wire.handlers import Answers, Rules
+from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.protocol import Array, Sample
-from buffer.wire.requests import Desk
-from buffer.wire.server import Server
+from buffer.wire.requests import PendingRequests
+from buffer.wire.server import BufferServer
 
 PROBLEMS = [{"prompt": f"problem {row}", "answer": str(row)} for row in range(1000)]
 
@@ -44,7 +44,7 @@ def sample(reward: float = 1.0, tokens: int = 4, version: int = 0, mark: int = 7
     return Sample(
         tokens=Array.of(ids),
         sampled=Array.of(sampled.astype(np.uint8)),
-        logprobs=Array.of(np.where(sampled, -0.5, 0.0).astype(np.float32)),
+        behaviour_logprobs=Array.of(np.where(sampled, -0.5, 0.0).astype(np.float32)),
         versions=Array.of(np.where(sampled, version, -1).astype(np.int32)),
         reward=reward,
         finish="stop",
@@ -57,25 +57,25 @@ def group(item: int, version: int = 0, samples: int = 2, tokens: int = 4) -> lis
     return [sample(float(index % 2), tokens + index, version, mark=item) for index in range(samples)]
 
 
-def rules(**changes: Any) -> Rules:
+def rules(**changes: Any) -> Limits:
     fields = dict(run="test", fingerprint="f" * 16, samples=2, max_bytes=2**30, max_message=2**20, keep="checkpoints")
-    return Rules(**fields | changes)
+    return Limits(**fields | changes)
 
 
 def desk(
     path: Path | None = None, max_staleness: int = 2, groups: int = 2, store: Store | None = None, **changes: Any
-) -> Desk:
-    """A desk over a new or reopened store; further keywords go to Ledger or Rules."""
-    names = Rules.__dataclass_fields__
+) -> PendingRequests:
+    """A desk over a new or reopened store; further keywords go to Ledger or Limits."""
+    names = Limits.__dataclass_fields__
     ledger_changes = {name: value for name, value in changes.items() if name not in names}
     ledger = Ledger(len(PROBLEMS), groups, max_staleness, shuffle=False, **ledger_changes)
     store = store or Store(path, fsync=False)
     ledger.restore(store.load(), time.monotonic())
     the_rules = rules(**{name: value for name, value in changes.items() if name in names})
-    return Desk(Answers(ledger, store, PROBLEMS, the_rules), the_rules.max_message)
+    return PendingRequests(Handlers(ledger, store, PROBLEMS, the_rules), the_rules.max_message)
 
 
-def committed(the_desk: Desk) -> None:
+def committed(the_desk: PendingRequests) -> None:
     """Write what changed."""
     if transaction := the_desk.changes():
         the_desk.commit(transaction)
@@ -86,15 +86,15 @@ class Buffer:
     """A buffer in this process."""
 
     address: str
-    desk: Desk
+    desk: PendingRequests
 
 
 @asynccontextmanager
 async def buffer(
-    the_desk: Desk | None = None, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None
+    the_desk: PendingRequests | None = None, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None
 ) -> AsyncIterator[Buffer]:
     the_desk = the_desk or desk()
-    async with Server(address, the_desk.max_message, keys) as server:
+    async with BufferServer(address, the_desk.max_message, keys) as server:
         serving = asyncio.create_task(server.serve(the_desk))
         try:
             yield Buffer(server.address, the_desk)
@@ -106,14 +106,16 @@ async def buffer(
             the_desk.means.store.close()
 
 
-def client(address: str, name: str = "rollout-0", role: str = "rollout", **changes: Any) -> Client:
-    return Client(address, name, role, **{"fingerprint": "f" * 16, "retry_s": 0.2} | changes)  # type: ignore[arg-type]
+def client(address: str, name: str = "rollout-0", role: str = "rollout", **changes: Any) -> Connection:
+    return Connection(address, name, role, **{"fingerprint": "f" * 16, "retry_s": 0.2} | changes)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
-async def rollout(address: str, name: str = "rollout-0", version: int = 0, **changes: Any) -> AsyncIterator[Samples]:
+async def rollout(
+    address: str, name: str = "rollout-0", version: int = 0, **changes: Any
+) -> AsyncIterator[RolloutClient]:
     async with client(address, name, **changes) as connection:
-        yield Samples(connection, lambda: version)
+        yield RolloutClient(connection, lambda: version)
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -8,9 +8,9 @@ import zmq
 from buffer.wire.protocol import (
     ANSWERS,
     REQUESTS,
+    Ack,
     Hello,
     Message,
-    Noted,
     Refused,
     Rewind,
     Rewound,
@@ -68,7 +68,7 @@ class Canned:
         if isinstance(message, Rewind):
             return Rewound(version=message.version, replay=0)
         if isinstance(message, Trained):
-            return Noted()
+            return Ack()
         if isinstance(message, Take):
             if message.version >= self.batches:
                 self.waiting.set()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from buffer.ledger.rules import Facts, Ledger
+from buffer.ledger.rules import Ledger, SampleStats
 from buffer.store.segments import folder_of
 from buffer.store.sqlite import Store
 
@@ -31,7 +31,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 EVERY = 3
 """Of a transition that changes no state (opening, closing) every third call will do."""
 TABLES = ("samples", "segments", "meta", "totals")
-GROUP = (Facts(10, 6, 0.0), Facts(12, 8, 1.0, True))
+GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
 Transition = Callable[[Store, Ledger], Callable[[], None]]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.supervise.keeper import Event, Keeper, Process
-from buffer.wire.protocol import Item, Sample
+from buffer.wire.protocol import Sample, WorkItem
 from rollout.episodes.episode import Completion, EpisodeError
 from rollout.rewards import Answer, RewardError, Score
 
@@ -73,17 +73,17 @@ class FakeEngine:
 
 
 class FakeBuffer:
-    """Stands for `buffer.client.Samples`: deals `items`, at most `room` at a time, then waits or, `end`ed, ends."""
+    """Stands for `buffer.client.RolloutClient`: deals `items`, at most `room` at a time, then waits or, `end`ed, ends."""
 
-    def __init__(self, items: Iterable[Item] = ()) -> None:
+    def __init__(self, items: Iterable[WorkItem] = ()) -> None:
         self.items, self.rooms = list(items), list[int]()
         self.put_groups: dict[int, list[Sample]] = {}
         self.failures: dict[int, tuple[str, bool]] = {}
-        self.unharmed: set[int] = set()
+        self.returned: set[int] = set()
         self.changed = asyncio.Event()
         self.ended = False
 
-    def add(self, *items: Item) -> None:
+    def add(self, *items: WorkItem) -> None:
         self.items += items
         self.changed.set()
 
@@ -91,7 +91,7 @@ class FakeBuffer:
         self.ended = True
         self.changed.set()
 
-    async def ask(self, room: int) -> list[Item] | None:
+    async def ask(self, room: int) -> list[WorkItem] | None:
         self.rooms.append(room)
         while not self.items:
             if self.ended:
@@ -101,12 +101,12 @@ class FakeBuffer:
         given, self.items = self.items[:room], self.items[room:]
         return given
 
-    async def put(self, item: Item, samples: list[Sample]) -> None:
+    async def put(self, item: WorkItem, samples: list[Sample]) -> None:
         self.put_groups[item.item] = samples
 
-    async def fail(self, item: Item, reason: str, permanent: bool = False, unharmed: bool = False) -> None:
+    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
         self.failures[item.item] = (reason, permanent)
-        self.unharmed |= {item.item} if unharmed else set()
+        self.returned |= {item.item} if returned else set()
 
 
 class FakePolicy:

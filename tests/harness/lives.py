@@ -93,8 +93,8 @@ class Life:
 class Field:
     """A learner on `device`, and a server on each of `servers`."""
 
-    def __init__(self, nursery: Nursery, device: str, servers: list[str], deadline_s: float) -> None:
-        self._nursery, self.device, self.servers, self.deadline_s = nursery, torch.device(device), servers, deadline_s
+    def __init__(self, nursery: Nursery, device: str, servers: list[str], timeout_s: float) -> None:
+        self._nursery, self.device, self.servers, self.timeout_s = nursery, torch.device(device), servers, timeout_s
         self.times = TIMES[self.device.type]
         self.specs = specs(self.times)
         self._lives: list[Life] = []
@@ -104,7 +104,7 @@ class Field:
     def sender(self, **keys: Any) -> Iterator[Sender]:
         """The learner's end; whoever lives at the end of the test is killed."""
         folder = keys.pop("folder", None)
-        given = config(bucket_mib=self.times, deadline_s=self.deadline_s, **keys)
+        given = config(bucket_mib=self.times, timeout_s=self.timeout_s, **keys)
         self._sender = Sender(self.specs, given, 0, self.device, heartbeat_s=HEARTBEAT_S, folder=folder)
         try:
             yield self._sender
@@ -136,7 +136,7 @@ class Field:
         life.kill()
         self._lives.remove(life)
         before = len(self._sender._rounds.members)
-        self.until(lambda: len(self._sender._rounds.members) < before, self.deadline_s + 5)
+        self.until(lambda: len(self._sender._rounds.members) < before, self.timeout_s + 5)
 
     def until(self, true: Any, within_s: float) -> None:
         """Wait for the sender's thread."""

@@ -17,7 +17,7 @@ from configs.schema import AlgorithmConfig, ModelConfig
 from learner import collectives, watchdog
 from learner.checkpoint import Checkpoints
 from learner.train.batch import Batch
-from learner.watchdog import Watch
+from learner.watchdog import Watchdog
 from tests.harness import world
 
 
@@ -72,11 +72,11 @@ def run(folder: Path, mesh: Any, rank: int, start: int, stop: int, cuts: list[in
 
 def late(folder: Path, timeout_s: float) -> None:
     """Rank 1 sleeps where the others reduce."""
-    with Watch(timeout_s, folder / "logs"):
-        collectives.largest(1.0)
+    with Watchdog(timeout_s, folder / "logs"):
+        collectives.all_reduce_max(1.0)
         if dist.get_rank() == 1:
             dawdle()
-        collectives.largest(2.0)
+        collectives.all_reduce_max(2.0)
 
 
 def dawdle() -> None:

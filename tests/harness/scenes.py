@@ -31,9 +31,9 @@ def killed(field: Field, mode: str) -> None:
         field.publish(0)
         victim.says(mode, BORN_S)
         field.kill(victim)
-        hold(others, 0, field.deadline_s + GRACE_S)
+        hold(others, 0, field.timeout_s + GRACE_S)
         field.publish(1)
-        hold(others, 1, field.deadline_s)
+        hold(others, 1, field.timeout_s)
         hold([field.born(0)], 1)
 
 
@@ -75,9 +75,9 @@ def kills_and_joins(field: Field, folder: Path) -> None:
             else:
                 victim.says(mode, BORN_S)
             field.kill(victim)
-            hold(steady, 2 * number, field.deadline_s + GRACE_S)
+            hold(steady, 2 * number, field.timeout_s + GRACE_S)
             field.publish(2 * number + 1)
-            hold(steady, 2 * number + 1, field.deadline_s)
+            hold(steady, 2 * number + 1, field.timeout_s)
 
 
 def bucket_by_bucket(field: Field, folder: Path) -> None:
@@ -109,11 +109,11 @@ def a_broadcast_that_stalls(field: Field, folder: Path) -> None:
         started = time.monotonic()
         field.publish(0)
         stalled.says("stall", BORN_S)
-        hold([stalled, *others], 0, field.deadline_s + GRACE_S)
-        assert time.monotonic() - started > field.deadline_s * 0.9
+        hold([stalled, *others], 0, field.timeout_s + GRACE_S)
+        assert time.monotonic() - started > field.timeout_s * 0.9
         assert sender.stats()["weights/failed"] >= 1
         field.publish(1)
-        hold([stalled, *others], 1, field.deadline_s)
+        hold([stalled, *others], 1, field.timeout_s)
 
 
 SCENES: dict[str, Any] = {

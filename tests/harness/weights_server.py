@@ -242,7 +242,7 @@ async def servers(addresses, *names, **keys):
 
 def config(**keys: Any) -> WeightsConfig:
     """Small buckets and short deadlines."""
-    return WeightsConfig(**{"bucket_mib": 1, "deadline_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
+    return WeightsConfig(**{"bucket_mib": 1, "timeout_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
 
 
 async def serve(address: str, name: str, mode: str, device: str = "cpu", staging: str = "auto") -> None:
@@ -254,7 +254,7 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
         return address
 
     engine = DyingEngine(mode, device)
-    receiver = Receiver(where, engine, name, config(staging=staging, deadline_s=30.0), heartbeat_s=HEARTBEAT_S)
+    receiver = Receiver(where, engine, name, config(staging=staging, timeout_s=30.0), heartbeat_s=HEARTBEAT_S)
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version

@@ -84,7 +84,7 @@ def make_sample(draw: np.random.Generator, prompt: int, answer: int, version: in
     return Sample(
         tokens=Array.of(draw.integers(0, VOCABULARY, len(sampled)).astype(np.int32)),
         sampled=Array.of(sampled),
-        logprobs=Array.of(behaviour.astype(np.float32)),
+        behaviour_logprobs=Array.of(behaviour.astype(np.float32)),
         versions=Array.of(versions.astype(np.int32)),
         reward=reward,
         finish="length" if answer > 20 else "stop",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import LearnerConfig
 from learner import checkpoint, export
-from learner.checkpoint import MANIFEST, Checkpoints, Refused, Rewarded, complete, fault, kept, newest, seal
+from learner.checkpoint import MANIFEST, Checkpoints, NoDiskSpace, Rewarded, complete, fault, kept, newest, seal
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.world import LEARNER, policy_of, tiny_model
@@ -207,7 +207,7 @@ def test_a_full_disk_is_refused_with_numbers(tmp_path: Path, mesh, caplog, monke
         assert checkpoints.save(policy, 2) == 0
     assert len(warnings(caplog)) == 1
     assert "checkpoint v000002 not written: it takes 0.06 GiB" in caplog.text and "has 0.00 GiB free" in caplog.text
-    with pytest.raises(Refused, match="version 3 is not on disk"):
+    with pytest.raises(NoDiskSpace, match="version 3 is not on disk"):
         checkpoints.finish(policy, 3)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     checkpoints.finish(policy, 3)

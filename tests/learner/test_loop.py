@@ -118,7 +118,7 @@ def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
 
 TWICE = """
 import os, signal, threading
-from learner.signals import Draining
+from learner.drain import Draining
 with Draining(None):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from buffer.wire.protocol import Item
+from buffer.wire.protocol import WorkItem
 from rollout.episodes.episode import Episodes, sampler
 from rollout.loop import follow, roll
 from rollout.places import Places
@@ -14,9 +14,9 @@ from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards
 STOP = ord(".")
 
 
-def items(*problems: str) -> list[Item]:
+def items(*problems: str) -> list[WorkItem]:
     return [
-        Item(item=index, lease=100 + index, version=0, problem={"problem": problem, "answer": "ok."})
+        WorkItem(item=index, lease=100 + index, version=0, problem={"problem": problem, "answer": "ok."})
         for index, problem in enumerate(problems)
     ]
 

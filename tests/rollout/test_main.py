@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from buffer.wire.protocol import Item
+from buffer.wire.protocol import WorkItem
 from examples.countdown.make_model import make_tokenizer
-from rollout.__main__ import Arrivals, either, main, option
-from rollout.drain import REASON, Drain, Interrupts
+from rollout.__main__ import PolicyUpdates, either, main, option
+from rollout.drain import REASON, Drain, Signals
 from rollout.episodes.episode import Episodes, Group, sampler
 from rollout.loop import follow, roll
 from rollout.places import Places
@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples/countdown/quickstart.yaml"
 
 
-def item(number: int) -> Item:
-    return Item(item=number, lease=number, version=0, problem={"problem": "1+1=", "answer": "2."})
+def item(number: int) -> WorkItem:
+    return WorkItem(item=number, lease=number, version=0, problem={"problem": "1+1=", "answer": "2."})
 
 
 def parts() -> tuple[FakeEngine, Episodes]:
@@ -43,7 +43,7 @@ def test_the_name_is_taken_out_of_the_line():
 
 async def test_arrivals_tell_of_the_first_policy_once_it_is_in_place_and_of_the_last():
     weights = FakeWeights([0, 1, 2])
-    arrivals = Arrivals(weights, versions=2)
+    arrivals = PolicyUpdates(weights, versions=2)
     firsts: list[tuple[bool, bool]] = []
 
     class Engine(FakeEngine):
@@ -77,7 +77,7 @@ async def test_draining_finishes_what_is_in_flight_and_returns_what_still_comes(
     await asyncio.sleep(0.02)
     buffer.add(item(2))  # the answer to the question that was open when the drain began
     await asyncio.sleep(0.02)
-    assert buffer.failures == {2: (REASON, False)} and buffer.unharmed == {2} and not rolling.done()
+    assert buffer.failures == {2: (REASON, False)} and buffer.returned == {2} and not rolling.done()
     engine.gate.set()
     await asyncio.wait_for(rolling, 5)
     assert list(buffer.put_groups) == [1]
@@ -96,7 +96,7 @@ async def test_what_outlasts_the_drain_is_given_back():
     await asyncio.wait_for(rolling, 5)
     assert (
         buffer.failures == {1: (REASON, False)}
-        and buffer.unharmed == {1}
+        and buffer.returned == {1}
         and buffer.put_groups == {}
         and engine.aborted == 2
     )
@@ -117,7 +117,7 @@ async def test_the_first_signal_is_gentle_and_the_second_forces():
     heard: list[str] = []
 
     async def serve() -> None:
-        with Interrupts() as interrupts:
+        with Signals() as interrupts:
             interrupts.gently = lambda: heard.append("drain")
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.05)

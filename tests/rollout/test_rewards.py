@@ -250,7 +250,7 @@ def test_workers_die_with_their_server(tmp_path: Path):
         import asyncio
         from configs.schema import RewardConfig
         from rollout.rewards import Answer
-        from rollout.rewards.pool import RewardPool
+        from rollout.rewards.workers import RewardPool
 
         async def main():
             async with RewardPool(RewardConfig(function="{user_file(tmp_path)}:score", timeout_s=50)) as pool:

@@ -1,4 +1,4 @@
-"""`python -m tests.system.chaos_learner RUN`: the learner of the chaos test. Its loop and `Batches` are the real ones.
+"""`python -m tests.system.chaos_learner RUN`: the learner of the chaos test. Its loop and `LearnerClient` are the real ones.
 
 What it trains is a chain of digests: the policy after a version is a hash of the policy before and of every byte of the
 batch. So a batch that is lost, repeated or changed anywhere makes a different policy. Each batch is written to the
@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from buffer.wire.client import Batches
+from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import Part
 from configs.load import fingerprint
 from tests.harness.toy import ROOT
@@ -164,7 +164,7 @@ def main(run: Run) -> None:
     config = run.config()
     weights, checkpoints = Weights(), Checkpoints(run.checkpoints, config.learner.checkpoint_every)
     told = config.buffer.address, "learner-0", fingerprint(config), 0, 1
-    with Batches(*told, serves=weights.address) as batches:
+    with LearnerClient(*told, serves=weights.address) as batches:
         real_loop()(Policy(), Journal(run.journal), batches, weights, checkpoints, Metrics(), config.run.versions)
 
 

@@ -1,6 +1,6 @@
 """`python -m tests.system.chaos_rollout RUN NAME`: a rollout server of the chaos test, all real but engine and wire.
 
-`roll`, `follow`, `Episodes`, `Places`, the single-turn task, the reward workers, `Samples` and heartbeats are those of
+`roll`, `follow`, `Episodes`, `Places`, the single-turn task, the reward workers, `RolloutClient` and heartbeats are those of
 `python -m rollout`. The engine answers with random digits and takes its time, so that kills hit groups in the making.
 Waits for the buffer, for a first policy, then for work; ends when the buffer has no more.
 """
@@ -19,7 +19,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from buffer.wire.client import Client, Samples, heartbeats
+from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.load import fingerprint
 from rollout.episodes.episode import Completion, EpisodeError, Episodes, Generate, Problem, Trajectory, sampler
 from rollout.loop import follow, roll
@@ -77,7 +77,7 @@ class Prompts:
 class Receiver:
     """Stands for `learner.weights.receiver.Receiver`: hears versions of the learner that the buffer names."""
 
-    def __init__(self, samples: Samples, engine: Engine) -> None:
+    def __init__(self, samples: RolloutClient, engine: Engine) -> None:
         self.samples, self.engine = samples, engine
 
     async def policies(self) -> AsyncGenerator["Policy", None]:
@@ -122,9 +122,9 @@ async def task(problem: Problem, generate: Generate) -> Trajectory:
 async def main(run: Run, name: str) -> None:
     """Build the parts and run the loops until there is no more work."""
     config, engine = run.config(), Engine(run)
-    client = Client(config.buffer.address, name, "rollout", fingerprint(config))
+    client = Connection(config.buffer.address, name, "rollout", fingerprint(config))
     async with RewardPool(config.reward) as rewards, client:
-        samples = Samples(client, lambda: engine.version)
+        samples = RolloutClient(client, lambda: engine.version)
         generate = sampler(engine, config.sampling.max_tokens, 1.0, [END])
         episodes = Episodes(Prompts(), task, generate, rewards, config.batch.samples)
         revoke = partial(episodes.abandon, reason="the buffer took the lease back")

@@ -80,7 +80,7 @@ def check_samples(run: Run) -> None:
         assert (versions[~sampled] == -1).all()
         stamps = versions[sampled]
         assert (stamps[1:] >= stamps[:-1]).all() and stamps[0] >= dispatched and stamps[-1] <= batch
-        assert (sample.logprobs.numpy()[sampled] <= 0).all()
+        assert (sample.behaviour_logprobs.numpy()[sampled] <= 0).all()
 
 
 def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:

@@ -26,41 +26,41 @@ from learner.weights.protocol import (
     Go,
     Join,
     Joined,
-    Message,
+    JoinRefused,
     Offer,
     Ready,
     Received,
-    Refused,
     Rejoin,
+    ServerWelcome,
     Staged,
-    Welcome,
+    WeightsMessage,
     pack,
     unpack,
 )
-from learner.weights.receiver.learner_connection import Link
-from learner.weights.receiver.staged import Engine, Policy, WeightsError
+from learner.weights.receiver.learner_connection import LearnerConnection
+from learner.weights.receiver.staged import ReceivingEngine, StagedPolicy, WeightsError
 
 log = logging.getLogger(__name__)
 
 
 class Receiver:
     """`where(known)` gives the learner's address as soon as there is one other than `known`
-    (`buffer.client.Samples.where`)."""
+    (`buffer.client.RolloutClient.where`)."""
 
     def __init__(
         self,
         where: Callable[[str | None], Awaitable[str]],
-        engine: Engine,
+        engine: ReceivingEngine,
         name: str,
         config: WeightsConfig,
         keys: AskingKeys | None = None,
         heartbeat_s: float = 2.0,
     ) -> None:
-        self.engine, self.deadline_s, self.heartbeat_s = engine, config.deadline_s, heartbeat_s
+        self.engine, self.timeout_s, self.heartbeat_s = engine, config.timeout_s, heartbeat_s
         self._staging = config.staging
         self._where, self._name, self._keys = where, name, keys
-        self._ready: asyncio.Queue[Policy | BaseException] = asyncio.Queue()
-        self._link: Link | None = None
+        self._ready: asyncio.Queue[StagedPolicy | BaseException] = asyncio.Queue()
+        self._link: LearnerConnection | None = None
         self._workers: list[dict[str, str]] = []
         self._digest, self._holds = "", ("", -1)
         self._go: Go | None = None
@@ -71,7 +71,7 @@ class Receiver:
         self._gos: asyncio.Queue[Go | BaseException] = asyncio.Queue()
         self._arrived: asyncio.Future[bool] | None = None
 
-    async def policies(self) -> AsyncGenerator[Policy, None]:
+    async def policies(self) -> AsyncGenerator[StagedPolicy, None]:
         """Each new policy, received and verified. Load it before asking for the next. Raises WeightsError."""
         follow = asyncio.create_task(self._follow(), name="weights")
         follow.add_done_callback(self._end)
@@ -98,12 +98,12 @@ class Receiver:
             if go is not self._go:
                 continue  # cancelled in between
             self._arrived = asyncio.get_running_loop().create_future()
-            await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.deadline_s)
+            await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.timeout_s)
             if await self._arrived:
                 self._streaming = False
                 return go
 
-    def say(self, message: Message) -> None:
+    def say(self, message: WeightsMessage) -> None:
         """Tell the learner, if there is one."""
         if self._link:
             self._link.say(message)
@@ -127,7 +127,7 @@ class Receiver:
 
     async def _follow(self) -> None:
         """Stay with the learner, wherever it goes."""
-        self._workers = await self.engine.collective("rl_describe", timeout_s=self.deadline_s)
+        self._workers = await self.engine.collective("rl_describe", timeout_s=self.timeout_s)
         folder = tempfile.mkdtemp(prefix="headrace-")
         self._notify = f"ipc://{folder}/weights"
         try:
@@ -138,11 +138,11 @@ class Receiver:
                     address = await self._where(None)
                     while True:
                         log.info("weights: the learner is at %s", address)
-                        address = await self._attend(Link(context, address, self._keys, self.heartbeat_s))
+                        address = await self._attend(LearnerConnection(context, address, self._keys, self.heartbeat_s))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _attend(self, link: Link) -> str:
+    async def _attend(self, link: LearnerConnection) -> str:
         """Stay with the learner at one address; returns its next."""
         self._link = link
         await self._abandon("the learner was lost")
@@ -179,9 +179,9 @@ class Receiver:
             version=version,
         )
 
-    async def _take(self, message: Message) -> None:
+    async def _take(self, message: WeightsMessage) -> None:
         assert self._link is not None
-        if isinstance(message, Welcome):
+        if isinstance(message, ServerWelcome):
             await self._prepare(message)
             self._digest, self._link.heartbeat_s = message.digest, message.heartbeat_s
             self.say(self._join())
@@ -194,12 +194,12 @@ class Receiver:
         elif isinstance(message, Go):
             self._busy, self._go, self._staged = True, message, []
             if not self._streams:
-                await self.engine.collective("rl_receive", pack(message), self._notify, timeout_s=self.deadline_s)
+                await self.engine.collective("rl_receive", pack(message), self._notify, timeout_s=self.timeout_s)
                 return
             self._gos.put_nowait(message)
             if not self._streaming:
                 self._streaming = True
-                self._ready.put_nowait(Policy(self, message, streams=True))
+                self._ready.put_nowait(StagedPolicy(self, message, streams=True))
         elif isinstance(message, Cancel):
             if self._go and self._go.round == message.round:
                 await self._abandon(message.reason)
@@ -207,13 +207,13 @@ class Receiver:
             if isinstance(message, Rejoin) and self._link.joined:
                 log.warning("weights: the learner left this server out: %s", message.reason)
             self._link.leave(lost=isinstance(message, Bye))
-        elif isinstance(message, Refused):
+        elif isinstance(message, JoinRefused):
             raise WeightsError(message.reason)
 
-    async def _prepare(self, welcome: Welcome) -> None:
+    async def _prepare(self, welcome: ServerWelcome) -> None:
         """Have all workers make room, each for a copy or all for two buckets."""
         for staging in (self._staging, "bucket"):
-            answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.deadline_s)
+            answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)
             digests, modes = ({answer[part] for answer in answers} for part in (0, 1))
             if digests != {welcome.digest}:
                 raise WeightsError(f"the plan of the weights is {digests} here, {welcome.digest} at the learner")
@@ -228,7 +228,7 @@ class Receiver:
         if self._go is None or len(self._staged) == len(self._workers):
             return
         go, self._go = self._go, None
-        await self.engine.collective("rl_abort", timeout_s=self.deadline_s)
+        await self.engine.collective("rl_abort", timeout_s=self.timeout_s)
         self.say(Failed(round=go.round, reason=reason))
         self._broke()
 
@@ -260,7 +260,7 @@ class Receiver:
             if self._arrived and not self._arrived.done():
                 self._arrived.set_result(True)
             else:
-                self._ready.put_nowait(Policy(self, go, streams=False))
+                self._ready.put_nowait(StagedPolicy(self, go, streams=False))
             return
         self.say(Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
         if bad.fatal:

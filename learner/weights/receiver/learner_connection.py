@@ -9,10 +9,21 @@ from typing import Any
 
 import zmq.asyncio
 
-from learner.weights.protocol import BEATS, TO_SERVER, AskingKeys, Beat, Join, Leave, Message, dealer, pack, unpack
+from learner.weights.protocol import (
+    BEATS,
+    TO_SERVER,
+    AskingKeys,
+    Join,
+    KeepAlive,
+    Leave,
+    WeightsMessage,
+    dealer,
+    pack,
+    unpack,
+)
 
 
-class Link:
+class LearnerConnection:
     """Open from the start. `joined`: a member.  `lost`: nothing heard for too long, or it said Bye."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, keys: AskingKeys | None, heartbeat_s: float) -> None:
@@ -23,11 +34,11 @@ class Link:
         self._next: asyncio.Future[bytes] | None = None
         self._woken = asyncio.Event()
 
-    async def hear(self, join: Join) -> Message | None:
+    async def hear(self, join: Join) -> WeightsMessage | None:
         """The next message, or None when it is time to look around. Says what is due: a beat, or `join`."""
         if time.monotonic() - self._said_at >= self.heartbeat_s:
             self._said_at = time.monotonic()
-            self.say(Beat() if self.joined else join)
+            self.say(KeepAlive() if self.joined else join)
         if self._next is None:
             self._next = asyncio.ensure_future(self._socket.recv())
         woken = asyncio.ensure_future(self._woken.wait())
@@ -51,7 +62,7 @@ class Link:
         """Make `hear` return."""
         self._woken.set()
 
-    def say(self, message: Message) -> None:
+    def say(self, message: WeightsMessage) -> None:
         """Send without waiting: the queue has no limit."""
         self._socket.send(pack(message))
 

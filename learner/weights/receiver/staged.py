@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from learner.weights.receiver.follow import Receiver
 
 
-class Engine(Protocol):
+class ReceivingEngine(Protocol):
     """What receives: a vLLM engine with the worker extension of `rollout/engine/worker.py`."""
 
     paused_s: float
@@ -31,7 +31,7 @@ class WeightsError(RuntimeError):
     """The weights that came are wrong, or the learner refuses this server. The process ends with the text."""
 
 
-class Policy:
+class StagedPolicy:
     """A version that lies in the staging copies of all workers, or, `streams`, is about to be sent."""
 
     def __init__(self, receiver: "Receiver", go: Go, streams: bool) -> None:
@@ -46,7 +46,7 @@ class Policy:
             self.version = self._go.version
         else:
             try:
-                await self._receiver.engine.collective("rl_load", self.version, timeout_s=self._receiver.deadline_s)
+                await self._receiver.engine.collective("rl_load", self.version, timeout_s=self._receiver.timeout_s)
             except RuntimeError as error:
                 self._receiver.say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
                 raise

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import zmq
 
-from learner.weights.buckets import Snapshot, checksum
+from learner.weights.buckets import Buckets, checksum
 from learner.weights.channel import Channel, ChannelError, own_stream
 from learner.weights.plan import Plan, Spec, dtype_of
-from learner.weights.protocol import TO_SERVER, Go, Staged, Welcome, pack, unpack
+from learner.weights.protocol import TO_SERVER, Go, ServerWelcome, Staged, pack, unpack
 from learner.weights.sender import files
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Staging:
 
     def __init__(self, device: torch.device, worker: int, load: Load) -> None:
         self.device, self.worker, self._load = device, worker, load
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Buckets | None = None
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
         self._version: int | None = None
@@ -44,13 +44,13 @@ class Staging:
         Raises ValueError where `full` is wanted and does not fit.
         """
         message = unpack(welcome, TO_SERVER)
-        assert isinstance(message, Welcome)
+        assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
         plan = Plan.of(specs, message.bucket_bytes)
         before = self._snapshot
         if before is None or before.plan.digest != plan.digest or wanted not in ("auto", _mode(before)):
             before = self._snapshot = self._version = None  # first free, then take
-            self._snapshot = Snapshot(plan, self.device, rotating=self._rotating(plan, wanted))
+            self._snapshot = Buckets(plan, self.device, rotating=self._rotating(plan, wanted))
         assert self._snapshot is not None
         return plan.digest, _mode(self._snapshot)
 
@@ -62,7 +62,7 @@ class Staging:
         if before:  # it hangs in a group given up
             self.abort()
             if not self._snapshot.rotating:  # let it keep the old buckets to itself
-                self._snapshot, before = Snapshot(self._snapshot.plan, self.device), None
+                self._snapshot, before = Buckets(self._snapshot.plan, self.device), None
         if self._snapshot.rotating and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the last step before the pause reads the weights no more
         self._version = None
@@ -105,7 +105,7 @@ class Staging:
         return self._channel
 
     def _run(
-        self, go: Go, snapshot: Snapshot, channel: Channel | None, notify: str, before: threading.Thread | None
+        self, go: Go, snapshot: Buckets, channel: Channel | None, notify: str, before: threading.Thread | None
     ) -> None:
         if before:
             before.join(go.timeout_s)
@@ -129,7 +129,7 @@ class Staging:
             Staged(round=go.round, worker=self.worker, receive_s=seconds, span_s=span_s, reason=reason, fatal=fatal),
         )
 
-    def _take(self, go: Go, snapshot: Snapshot, channel: Channel | None) -> list[int]:
+    def _take(self, go: Go, snapshot: Buckets, channel: Channel | None) -> list[int]:
         """Receive all buckets, and load them if there is no room to keep them; returns their checksums."""
         if not snapshot.rotating:
             for _ in arrivals(go, snapshot, channel):
@@ -146,7 +146,7 @@ class Staging:
         return [int(value) for value in torch.stack(sums).tolist()]
 
 
-def arrivals(go: Go, snapshot: Snapshot, channel: Channel | None) -> Iterator[int]:
+def arrivals(go: Go, snapshot: Buckets, channel: Channel | None) -> Iterator[int]:
     """Fill the buckets of `snapshot`; each one's index as it is there. Raises ChannelError."""
     if channel is None:
         yield from files.read(Path(go.folder), snapshot)
@@ -171,5 +171,5 @@ def tell(notify: str, message: Staged) -> None:
         socket.send(pack(message))
 
 
-def _mode(snapshot: Snapshot) -> str:
+def _mode(snapshot: Buckets) -> str:
     return "bucket" if snapshot.rotating else "full"

@@ -9,20 +9,20 @@ import time
 
 import torch
 
-from learner.weights.channel import Channel, Store, backend_of, in_thread, own_stream
+from learner.weights.channel import Channel, Rendezvous, backend_of, in_thread, own_stream
 from learner.weights.protocol import Go
 from learner.weights.sender.members import Member
-from learner.weights.sender.shelf import Edition, Shelf
+from learner.weights.sender.shelf import DoubleBuffer, PublishedPolicy
 
 
-class Group:
+class BroadcastGroup:
     """Rank 0 and the workers of `members`, in order; nobody at first."""
 
     def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
         self.members: list[Member] = []
         self.backend = backend_of(device)
         self._device, self._timeout_s = device, timeout_s
-        self._store = Store(host, timeout_s)
+        self._store = Rendezvous(host, timeout_s)
         self._channel: Channel | None = None
         self._epoch = time.time_ns() >> 20  # greater than those of a learner that died before
 
@@ -43,7 +43,7 @@ class Group:
             self._channel.abort()
         self._channel, self.members = None, []
 
-    def go(self, member: Member, round: int, session: str, edition: Edition) -> Go:
+    def go(self, member: Member, round: int, session: str, edition: PublishedPolicy) -> Go:
         """What `member` needs to know to come to the group and receive `edition`."""
         assert self._channel is not None
         before = self.members[: self.members.index(member)]
@@ -62,13 +62,13 @@ class Group:
             probe=edition.probe,
         )
 
-    def prepare(self, edition: Edition, shelf: Shelf) -> "asyncio.Future[None]":
+    def prepare(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
         """Nothing is to be done before the members are told to receive."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
-    def send(self, edition: Edition, shelf: Shelf) -> "asyncio.Future[None]":
+    def send(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
         """Broadcast the buckets in a thread, which holds `edition` for as long as it reads it."""
         channel = self._channel
         assert channel is not None

@@ -21,31 +21,31 @@ from learner.weights.plan import Plan, dtype_name
 from learner.weights.protocol import (
     PROTOCOL,
     TO_LEARNER,
-    Beat,
     Bye,
     Cancel,
     Failed,
     Join,
     Joined,
+    JoinRefused,
+    KeepAlive,
     Leave,
     Loaded,
-    Message,
     Offer,
     Ready,
     Received,
-    Refused,
     Rejoin,
+    ServerWelcome,
     ServingKeys,
-    Tensor,
-    Welcome,
+    TensorSpec,
+    WeightsMessage,
     pack,
     router,
     unpack,
 )
-from learner.weights.sender.broadcast import Group
+from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.files import Files
 from learner.weights.sender.members import Member, Members
-from learner.weights.sender.shelf import Edition, Shelf
+from learner.weights.sender.shelf import DoubleBuffer, PublishedPolicy
 from learner.weights.sender.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -54,28 +54,28 @@ ATTEMPTS = 3
 refused."""
 
 
-class Rounds:
+class Distributor:
     """Serves what is on `shelf`. `serve` is its life; all else is called within its loop, save `timeline`."""
 
     def __init__(
         self,
         plan: Plan,
         bucket_bytes: int,
-        shelf: Shelf,
-        group: Group | Files,
+        shelf: DoubleBuffer,
+        group: BroadcastGroup | Files,
         session: str,
         host: str,
-        deadline_s: float,
+        timeout_s: float,
         heartbeat_s: float,
         keys: ServingKeys | None,
     ) -> None:
         self.shelf, self.session, self._group = shelf, session, group
-        self.deadline_s, self.heartbeat_s, self._keys, self._host = deadline_s, heartbeat_s, keys, host
+        self.timeout_s, self.heartbeat_s, self._keys, self._host = timeout_s, heartbeat_s, keys, host
         self.members = Members()
         self.timeline = Timeline(plan.total_bytes)
         self.changed = asyncio.Event()
-        tensors = [Tensor(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots]
-        self._welcome = Welcome(
+        tensors = [TensorSpec(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots]
+        self._welcome = ServerWelcome(
             session=session,
             tensors=tensors,
             bucket_bytes=bucket_bytes,
@@ -119,10 +119,10 @@ class Rounds:
                 self._take(frames[0], unpack(frames[-1], TO_LEARNER))
             except ValueError as error:
                 log.error("weights: refused a message: %s", error)
-                self._say(frames[0], Refused(reason=str(error)))
+                self._say(frames[0], JoinRefused(reason=str(error)))
             self.changed.set()
 
-    def _take(self, route: bytes, message: Message) -> None:
+    def _take(self, route: bytes, message: WeightsMessage) -> None:
         member = self.members.get(route)
         if isinstance(message, Join):
             self._join(route, member, message)
@@ -137,10 +137,10 @@ class Rounds:
     def _join(self, route: bytes, member: Member | None, message: Join) -> None:
         backend = self._group.backend
         if message.protocol != PROTOCOL:
-            self._say(route, Refused(reason=f"weights protocol {message.protocol} here, {PROTOCOL} at the learner"))
+            self._say(route, JoinRefused(reason=f"weights protocol {message.protocol} here, {PROTOCOL} at the learner"))
         elif backend not in ("", message.backend):
             reason = f"{message.name} receives over {message.backend}, the learner sends over {backend}: "
-            self._say(route, Refused(reason=reason + "set learner.device and rollout.device alike"))
+            self._say(route, JoinRefused(reason=reason + "set learner.device and rollout.device alike"))
         elif message.digest != self._welcome.digest:
             self._say(route, self._welcome)
         else:
@@ -156,7 +156,7 @@ class Rounds:
             for member in self.members.silent(self.heartbeat_s):
                 self._drop(member, f"silent for {time.monotonic() - member.heard_at:.1f} s")
             for member in self.members:
-                self._say(member.route, Beat())
+                self._say(member.route, KeepAlive())
 
     def _drop(self, member: Member, reason: str) -> None:
         self.members.drop(member)
@@ -185,7 +185,7 @@ class Rounds:
                     self._busy = False
                     self.changed.set()
 
-    async def _serve_round(self, edition: Edition) -> None:
+    async def _serve_round(self, edition: PublishedPolicy) -> None:
         self._round += 1
         started = time.perf_counter()
         ready = await self._gather(self._stale(), Offer(round=self._round, version=edition.version))
@@ -218,17 +218,17 @@ class Rounds:
             self._say(member.route, offer)
         return await self._answered(members, Ready)
 
-    async def _answered(self, members: list[Member], *kinds: type[Message]) -> list[Member]:
+    async def _answered(self, members: list[Member], *kinds: type[WeightsMessage]) -> list[Member]:
         """Those of `members` that answer with one of `kinds` in time; the others that said nothing are dropped."""
-        await self._until(lambda: all(member.came_to(*kinds) for member in members), self.deadline_s)
+        await self._until(lambda: all(member.came_to(*kinds) for member in members), self.timeout_s)
         for member in members:
             if not member.came_to(*kinds):
-                self._drop(member, f"no {kinds[0].__name__} in round {self._round} within {self.deadline_s:g} s")
+                self._drop(member, f"no {kinds[0].__name__} in round {self._round} within {self.timeout_s:g} s")
             elif isinstance(member.answer, Failed) and member.answer.fatal and not member.gone:
                 self._drop(member, member.answer.reason)
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
-    async def _broadcast(self, edition: Edition, ready: list[Member]) -> str:
+    async def _broadcast(self, edition: PublishedPolicy, ready: list[Member]) -> str:
         """Send the buckets; returns why it broke, or nothing. A member that fails or dies ends it at once."""
         sending = self._group.send(edition, self.shelf)
         sending.add_done_callback(lambda _: self.changed.set())
@@ -236,7 +236,7 @@ class Rounds:
         def over() -> bool:
             return sending.done() or any(member.came_to() for member in ready)
 
-        await self._until(over, 2 * self.deadline_s)
+        await self._until(over, 2 * self.timeout_s)
         if sending.done():
             error = sending.exception()
             if error is None:
@@ -264,12 +264,12 @@ class Rounds:
         for member in failed:
             member.failures += 1
             if member.failures >= ATTEMPTS and isinstance(member.answer, Failed):
-                self._say(member.route, Refused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}"))
+                self._say(member.route, JoinRefused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}"))
                 self._drop(member, "refused")
 
     # small parts
 
-    def _say(self, route: bytes, message: Message) -> None:
+    def _say(self, route: bytes, message: WeightsMessage) -> None:
         self._socket.send_multipart([route, pack(message)])  # never waits: the queue has no limit
 
     async def _until(self, true: Callable[[], bool], timeout_s: float | None) -> None:
@@ -283,6 +283,6 @@ class Rounds:
             return
 
 
-def _why(answer: Message | None) -> str:
+def _why(answer: WeightsMessage | None) -> str:
     """Why a member leaves: what it failed of, if that was its last word."""
     return answer.reason if isinstance(answer, Failed) and answer.fatal else "left"

@@ -14,11 +14,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from learner.weights.buckets import Snapshot
+from learner.weights.buckets import Buckets
 from learner.weights.channel import ChannelError, in_thread
 from learner.weights.protocol import Go
 from learner.weights.sender.members import Member
-from learner.weights.sender.shelf import Edition, Shelf
+from learner.weights.sender.shelf import DoubleBuffer, PublishedPolicy
 
 KEPT = 2
 
@@ -29,9 +29,9 @@ class Files:
     backend = ""
     """Servers may receive with whatever they have."""
 
-    def __init__(self, folder: Path, session: str, deadline_s: float) -> None:
+    def __init__(self, folder: Path, session: str, timeout_s: float) -> None:
         self.members: list[Member] = []
-        self._folder, self._session, self._deadline_s = folder.resolve(), session, deadline_s
+        self._folder, self._session, self._timeout_s = folder.resolve(), session, timeout_s
 
     def form(self, members: list[Member]) -> None:
         """They are served now."""
@@ -41,15 +41,15 @@ class Files:
         """Nothing to undo: who reads on harms nobody."""
         self.members = []
 
-    def go(self, member: Member, round: int, session: str, edition: Edition) -> Go:
+    def go(self, member: Member, round: int, session: str, edition: PublishedPolicy) -> Go:
         """What `member` needs to know to read `edition`."""
         return Go(
             round=round, session=session, version=edition.version, epoch=0, offset=0, world=1, backend="", host="",
-            port=0, timeout_s=self._deadline_s, folder=str(self._path(edition)), checksums=edition.checksums,
+            port=0, timeout_s=self._timeout_s, folder=str(self._path(edition)), checksums=edition.checksums,
             probe=edition.probe,
         )  # fmt: skip
 
-    def prepare(self, edition: Edition, shelf: Shelf) -> "asyncio.Future[None]":
+    def prepare(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
         """Write `edition` in a thread unless it is there. Raises ChannelError if the disk does not take it."""
 
         def run() -> None:
@@ -58,16 +58,16 @@ class Files:
 
         return in_thread(run, "weights-write")
 
-    def send(self, edition: Edition, shelf: Shelf) -> "asyncio.Future[None]":
+    def send(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
         """Nothing is left to do: each reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
-    def _path(self, edition: Edition) -> Path:
+    def _path(self, edition: PublishedPolicy) -> Path:
         return self._folder / f"v{edition.version:06d}-{self._session[:8]}"
 
-    def _write(self, edition: Edition) -> None:
+    def _write(self, edition: PublishedPolicy) -> None:
         path = self._path(edition)
         if path.is_dir():
             return
@@ -90,7 +90,7 @@ class Files:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: Path, snapshot: Snapshot) -> Iterator[int]:
+def read(folder: Path, snapshot: Buckets) -> Iterator[int]:
     """Fill `snapshot`; yields each bucket's index as soon as it is there. Raises ChannelError."""
     for bucket in range(len(snapshot.buckets)):
         snapshot.buckets[bucket].zero_()  # between tensors, too, all is as at the learner

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from learner.weights.protocol import BEATS, Failed, Join, Loaded, Message, Ready, Received
+from learner.weights.protocol import BEATS, Failed, Join, Loaded, Ready, Received, WeightsMessage
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Member:
     heard_at: float = field(default_factory=time.monotonic)
     gone: bool = False
     round: int = -1
-    answer: Message | None = None
+    answer: WeightsMessage | None = None
     """Its last word about `round`: Ready, Received, Loaded or Failed."""
     failures: int = 0
     """Rounds in a row that failed for it with nobody missing."""
@@ -29,13 +29,13 @@ class Member:
         """From now on only what it says about `round` counts."""
         self.round, self.answer = round, None
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: WeightsMessage) -> None:
         """Any word proves life; one about the current round is kept."""
         self.heard_at = time.monotonic()
         if isinstance(message, Ready | Received | Loaded | Failed) and message.round == self.round:
             self.answer = message
 
-    def came_to(self, *kinds: type[Message]) -> bool:
+    def came_to(self, *kinds: type[WeightsMessage]) -> bool:
         """Has it answered with one of `kinds`, or is nothing more to be expected of it?"""
         return self.gone or isinstance(self.answer, (Failed, *kinds))
 

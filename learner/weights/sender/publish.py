@@ -23,10 +23,10 @@ from configs.schema import WeightsConfig
 from learner.weights.plan import Plan, Spec
 from learner.weights.probe import Policy, Prober
 from learner.weights.protocol import ServingKeys
-from learner.weights.sender.broadcast import Group
-from learner.weights.sender.distributor import Rounds
+from learner.weights.sender.broadcast import BroadcastGroup
+from learner.weights.sender.distributor import Distributor
 from learner.weights.sender.files import Files
-from learner.weights.sender.shelf import Shelf
+from learner.weights.sender.shelf import DoubleBuffer
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
@@ -74,7 +74,7 @@ class Sender:
             raise ValueError(f"weights.host: servers cannot connect to {config.host}; name an address of this machine")
         plan = Plan.of(specs, config.bucket_mib << 20)
         self._config, self._prober = config, Prober.of(specs, config, seed, probe)
-        self._shelf = Shelf(plan, device)
+        self._shelf = DoubleBuffer(plan, device)
         self._published: dict[str, float] = {"weights/bytes": float(plan.total_bytes)}
         self._ended: Future[None] = Future()
         started: Future[str] = Future()
@@ -84,11 +84,11 @@ class Sender:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
             if config.transport == "safetensors":
                 assert folder is not None
-                group: Group | Files = Files(folder, session, config.deadline_s)
+                group: BroadcastGroup | Files = Files(folder, session, config.timeout_s)
             else:
-                group = Group(config.host, device, config.deadline_s)
-            self._rounds = Rounds(
-                plan, config.bucket_mib << 20, self._shelf, group, session, config.host, config.deadline_s,
+                group = BroadcastGroup(config.host, device, config.timeout_s)
+            self._rounds = Distributor(
+                plan, config.bucket_mib << 20, self._shelf, group, session, config.host, config.timeout_s,
                 heartbeat_s, keys,
             )  # fmt: skip
             await self._rounds.serve(started.set_result)
@@ -104,7 +104,7 @@ class Sender:
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
         started = time.perf_counter()
-        edition = self._shelf.reserve(self._config.deadline_s)
+        edition = self._shelf.reserve(self._config.timeout_s)
         edition.version, edition.probe = version, self._prober.ask(policy, version)
         edition.snapshot.fill(policy.full_weights())
         edition.checksums = edition.snapshot.checksums()

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from learner.weights.buckets import Snapshot
+from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan
 from learner.weights.protocol import Probe
 
 
 @dataclass(eq=False)
-class Edition:
+class PublishedPolicy:
     """A published version, complete: never changed while anybody holds it."""
 
-    snapshot: Snapshot
+    snapshot: Buckets
     version: int = -1
     checksums: list[int] = field(default_factory=list)
     probe: Probe | None = None
@@ -30,25 +30,25 @@ class Edition:
     holders: int = 0
 
 
-class Shelf:
+class DoubleBuffer:
     """At most two editions of `plan` on `device`, made when first needed."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self._editions: list[Edition] = []
-        self._newest: Edition | None = None
+        self._editions: list[PublishedPolicy] = []
+        self._newest: PublishedPolicy | None = None
         self._changed = threading.Condition()
 
     @property
-    def newest(self) -> Edition | None:
+    def newest(self) -> PublishedPolicy | None:
         """The newest complete edition."""
         return self._newest
 
-    def reserve(self, timeout_s: float) -> Edition:
+    def reserve(self, timeout_s: float) -> PublishedPolicy:
         """An edition to fill, out of sight of everybody until offered; preferably not the newest. Raises
         TimeoutError."""
         if len(self._editions) < 2:
-            self._editions.append(Edition(Snapshot(self._plan, self._device)))
+            self._editions.append(PublishedPolicy(Buckets(self._plan, self._device)))
             return self._editions[-1]
         with self._changed:
             if not self._changed.wait_for(lambda: self._free() is not None, timeout_s):
@@ -59,13 +59,13 @@ class Shelf:
                 self._newest = None
             return edition
 
-    def offer(self, edition: Edition) -> None:
+    def offer(self, edition: PublishedPolicy) -> None:
         """`edition` is complete and the newest."""
         with self._changed:
             self._newest = edition
 
     @contextmanager
-    def hold_newest(self) -> Iterator[Edition | None]:
+    def hold_newest(self) -> Iterator[PublishedPolicy | None]:
         """The newest edition, held; None before the first."""
         with self._changed:
             edition = self._newest
@@ -78,7 +78,7 @@ class Shelf:
                 self._release(edition)
 
     @contextmanager
-    def hold(self, edition: Edition) -> Iterator[Edition]:
+    def hold(self, edition: PublishedPolicy) -> Iterator[PublishedPolicy]:
         """Hold `edition` once more, for a thread that may outlast the first holder."""
         with self._changed:
             edition.holders += 1
@@ -87,11 +87,11 @@ class Shelf:
         finally:
             self._release(edition)
 
-    def _release(self, edition: Edition) -> None:
+    def _release(self, edition: PublishedPolicy) -> None:
         with self._changed:
             edition.holders -= 1
             self._changed.notify_all()
 
-    def _free(self) -> Edition | None:
+    def _free(self) -> PublishedPolicy | None:
         free = [edition for edition in self._editions if not edition.holders]
         return min(free, key=lambda edition: edition is self._newest, default=None)

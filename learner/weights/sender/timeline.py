@@ -8,7 +8,7 @@ import time
 
 from learner.weights.protocol import Loaded
 from learner.weights.sender.members import Member
-from learner.weights.sender.shelf import Edition
+from learner.weights.sender.shelf import PublishedPolicy
 
 log = logging.getLogger(__name__)
 OF_SERVERS = ("stop_s", "settle_s", "load_s", "resume_s", "pause_s", "verify_s")
@@ -29,7 +29,9 @@ class Timeline:
         """A version did not reach so many servers."""
         self.stats["weights/failed"] += servers
 
-    def record(self, edition: Edition, loaded: list[Member], broadcast_s: float, span_s: float, round_s: float) -> None:
+    def record(
+        self, edition: PublishedPolicy, loaded: list[Member], broadcast_s: float, span_s: float, round_s: float
+    ) -> None:
         """A round is over: of the slowest server under plain names, of each under its own."""
         answers = {member.name: member.answer for member in loaded if isinstance(member.answer, Loaded)}
         for member in loaded:

@@ -190,7 +190,7 @@ def test_exit_code_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_table_agrees_with_what_is_installed() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (oldest, newest) = PYTHONS
     assert project["requires-python"] == f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     for name, (lowest, _) in TRIED.items():

@@ -22,7 +22,7 @@ def sample(answer: str) -> bytes:
     return Sample(
         tokens=Array.of(one.astype(np.int32)),
         sampled=Array.of(np.array([0, 1], np.uint8)),
-        logprobs=Array.of(np.array([0, -0.5], np.float32)),
+        behaviour_logprobs=Array.of(np.array([0, -0.5], np.float32)),
         versions=Array.of(np.array([-1, 3], np.int32)),
         reward=1.0,
         finish="stop",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors.supervise.keeper import Event, Process, Restarts, Role
-from actors.supervise.supervisor import Run
+from actors.supervise.supervisor import Supervisor
 from tests.harness.fakes import NearbyKept
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
@@ -36,7 +36,7 @@ class Story:
         self.said: list[str] = []
         self.kept: list[NearbyKept] = []
         self.processes = [process(name, code, folder) for name, code in codes.items()]
-        self.run = Run(self.processes, self.place, self.tell, self.say)
+        self.run = Supervisor(self.processes, self.place, self.tell, self.say)
         self.when: list[tuple[str, Callable[[], object]]] = []
         """What to do when a text is said or printed, in this order."""
 

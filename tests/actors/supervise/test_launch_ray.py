@@ -17,9 +17,9 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from actors.__main__ import guarded
-from actors.display import Display
-from actors.keeper import Process, Restarts
-from actors.launch import keep
+from actors.watch.display import Display
+from actors.supervise.keeper import Process, Restarts
+from actors.supervise.launch import keep
 from configs.schema import Config
 
 CODE = '''

@@ -4,19 +4,19 @@ import time
 
 import pytest
 
-from buffer.ledger.rules import Batch, Facts, Leased, Ledger, LedgerError
+from buffer.ledger.rules import FormedBatch, Lease, Ledger, LedgerError, SampleStats
 from buffer.store.sqlite import Store
 
-GROUP = (Facts(10, 6, 0.0), Facts(12, 8, 1.0, True))
-FLAT = (Facts(10, 6, 1.0), Facts(12, 8, 1.0))
+GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
+FLAT = (SampleStats(10, 6, 1.0), SampleStats(12, 8, 1.0))
 
 
-def put(ledger: Ledger, server: str, *leased: Leased) -> None:
+def put(ledger: Ledger, server: str, *leased: Lease) -> None:
     for it in leased:
         assert ledger.put(server, it.item, it.lease, GROUP, 0.0) is None
 
 
-def items(leased: list[Leased]) -> list[int]:
+def items(leased: list[Lease]) -> list[int]:
     return [it.item for it in leased]
 
 
@@ -29,7 +29,7 @@ def reopened(ledger: Ledger, store: Store, now: float = 0.0, **changes: int) -> 
     return again
 
 
-def train(ledger: Ledger, version: int, server: str = "a") -> Batch:
+def train(ledger: Ledger, version: int, server: str = "a") -> FormedBatch:
     """One synchronous step by a server that is up to date."""
     while (batch := ledger.take(version)) is None:
         put(ledger, server, *ledger.ask(server, version, 1, 0.0))
@@ -50,7 +50,7 @@ def test_max_staleness_0_is_the_synchronous_schedule() -> None:
         assert ledger.take(version) is None
         assert ledger.ask("a", version, 9, 0.0) == []
         put(ledger, "a", work[2])
-        assert ledger.take(version) == Batch(version, tuple(items(work)), (version,) * 3)
+        assert ledger.take(version) == FormedBatch(version, tuple(items(work)), (version,) * 3)
         ledger.trained(version)
     assert ledger.ages() == {0: 15}
 
@@ -294,8 +294,8 @@ def test_words_of_a_replaced_learner_change_nothing() -> None:
     assert ledger.last_trained == 1
 
 
-def sampled_under(version: int) -> tuple[Facts, Facts]:
-    return Facts(10, 6, 0.0, oldest=version), Facts(12, 8, 1.0, oldest=version + 1)
+def sampled_under(version: int) -> tuple[SampleStats, SampleStats]:
+    return SampleStats(10, 6, 0.0, oldest=version), SampleStats(12, 8, 1.0, oldest=version + 1)
 
 
 def test_a_group_that_went_back_with_the_learner_counts_from_its_oldest_token() -> None:
@@ -316,7 +316,7 @@ def test_an_item_given_back_unharmed_has_cost_no_attempt() -> None:
     ledger = Ledger(100, groups=1, max_staleness=0, attempts=1)
     for _ in range(3):
         (it,) = ledger.ask("a", 0, 1, 0.0)
-        ledger.fail("a", it.item, it.lease, "draining", 0.0, unharmed=True)
+        ledger.fail("a", it.item, it.lease, "draining", 0.0, returned=True)
     assert ledger.counts()["waiting"] == 1 and not ledger.dropped()
     (it,) = ledger.ask("a", 0, 1, 0.0)
     ledger.fail("a", it.item, it.lease, "broke", 0.0)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffer.ledger.rules import Batch, Facts, Leased, Ledger
+from buffer.ledger.rules import FormedBatch, Lease, Ledger, SampleStats
 from buffer.store.sqlite import Store
 
 LEASE_S = 10.0
@@ -32,9 +32,9 @@ class Rollout:
 
     version: int = 0
     requests: int = 0
-    work: dict[int, Leased] = field(default_factory=dict)
+    work: dict[int, Lease] = field(default_factory=dict)
     """By lease; what it may not know to be over."""
-    old: list[Leased] = field(default_factory=list)
+    old: list[Lease] = field(default_factory=list)
     """What it has delivered or was told to be over."""
     sampled: dict[int, int] = field(default_factory=dict)
     """By lease: the oldest version that it has had since it began."""
@@ -78,7 +78,7 @@ class Run(RuleBasedStateMachine):
         self.store = Store(None)
         self.ledger = self.new()
         self.rollouts = {name: Rollout() for name in NAMES}
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, FormedBatch] = {}
         self.rows: dict[int, tuple[int, int]] = {}
         self.leases: set[int] = set()
         self.oldest: dict[int, int] = {}
@@ -118,7 +118,7 @@ class Run(RuleBasedStateMachine):
         it = rollout.work.pop(sorted(rollout.work)[which % len(rollout.work)])
         rollout.old.append(it)
         oldest = rollout.sampled[it.lease]
-        facts = (Facts(8, 5, 0.0, oldest=oldest), Facts(9, 6, 0.0 if flat else 1.0, oldest=self.learner))
+        facts = (SampleStats(8, 5, 0.0, oldest=oldest), SampleStats(9, 6, 0.0 if flat else 1.0, oldest=self.learner))
         answer = self.ledger.put(name, it.item, it.lease, facts, self.now)
         if answer is None:
             self.oldest[it.item] = oldest
@@ -144,7 +144,7 @@ class Run(RuleBasedStateMachine):
         it = rollout.old[which % len(rollout.old)]
         before = self.ledger.counts()
         if how == "put":
-            self.ledger.put(name, it.item, it.lease, (Facts(1, 1, 0.5),), self.now)
+            self.ledger.put(name, it.item, it.lease, (SampleStats(1, 1, 0.5),), self.now)
         else:
             self.ledger.fail(name, it.item, it.lease, "engine died", self.now, True)
         assert self.ledger.counts() == before and not self.ledger.drain()
@@ -280,7 +280,7 @@ class Run(RuleBasedStateMachine):
         self.ledger.heartbeat(name, self.learner, [], self.now)
         for it in self.ledger.ask(name, self.learner, 5, self.now, rollout.requests):
             self.rows[it.item] = it.epoch, it.index
-            self.ledger.put(name, it.item, it.lease, (Facts(8, 5, 0.0), Facts(9, 6, 1.0)), self.now)
+            self.ledger.put(name, it.item, it.lease, (SampleStats(8, 5, 0.0), SampleStats(9, 6, 1.0)), self.now)
             self.oldest.pop(it.item, None)
 
     def everything_is_accounted_for(self, number: int) -> None:

@@ -1,12 +1,12 @@
 """What is kept at hand: the latest groups, within a bound, and never an earlier group of an item."""
 
-from buffer.ledger.types import Facts
+from buffer.ledger.types import SampleStats
 from buffer.store.cache import Recent
 
-FACTS = Facts(4, 2, 1.0)
+FACTS = SampleStats(4, 2, 1.0)
 
 
-def group(size: int) -> list[tuple[bytes, Facts]]:
+def group(size: int) -> list[tuple[bytes, SampleStats]]:
     return [(bytes(size), FACTS), (bytes(size), FACTS)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.wire.client import Samples
+from buffer.wire.client import RolloutClient
 from configs.load import fingerprint, load
 from tests.harness.buffer_process import Process, client, group, in_loop
 
@@ -57,7 +57,7 @@ async def test_a_full_disk_holds_everybody_back_until_there_is_room(small_disk):
     it, disk, running = small_disk
     print_ = fingerprint(load(it.arguments()[3:]))
     async with client(it.address, fingerprint=print_) as server:
-        samples = Samples(server, lambda: 0)
+        samples = RolloutClient(server, lambda: 0)
         items = await samples.ask(12)
         putting = [asyncio.create_task(samples.put(i, group(i.item, samples=2, tokens=20_000))) for i in items]
         done, held_back = await asyncio.wait(putting, timeout=3.0)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from buffer.ledger.rules import Facts, Ledger
-from buffer.ledger.types import Entry, Lengths, Saved
+from buffer.ledger.rules import Ledger, SampleStats
+from buffer.ledger.types import ItemState, Lengths, Saved
 from buffer.problems import Problems
 from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES
 from buffer.store.sqlite import LOG_PAGES, Store, StoreError, reading
 
-ROOT = Path(__file__).parents[2]
-GROUP = (Facts(10, 6, 0.0), Facts(12, 8, 1.0, True))
+ROOT = Path(__file__).parents[3]
+GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
 PROBLEMS = Problems(100, lambda row: {"problem": f"Größe {row}", "answer": row}, "c" * 64)
 
 
@@ -73,7 +73,7 @@ def test_everything_is_read_back_from_the_file(tmp_path: Path) -> None:
         }
     states = {entry.item: entry.state for entry in saved.entries}
     assert states == {0: "batched", 1: "batched", 2: "batched", 3: "batched", 4: "stored", 5: "leased"}
-    assert isinstance(saved.entries[0], Entry) and saved.totals[("trained", "")] == Lengths(2, 4, 44, 28, 2)
+    assert isinstance(saved.entries[0], ItemState) and saved.totals[("trained", "")] == Lengths(2, 4, 44, 28, 2)
 
 
 def test_void_samples_are_removed_and_the_record_of_the_item_stays(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_file_of_another_config_or_schema_is_refused_with_both_values(tmp_path
 
 def test_two_buffers_cannot_have_one_file_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
-    hold = "import sys, time; from pathlib import Path; from buffer.store import Store; s = Store(Path(sys.argv[1]));"
+    hold = "import sys, time; from pathlib import Path; from buffer.store.sqlite import Store; s = Store(Path(sys.argv[1]));"
     hold += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", hold, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:

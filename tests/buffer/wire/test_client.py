@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from buffer.wire.client import Batches, RefusedError, Samples, heartbeats
+from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
 from tests.harness.buffer_process import Buffer, buffer, client, desk, free_port, group, in_loop, rollout
 
 
@@ -78,12 +78,12 @@ async def test_a_refused_process_is_told_at_the_door_and_later_if_the_config_cha
             async with client(address, fingerprint="e" * 16):
                 pass
         known = await client(address).__aenter__()
-    asking = asyncio.create_task(Samples(known, lambda: 0).where(None))
+    asking = asyncio.create_task(RolloutClient(known, lambda: 0).where(None))
     async with buffer(desk(fingerprint="e" * 16), address):
         with pytest.raises(RefusedError, match="eeee"):
             await asking
         with pytest.raises(RefusedError, match="eeee"):
-            await Samples(known, lambda: 0).ask(1)
+            await RolloutClient(known, lambda: 0).ask(1)
     await known.__aexit__(None, None, None)
 
 
@@ -151,7 +151,7 @@ async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
 
 
 def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
-    with threaded() as it, Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=3) as batches:
+    with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=3) as batches:
         assert batches.rewind(0) == 0
         with pytest.raises(TimeoutError) as caught:
             batches.take(0)
@@ -174,14 +174,14 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
 
 
 def test_batches_end_when_the_versions_do():
-    with threaded(versions=1) as it, Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5) as batches:
+    with threaded(versions=1) as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5) as batches:
         batches.rewind(1)
         assert batches.take(1) is None
 
 
 def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close():
     with threaded() as it:
-        batches = Batches(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5)
+        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5)
         batches.trained(7, 0)
         with pytest.raises(RefusedError, match="the next batch is 0"):
             batches.close()
@@ -191,7 +191,7 @@ def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close(
 def test_batches_without_a_buffer_or_with_another_config_fail_in_words():
     nowhere = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(TimeoutError, match=nowhere):
-        Batches(nowhere, "learner-0", "f" * 16, 0, 1, timeout_s=0.3)
+        LearnerClient(nowhere, "learner-0", "f" * 16, 0, 1, timeout_s=0.3)
     with threaded() as it, pytest.raises(RefusedError, match="eeee"):
-        Batches(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=5)
+        LearnerClient(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=5)
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from buffer.wire.client import Client
+from buffer.wire.client import Connection
 from buffer.wire.curve import (
     NAMES,
     ClientKeys,
@@ -20,7 +20,7 @@ from buffer.wire.curve import (
     server_keys_for,
 )
 from buffer.wire.protocol import State, Status
-from buffer.wire.server import ListenError, Server
+from buffer.wire.server import BufferServer, ListenError
 from tests.harness.buffer_process import Process, buffer, client, free_port, in_loop
 
 
@@ -96,7 +96,7 @@ async def test_a_client_with_a_foreign_key_is_told_so(tmp_path, caplog):
     folder = make_keys(tmp_path / "keys")
     async with buffer(address="tcp://*:*", keys=load_server_keys(folder)) as it:
         address = f"tcp://127.0.0.1:{it.address.rpartition(':')[2]}"
-        lost = Client(address, "rollout-0", "rollout", retry_s=0.1, keys=stranger_keys(load_client_keys(folder)))
+        lost = Connection(address, "rollout-0", "rollout", retry_s=0.1, keys=stranger_keys(load_client_keys(folder)))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(3), lost:
                 pass
@@ -105,7 +105,7 @@ async def test_a_client_with_a_foreign_key_is_told_so(tmp_path, caplog):
 
 def test_beyond_loopback_without_keys_is_refused(tmp_path):
     with pytest.raises(ListenError, match=r"tcp://\*:0.*python -m buffer keys"):
-        Server("tcp://*:0", 2**20)
+        BufferServer("tcp://*:0", 2**20)
     it = Process(tmp_path)
     it.overrides = {"buffer.address": f"tcp://*:{free_port()}"}
     done = subprocess.run(it.arguments(), capture_output=True, text=True, timeout=30)

@@ -30,7 +30,7 @@ from tests.harness.buffer_process import committed, desk, sample
 WRONG: dict[str, dict[str, typing.Any]] = {
     "another dtype": {"tokens": Array.of(np.arange(4))},
     "two dimensions": {"tokens": Array.of(np.zeros((2, 2), np.int32))},
-    "lengths that differ": {"logprobs": Array.of(np.zeros(3, np.float32))},
+    "lengths that differ": {"behaviour_logprobs": Array.of(np.zeros(3, np.float32))},
     "nothing sampled": {"sampled": Array.of(np.zeros(4, np.uint8))},
     "no number as reward": {"reward": math.nan},
     "an unknown finish": {"finish": "tired"},
@@ -81,7 +81,7 @@ def test_messages_survive_the_wire_with_their_number():
 
 def test_every_message_model_is_a_request_or_an_answer():
     models = {m for m in vars(protocol).values() if isinstance(m, type) and issubclass(m, Message)}
-    parts = {Message, Array, Sample, protocol.Item, Waiter, protocol.PartSample}
+    parts = {Message, Array, Sample, protocol.WorkItem, Waiter, protocol.PartSample}
     assert models - parts == set(REQUESTS.values()) | set(ANSWERS.values())
 
 
@@ -102,7 +102,7 @@ MALFORMED = {
     "beyond SQLite's integers": msgpack.packb(
         {"kind": "Ask", "id": 1, "server": "a", "request": 2**63, "version": 0, "room": 1}
     ),
-    "an answer": pack(1, protocol.Noted()),
+    "an answer": pack(1, protocol.Ack()),
     "a list as a key": b"\x81\x91\x01\x01",
     "nested too deep": b"\x91" * 10_000,
     "a promise of 4 GiB": b"\xdf\xff\xff\xff\xff",

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.ledger.types import Facts
-from buffer.wire import sample
+from buffer.ledger.types import SampleStats
+from buffer.wire import sample as parsing
 from buffer.wire.protocol import Sample
-from buffer.wire.sample import facts_of
+from buffer.wire.sample import sample_stats
 from tests.harness.buffer_process import sample
 
 PATHS = [(name,) for name in Sample.model_fields] + [
@@ -42,28 +42,28 @@ def test_what_is_taken_by_the_short_way_is_a_sample(path, value):
             raise ValueError("a token of no version")
     except ValueError:
         with pytest.raises(ValueError) as caught:
-            facts_of(data)
+            sample_stats(data)
         assert "\n" not in str(caught.value)
         return
-    read = facts_of(data)
+    read = sample_stats(data)
     assert read.tokens == expected.tokens.shape[0] and read.reward == expected.reward
     assert read.sampled == np.count_nonzero(expected.sampled.numpy())
 
 
 def test_facts_and_that_the_usual_sample_takes_the_short_way():
     data = sample(reward=0.25, tokens=6).pack()
-    assert facts_of(data) == Facts(6, 3, 0.25, False)
+    assert sample_stats(data) == SampleStats(6, 3, 0.25, False)
     for tokens in (2, 127, 128, 255, 256, 65_535, 65_536, 70_000):
         data = sample(tokens=tokens).pack()
-        assert sample._quick(data) == sample._careful(data) == facts_of(data)
+        assert parsing._parse_fast(data) == parsing._parse_checked(data) == sample_stats(data)
 
 
 def test_a_number_of_tokens_that_cannot_be_costs_nothing():
     data = sample(tokens=70_000).pack()
-    lies = data[: sample.AT + 1] + b"\xff\xff\xff\xff" + data[sample.AT + 5 :]
-    assert data[sample.AT] == 0xCE and sample._number(lies) == 0
+    lies = data[: parsing.AT + 1] + b"\xff\xff\xff\xff" + data[sample.AT + 5 :]
+    assert data[parsing.AT] == 0xCE and parsing._number(lies) == 0
     with pytest.raises(ValueError):
-        facts_of(lies)
+        sample_stats(lies)
 
 
 def test_a_sample_that_leaves_out_what_may_be_left_out_is_taken():
@@ -71,10 +71,10 @@ def test_a_sample_that_leaves_out_what_may_be_left_out_is_taken():
     del fields["answer"], fields["metrics"]
     fields["sampled"]["data"] = b"\0\0\0\7\1\1"
     fields["reward"] = 1
-    assert facts_of(msgpack.packb(fields)) == Facts(6, 3, 1.0, False)
+    assert sample_stats(msgpack.packb(fields)) == SampleStats(6, 3, 1.0, False)
 
 
 def test_a_sampled_token_has_a_version():
     fields = sample(version=-1).model_dump()
     with pytest.raises(ValueError, match="policy version"):
-        facts_of(msgpack.packb(fields))
+        sample_stats(msgpack.packb(fields))

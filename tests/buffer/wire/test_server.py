@@ -16,36 +16,37 @@ import zmq
 import zmq.asyncio
 
 from buffer.store.sqlite import Store
-from buffer.wire.client import Client, RefusedError, Samples, heartbeats
+from buffer.wire import handlers
+from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from buffer.wire.protocol import (
     ANSWERS,
     PROTOCOL,
+    Ack,
     Ask,
-    Beat,
     Finished,
     Heartbeat,
     Hello,
-    Item,
     Message,
-    Noted,
+    NotRegistered,
     Part,
     Put,
     Refused,
+    Revoked,
     Rewind,
     Rewound,
     State,
     Status,
     Stored,
-    Stranger,
     Take,
     Trained,
     Welcome,
     Work,
+    WorkItem,
     pack,
     unpack,
 )
-from buffer.wire.sample import facts_of
-from buffer.wire.server import Server
+from buffer.wire.sample import sample_stats
+from buffer.wire.server import BufferServer
 from configs.load import fingerprint, load
 from tests.harness.buffer_process import Process, buffer, client, committed, desk, group, in_loop, process, rollout
 
@@ -87,17 +88,17 @@ def hello(name: str = "rollout-0", token: str = "t", role: str = "rollout", **ch
     return Hello(**fields | changes)  # type: ignore[arg-type]
 
 
-async def make_groups(samples: Samples, items: list[Item]) -> None:
+async def make_groups(samples: RolloutClient, items: list[WorkItem]) -> None:
     for item in items:
         assert (await samples.put(item, group(item.item, item.version))).accepted
 
 
-async def take(connection: Client, version: int, rank: int = 0, world: int = 1) -> Part:
+async def take(connection: Connection, version: int, rank: int = 0, world: int = 1) -> Part:
     return await connection.expect(Take(version=version, rank=rank, world=world), Part)
 
 
-async def train(connection: Client, version: int) -> None:
-    await connection.expect(Trained(version=version, oldest_kept=0), Noted)
+async def train(connection: Connection, version: int) -> None:
+    await connection.expect(Trained(version=version, oldest_kept=0), Ack)
 
 
 def items_of(part: Part) -> list[int]:
@@ -110,7 +111,7 @@ def items_of(part: Part) -> list[int]:
 @in_loop
 async def test_a_stranger_is_told_to_say_hello_first():
     async with buffer() as it, Wire(it.address) as wire:
-        assert await wire.ask(1, Ask(server="rollout-0", request=1, version=0, room=1)) == Stranger()
+        assert await wire.ask(1, Ask(server="rollout-0", request=1, version=0, room=1)) == NotRegistered()
         await wire.ask(2, hello())
         assert isinstance(await wire.ask(3, Ask(server="rollout-0", request=1, version=0, room=1)), Work)
 
@@ -128,7 +129,7 @@ async def test_another_protocol_or_config_is_refused_with_both_values(change, va
         answer = await wire.ask(1, hello(**change))
         assert isinstance(answer, Refused)
         assert all(value in answer.reason for value in values)
-        assert await wire.ask(2, Status()) == Stranger()
+        assert await wire.ask(2, Status()) == NotRegistered()
 
 
 @in_loop
@@ -147,7 +148,7 @@ async def test_a_restarted_server_ends_the_leases_of_its_former_self_who_may_not
         again = await new.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
         assert [item.item for item in again.items] == [item.item for item in first.items]
         assert {item.lease for item in again.items}.isdisjoint(item.lease for item in first.items)
-        assert await old.ask(3, Status()) == Stranger()
+        assert await old.ask(3, Status()) == NotRegistered()
         refused = await old.ask(4, hello(token="old"))
         assert isinstance(refused, Refused) and "rollout-0" in refused.reason
 
@@ -199,7 +200,7 @@ async def test_a_heartbeat_with_a_new_version_wakes_the_parked_ask_with_that_ver
         assert await wire.silent()
         await wire.say(6, Heartbeat(server="rollout-0", version=1, holding=[]))
         answers = dict([await wire.hear(), await wire.hear()])
-        assert answers[6] == Beat(revoked=[])
+        assert answers[6] == Revoked(revoked=[])
         assert [item.version for item in answers[5].items] == [1, 1]
 
 
@@ -330,7 +331,7 @@ async def test_repeated_requests_change_nothing():
         assert len(part.samples) == 4
         assert await learner.ask(2, Take(version=0, rank=0, world=1)) == part
         for _ in range(2):
-            assert await learner.ask(3, Trained(version=0, oldest_kept=0)) == Noted()
+            assert await learner.ask(3, Trained(version=0, oldest_kept=0)) == Ack()
         assert await wire.ask(2, ask) == Work(items=[])  # what it got is delivered; nothing new under an old number
         counts = (await learner.ask(4, Status())).counts
         assert counts == dict(leased=0, stored=0, waiting=0, batched=0, trained=2, dropped=0)
@@ -410,7 +411,7 @@ async def test_a_restarted_learner_gets_identical_batches():
                 await samples.beat({})
                 await make_groups(samples, await samples.ask(2))
                 before.append(await take(learner, version))
-                await learner.expect(Trained(version=version, oldest_kept=1 if version else 0), Noted)
+                await learner.expect(Trained(version=version, oldest_kept=1 if version else 0), Ack)
         async with client(it.address, "learner-0", "learner") as learner:
             assert await learner.expect(Rewind(version=1), Rewound) == Rewound(version=1, replay=2)
             assert [await take(learner, version) for version in (1, 2)] == before[1:]
@@ -434,7 +435,7 @@ async def test_what_was_acknowledged_is_there_after_reopening_the_file(tmp_path)
 @pytest.mark.parametrize("at_hand", [2**20, 0], ids=["at hand", "too many to keep at hand"])
 @pytest.mark.parametrize("commit", [False, True], ids=["before the commit", "after it"])
 def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, at_hand, commit):
-    monkeypatch.setattr(answers, "RECENT_BYTES", at_hand)
+    monkeypatch.setattr(handlers, "RECENT_BYTES", at_hand)
     means = (the_desk := desk()).means
     means.hello(b"s", hello(), 0.0)
     means.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
@@ -460,7 +461,7 @@ def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):
     packed = [sample.pack() for sample in group(0)]
     for leased in ledger.ask("rollout-0#t", 0, 10_000, 0.0, 1):
         if leased.item % 2:
-            ledger.put("rollout-0#t", leased.item, leased.lease, [facts_of(data) for data in packed], 0.0)
+            ledger.put("rollout-0#t", leased.item, leased.lease, [sample_stats(data) for data in packed], 0.0)
             means._payloads[leased.item] = packed
     committed(the_desk)
     means.store.close()
@@ -489,7 +490,7 @@ class Run:
 
     async def roll(self, name: str) -> None:
         async with client(self.address, name, fingerprint=self.fingerprint) as connection:
-            samples = Samples(connection, lambda: self.version)
+            samples = RolloutClient(connection, lambda: self.version)
             beating = asyncio.create_task(heartbeats(samples, 0.05, dict, lambda revoked: None))
             while (items := await samples.ask(2)) is not None:
                 for item in items:
@@ -501,7 +502,7 @@ class Run:
         async with client(self.address, "learner-0", "learner", fingerprint=self.fingerprint) as connection:
             while isinstance(part := await connection.request(Take(version=self.version, rank=0, world=1)), Part):
                 self.trained.append(items_of(part))
-                await connection.expect(Trained(version=self.version, oldest_kept=0), Noted)
+                await connection.expect(Trained(version=self.version, oldest_kept=0), Ack)
                 self.version += 1
 
     async def go(self) -> None:
@@ -600,7 +601,7 @@ async def test_a_full_disk_holds_answers_back_and_loses_nothing(caplog):
 async def test_any_other_failure_of_the_file_ends_the_buffer_without_an_answer():
     store = FullDisk(None)
     the_desk = desk(store=store)
-    async with Server("tcp://127.0.0.1:*", the_desk.max_message) as server, Wire(server.address) as wire:
+    async with BufferServer("tcp://127.0.0.1:*", the_desk.max_message) as server, Wire(server.address) as wire:
         store.refusals, store.code = 1, sqlite3.SQLITE_CORRUPT
         serving = asyncio.create_task(server.serve(the_desk))
         await wire.say(1, hello())

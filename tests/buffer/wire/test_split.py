@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.wire.sample import facts_of
+from buffer.wire.sample import sample_stats
 from buffer.wire.split import cut, parts
 from tests.harness.buffer_process import group
 
@@ -26,7 +26,7 @@ def test_longest_first():
 
 def test_parts_carry_the_rewards_of_the_whole_group_and_totals_of_the_whole_batch():
     packed = [(item, version, [s.pack() for s in group(item, tokens=10 * item)]) for item, version in ((1, 0), (2, 1))]
-    cut_parts = parts(7, 2, [(item, d, [(data, facts_of(data)) for data in group_]) for item, d, group_ in packed])
+    cut_parts = parts(7, 2, [(item, d, [(data, sample_stats(data)) for data in group_]) for item, d, group_ in packed])
     assert [(part.version, part.rank, part.world) for part in cut_parts] == [(7, 0, 2), (7, 1, 2)]
     assert {(part.total_groups, part.total_samples, part.total_tokens) for part in cut_parts} == {(2, 4, 62)}
     assert {part.total_sampled for part in cut_parts} == {5 + 6 + 10 + 11}

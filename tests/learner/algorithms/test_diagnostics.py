@@ -27,7 +27,7 @@ DEFAULTS = load(["--model.path=m", "--data.train=d.parquet", "--reward.function=
 def inputs(log_ratio: list[float], versions: list[int], advantages: list[float] | None = None) -> LossInputs:
     size = len(log_ratio)
     return LossInputs(
-        logprobs=torch.tensor(log_ratio) - 1.0,
+        policy_logprobs=torch.tensor(log_ratio) - 1.0,
         behaviour=torch.full((size,), -1.0),
         advantages=torch.tensor(advantages or [1.0] * size),
         sampled=torch.tensor([version >= 0 for version in versions]),

@@ -61,7 +61,7 @@ def batch(seed: int, dtype: torch.dtype = torch.float64, drift: float = 0.5) -> 
     counts = np.bincount(group, sampled, count)
     versions = np.where(sampled, rng.integers(0, 9, size), -1)
     real = {
-        "logprobs": np.minimum(behaviour + noise[0], -1e-3),
+        "policy_logprobs": np.minimum(behaviour + noise[0], -1e-3),
         "behaviour": behaviour,
         "advantages": rng.normal(0, 1, count)[sequence],
         "proximal": np.minimum(behaviour + noise[1], -1e-3),
@@ -84,15 +84,15 @@ def batch(seed: int, dtype: torch.dtype = torch.float64, drift: float = 0.5) -> 
 
 def evaluate(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Value, gradient with respect to log-probabilities (and to entropy, appended), and sums."""
-    leaves = [inputs.logprobs.clone().requires_grad_(), inputs.entropy.clone().requires_grad_()]  # type: ignore[union-attr]
-    loss, sums = LOSSES[config.loss](replace(inputs, logprobs=leaves[0], entropy=leaves[1]), config)
+    leaves = [inputs.policy_logprobs.clone().requires_grad_(), inputs.entropy.clone().requires_grad_()]  # type: ignore[union-attr]
+    loss, sums = LOSSES[config.loss](replace(inputs, policy_logprobs=leaves[0], entropy=leaves[1]), config)
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     return loss.detach(), torch.cat(gradients), sums
 
 
 def numpy_loss(inputs: LossInputs, c: AlgorithmConfig) -> tuple[float, np.ndarray]:
     """The same by loops over tokens with derivatives by hand: value and d loss / d logprobs."""
-    lp, mu, adv = (getattr(inputs, name).double().numpy() for name in ("logprobs", "behaviour", "advantages"))
+    lp, mu, adv = (getattr(inputs, name).double().numpy() for name in ("policy_logprobs", "behaviour", "advantages"))
     prox, ref, entropy = (getattr(inputs, name).double().numpy() for name in ("proximal", "reference", "entropy"))
     assert inputs.versions is not None and inputs.prompt_tokens is not None and inputs.num_prompts is not None
     sampled, sequence, versions = inputs.sampled.numpy(), inputs.sequence.numpy(), inputs.versions.numpy()
@@ -242,7 +242,7 @@ def part(inputs: LossInputs, mask: Tensor, local: bool) -> LossInputs:
 @given(seed=SEEDS)
 def test_order_does_not_matter(config: AlgorithmConfig, seed: int) -> None:
     inputs = batch(seed)
-    order = torch.tensor(np.random.default_rng(seed).permutation(inputs.logprobs.numel()))
+    order = torch.tensor(np.random.default_rng(seed).permutation(inputs.policy_logprobs.numel()))
     value, gradient, _ = evaluate(inputs, config)
     shuffled, moved, _ = evaluate(part(inputs, order, local=False), config)
     torch.testing.assert_close(shuffled, value, rtol=1e-12, atol=1e-12)
@@ -266,7 +266,7 @@ def test_masked_tokens_are_those_without_a_gradient(config: AlgorithmConfig, see
 def test_all_losses_are_the_policy_gradient_on_fresh_data(seed: int) -> None:
     """pi = mu: every gradient is -A / N."""
     inputs = batch(seed)
-    inputs = replace(inputs, logprobs=inputs.behaviour, proximal=inputs.behaviour)
+    inputs = replace(inputs, policy_logprobs=inputs.behaviour, proximal=inputs.behaviour)
     expected = torch.where(inputs.sampled, -inputs.advantages, 0) / max(inputs.num_tokens, 1)
     for name in set(LOSSES) - {"gspo"}:
         gradient = evaluate(inputs, AlgorithmConfig(loss=name))[1]
@@ -297,7 +297,9 @@ def test_extreme_ratios_stay_finite() -> None:
 def test_a_part_without_sampled_tokens_has_a_gradient_of_zero() -> None:
     """A rank with nothing to train still runs backward, or the others wait for its collectives."""
     inputs = batch(5)
-    inputs = replace(inputs, sampled=torch.zeros_like(inputs.sampled), logprobs=inputs.logprobs * torch.nan)
+    inputs = replace(
+        inputs, sampled=torch.zeros_like(inputs.sampled), policy_logprobs=inputs.policy_logprobs * torch.nan
+    )
     for config in map(lambda c: AlgorithmConfig(**c), CONFIGS.values()):
         value, gradient, _ = evaluate(inputs, config)
         assert value == 0 and gradient.eq(0).all()
@@ -331,5 +333,5 @@ def test_what_a_loss_needs() -> None:
 def test_decoupled_without_a_proximal_pass_takes_the_learner_itself() -> None:
     inputs, config = batch(9), AlgorithmConfig(loss="decoupled", behaviour_cap=None)
     without = evaluate(replace(inputs, proximal=None), config)
-    explicit = evaluate(replace(inputs, proximal=inputs.logprobs), config)
+    explicit = evaluate(replace(inputs, proximal=inputs.policy_logprobs), config)
     assert torch.equal(without[1], explicit[1])

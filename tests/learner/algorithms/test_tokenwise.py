@@ -51,10 +51,10 @@ def told(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
     scored = inputs.sampled.nonzero().squeeze(1)
     parts = head(len(scored), seed)
     logprobs = logprobs_and_entropy(*parts, TEMPERATURE)[0].detach()
-    drift = (inputs.logprobs - inputs.behaviour)[scored]
+    drift = (inputs.policy_logprobs - inputs.behaviour)[scored]
     inputs = replace(
         inputs,
-        logprobs=inputs.logprobs.index_copy(0, scored, logprobs),
+        policy_logprobs=inputs.policy_logprobs.index_copy(0, scored, logprobs),
         behaviour=inputs.behaviour.index_copy(0, scored, (logprobs - drift).clamp(max=-1e-3)),
         proximal=None if seed % 2 else inputs.proximal,
         sequence_tokens=inputs.lengths()[inputs.sequence].long(),
@@ -76,13 +76,13 @@ def differences(config: AlgorithmConfig, seed: int) -> tuple[float, float]:
     """Of loss, and of gradients of states and weight: whole against chunks of 3 tokens, relative to their size."""
     inputs, scored, parts = told(seed, config)
     options = TEMPERATURE, CHUNK, config.entropy_bonus > 0
-    some, blank = taken(inputs, scored), torch.zeros_like(inputs.logprobs)
+    some, blank = taken(inputs, scored), torch.zeros_like(inputs.policy_logprobs)
 
     def loss(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
         return LOSSES[config.loss].of_tokens(taken(some, part, logprobs=logprobs, entropy=entropy), config)
 
     logprobs, entropy = (blank.index_copy(0, scored, score) for score in logprobs_and_entropy(*parts, *options))
-    want, _ = LOSSES[config.loss](replace(inputs, logprobs=logprobs, entropy=entropy), config)
+    want, _ = LOSSES[config.loss](replace(inputs, policy_logprobs=logprobs, entropy=entropy), config)
     got = chunked_loss(*parts, loss, *options)[2]
     ours, theirs = (torch.autograd.grad(total, parts[:2]) for total in (got, want))
     apart = sum(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(ours, theirs, strict=True))
@@ -126,7 +126,7 @@ class Reads(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("config", [AlgorithmConfig(**c) for c in CONFIGS.values()], ids=list(CONFIGS))
 def test_no_loss_waits_for_the_device(config: AlgorithmConfig) -> None:
     inputs = batch(3)
-    inputs = replace(inputs, logprobs=inputs.logprobs.requires_grad_())
+    inputs = replace(inputs, policy_logprobs=inputs.policy_logprobs.requires_grad_())
     hidden, weight, targets = head(5, 3)
     with Reads() as reads:
         loss, _ = LOSSES[config.loss](replace(inputs, m2_limit=m2_limit(m2_squares(inputs), config.m2_budget)), config)
@@ -134,6 +134,6 @@ def test_no_loss_waits_for_the_device(config: AlgorithmConfig) -> None:
         chunked_loss(hidden, weight, targets, lambda lp, en, part: lp.sum() + en.sum(), 1.0, 2, True)[2].backward()
     assert not reads.found
     with Reads() as reads:
-        inputs.logprobs[inputs.sampled].sum().item()
+        inputs.policy_logprobs[inputs.sampled].sum().item()
         torch.tensor([1.0])
     assert {"_local_scalar_dense", "index", "lift_fresh"} <= set(reads.found)

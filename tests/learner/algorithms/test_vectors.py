@@ -50,7 +50,7 @@ def flat(rows: list[list[float]], dtype: torch.dtype) -> Tensor:
 def given(dtype: torch.dtype, **changes: Any) -> LossInputs:
     """The 4 x 5 batch of the vectors, packed as it stands: garbage at its unsampled positions included."""
     values = {
-        "logprobs": flat(GIVEN["logp_theta"], dtype).requires_grad_(),
+        "policy_logprobs": flat(GIVEN["logp_theta"], dtype).requires_grad_(),
         "behaviour": flat(GIVEN["logp_mu"], dtype),
         "advantages": torch.tensor(GIVEN["adv_seq"], dtype=dtype).repeat_interleave(5),
         "sampled": SAMPLED,
@@ -104,7 +104,7 @@ def test_loss(name: str, case: str, config: dict[str, Any], dtype: torch.dtype) 
         expected = expected[key]
     inputs = given(dtype)
     loss, _ = LOSSES[name](inputs, AlgorithmConfig(loss=name, **config))
-    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     close(loss, expected["loss"], dtype)
     close(gradient, expected["grad"], dtype)
 
@@ -120,7 +120,7 @@ def test_loss(name: str, case: str, config: dict[str, Any], dtype: torch.dtype) 
 def test_decoupled(case: str, config: dict[str, Any], dtype: torch.dtype) -> None:
     inputs = given(dtype, proximal=flat(GIVEN["logp_prox"], dtype))
     loss, _ = LOSSES["decoupled"](inputs, AlgorithmConfig(loss="decoupled", clip_high=0.2, **config))
-    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     close(loss, CASES["decoupled_ppo"][case]["loss"], dtype)
     close(gradient, CASES["decoupled_ppo"][case]["grad"], dtype)
 
@@ -128,7 +128,7 @@ def test_decoupled(case: str, config: dict[str, Any], dtype: torch.dtype) -> Non
 def test_dual_clip(dtype: torch.dtype) -> None:
     inputs = given(dtype, advantages=-given(dtype).advantages)
     loss, sums = LOSSES["ppo"](inputs, AlgorithmConfig(loss="ppo", clip_high=0.2, dual_clip=3.0))
-    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs)
     close(loss, CASES["grpo_dual_clip_negA"]["token_mean"]["loss"], dtype)
     close(gradient, CASES["grpo_dual_clip_negA"]["token_mean"]["grad"], dtype)
     assert sums["negative/masked"] > 0
@@ -147,14 +147,14 @@ def test_shares_of_masked_and_capped_tokens() -> None:
 
 def test_dppo_masks_what_prime_rl_masks(dtype: torch.dtype) -> None:
     inputs = given(dtype).clean()
-    outside = outside_trust_region(inputs.logprobs, inputs.behaviour, inputs.advantages, 0.2, 0.2)
+    outside = outside_trust_region(inputs.policy_logprobs, inputs.behaviour, inputs.advantages, 0.2, 0.2)
     assert outside.tolist() == torch.tensor(CASES["prime_rl_default"]["is_masked"]).flatten().tolist()
 
 
 def test_dppo_uncapped_has_the_gradient_of_prime_rl(dtype: torch.dtype) -> None:
     inputs = given(dtype)
     loss, _ = LOSSES["dppo"](inputs, AlgorithmConfig(is_cap=1e6, behaviour_kl=1e-3))
-    close(torch.autograd.grad(loss, inputs.logprobs)[0], CASES["prime_rl_default"]["grad"], dtype)
+    close(torch.autograd.grad(loss, inputs.policy_logprobs)[0], CASES["prime_rl_default"]["grad"], dtype)
 
 
 def test_m2po_trust_region_and_budget(dtype: torch.dtype) -> None:
@@ -173,7 +173,7 @@ def test_topr_token_weights_of_roll(dtype: torch.dtype) -> None:
     positive = torch.tensor(GIVEN["rewards"]).repeat_interleave(5) > 0
     weight = torch.where(SAMPLED, tapered_weight(inputs, positive)[0], 0)
     close(weight, CASES["topr_roll_token"]["weight"], dtype)
-    loss = (-weight * inputs.advantages * inputs.logprobs).sum() / 15
+    loss = (-weight * inputs.advantages * inputs.policy_logprobs).sum() / 15
     close(loss, CASES["topr_roll_token"]["loss"], dtype)
 
 
@@ -192,7 +192,7 @@ def test_opsm(dtype: torch.dtype) -> None:
 
 def log_ratio(dtype: torch.dtype) -> Tensor:
     inputs = given(dtype).clean()
-    return inputs.logprobs - inputs.behaviour
+    return inputs.policy_logprobs - inputs.behaviour
 
 
 def test_gspo_sequence_ratio(dtype: torch.dtype) -> None:
@@ -202,7 +202,7 @@ def test_gspo_sequence_ratio(dtype: torch.dtype) -> None:
 def test_log_linear_proximal(dtype: torch.dtype) -> None:
     inputs = given(dtype).clean()
     assert inputs.versions is not None
-    proximal = log_linear_proximal(inputs.logprobs, inputs.behaviour, inputs.versions, inputs.version)
+    proximal = log_linear_proximal(inputs.policy_logprobs, inputs.behaviour, inputs.versions, inputs.version)
     close(proximal, CASES["prox_interpolation"]["loglinear"], dtype)
 
 
@@ -266,7 +266,7 @@ def test_overlong(dtype: torch.dtype) -> None:
 def test_mismatch(dtype: torch.dtype) -> None:
     case = CASES["mismatch_metrics"]
     for new, expected in (("logp_theta", case["theta_vs_mu"]), ("logp_prox", case["prox_vs_mu"])):
-        metrics = summary(mismatch_sums(given(dtype, logprobs=flat(GIVEN[new], dtype)).clean()))
+        metrics = summary(mismatch_sums(given(dtype, policy_logprobs=flat(GIVEN[new], dtype)).clean()))
         for ours, theirs in {
             "offpolicy/k1": "kl_k1",
             "offpolicy/k3": "kl_k3",
@@ -284,9 +284,9 @@ def test_reference_kl_has_the_importance_weighted_gradient(dtype: torch.dtype) -
     inputs = given(dtype)
     zero = torch.zeros_like(inputs.advantages)
     config = AlgorithmConfig(loss="reinforce", reference_kl=1.0)
-    loss, sums = LOSSES["reinforce"](given(dtype, logprobs=inputs.logprobs, advantages=zero), config)
+    loss, sums = LOSSES["reinforce"](given(dtype, policy_logprobs=inputs.policy_logprobs, advantages=zero), config)
     case = CASES["kl_estimators_theta_vs_ref"]
-    close(torch.autograd.grad(loss, inputs.logprobs)[0], case["k3_is_corrected"]["grad"], dtype)
+    close(torch.autograd.grad(loss, inputs.policy_logprobs)[0], case["k3_is_corrected"]["grad"], dtype)
     close(sums["reference/k3"] / 15, case["mean"]["k3"], dtype)
 
 

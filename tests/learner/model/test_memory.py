@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from learner.model import memory
-from learner.model.memory import GIB, Estimate, Moment, OutOfMemory, estimate, explained
+from learner.model.memory import GIB, Estimate, OutOfMemory, PeakCandidate, estimate, explained
 from tests.harness.world import LEARNER, policy_of, tiny_model
 from tests.learner.model.test_attention import packed
 
 TWO = Estimate([
-    Moment({"weights": 3 * GIB, "head": 2 * GIB}, {"activations": 1 << 20}),
-    Moment({"weights": 3 * GIB}, {"activations": 1 << 20, "backward pass": 1 << 20}),
+    PeakCandidate({"weights": 3 * GIB, "head": 2 * GIB}, {"activations": 1 << 20}),
+    PeakCandidate({"weights": 3 * GIB}, {"activations": 1 << 20, "backward pass": 1 << 20}),
 ])  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_a_row_of_documents(mesh) -> None:
         assert row.tokens[part].tolist() == sample.tokens.numpy().tolist()
         assert row.positions[part].tolist() == list(range(stop - start))
         assert row.sampled[part].tolist() == [False, *(sample.sampled.numpy()[1:] == 1)]
-        assert row.behaviour[part].tolist() == sample.logprobs.numpy().tolist()
+        assert row.behaviour[part].tolist() == sample.behaviour_logprobs.numpy().tolist()
         assert row.versions[part].tolist() == sample.versions.numpy().tolist()
         assert row.sequence[part].tolist() == [place] * (stop - start)
     assert row.longest == max(np.diff(starts))

@@ -57,7 +57,7 @@ def by_hand(model, entries, cap: float) -> dict[str, torch.Tensor]:
         ids = torch.tensor(sample.tokens.numpy()).long()
         logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
         chosen = torch.tensor(sample.sampled.numpy()[1:] == 1)
-        ratio = (logp - torch.tensor(sample.logprobs.numpy())[1:]).exp().detach().clamp(max=cap)
+        ratio = (logp - torch.tensor(sample.behaviour_logprobs.numpy())[1:]).exp().detach().clamp(max=cap)
         loss = loss - (ratio * advantage * logp)[chosen].sum() / total
     loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -19,4 +19,4 @@ def nursery() -> Iterator[Nursery]:
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(scene: str, servers: int, nursery: Nursery, tmp_path: Path) -> None:
-    SCENES[scene](Field(nursery, "cpu", ["cpu"] * servers, deadline_s=4.0), tmp_path)
+    SCENES[scene](Field(nursery, "cpu", ["cpu"] * servers, timeout_s=4.0), tmp_path)

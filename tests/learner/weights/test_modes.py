@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 import torch
 
-from learner.weights.buckets import Snapshot
+from learner.weights.buckets import Buckets
 from learner.weights.channel import ChannelError
 from learner.weights.plan import Plan
 from learner.weights.receiver.staged import WeightsError
@@ -27,7 +27,7 @@ def by_files(tmp_path):
 
 def test_a_rotating_snapshot_takes_two_buckets_of_room():
     plan = Plan.of(SPECS, 1 << 20)
-    snapshot = Snapshot(plan, CPU, rotating=True)
+    snapshot = Buckets(plan, CPU, rotating=True)
     assert [len(bucket) for bucket in snapshot.buckets] == list(plan.sizes)
     places = {bucket.data_ptr() for bucket in snapshot.buckets}
     assert len(plan.sizes) > 2 and len(places) == 2

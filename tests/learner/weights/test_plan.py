@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.weights.buckets import WORDS, Snapshot, checksum
+from learner.weights.buckets import WORDS, Buckets, checksum
 from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
-from learner.weights.protocol import TO_LEARNER, Beat, Failed, Join, pack, unpack
-from learner.weights.sender.shelf import Shelf
+from learner.weights.protocol import TO_LEARNER, Failed, Join, KeepAlive, pack, unpack
+from learner.weights.sender.shelf import DoubleBuffer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
@@ -51,7 +51,7 @@ def test_digest_tells_plans_apart(specs, bucket_bytes):
 def test_what_is_filled_in_is_viewed(specs, bucket_bytes, seed):
     draw = torch.Generator().manual_seed(seed)
     weights = [(s.name, torch.randint(-9, 9, s.shape, generator=draw).to(s.dtype)) for s in specs]
-    snapshot = Snapshot(Plan.of(specs, bucket_bytes), CPU)
+    snapshot = Buckets(Plan.of(specs, bucket_bytes), CPU)
     snapshot.fill(weights)
     viewed = list(snapshot.views())
     assert [name for name, _ in viewed] == [name for name, _ in weights]
@@ -77,7 +77,7 @@ def test_other_weights_than_planned_are_refused_after_all_were_gathered(weights)
     plan = Plan.of([Spec("a", (3,), torch.float32), Spec("b", (2, 2), torch.float32)], 1024)
     taken = []
     with pytest.raises(ValueError, match="weights: "):
-        Snapshot(plan, CPU).fill((taken.append(name), (name, tensor))[1] for name, tensor in weights)
+        Buckets(plan, CPU).fill((taken.append(name), (name, tensor))[1] for name, tensor in weights)
     assert len(taken) == len(weights)
 
 
@@ -106,7 +106,7 @@ def test_a_changed_bit_changes_the_checksum(seed, data):
 
 @given(specs, st.sampled_from([1, 600, 1 << 20]), st.integers(0, 2**31))
 def test_all_buckets_at_once_sum_as_one_by_one(specs, bucket_bytes, seed):
-    snapshot = Snapshot(Plan.of([Spec("wide", (3 * WORDS,), torch.int64), *specs], bucket_bytes), CPU)
+    snapshot = Buckets(Plan.of([Spec("wide", (3 * WORDS,), torch.int64), *specs], bucket_bytes), CPU)
     draw = torch.Generator().manual_seed(seed)
     for bucket in snapshot.buckets:
         bucket.copy_(torch.randint(0, 256, bucket.shape, generator=draw))
@@ -124,7 +124,7 @@ def test_exchanged_or_missing_rows_change_the_checksum():
 
 
 def test_the_shelf_never_gives_out_what_is_held():
-    shelf = Shelf(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
+    shelf = DoubleBuffer(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
     first = shelf.reserve(0.01)
     with shelf.hold_newest() as nothing:
         assert nothing is None
@@ -152,7 +152,7 @@ def test_the_shelf_never_gives_out_what_is_held():
 def test_messages_come_back_as_they_were():
     join = Join(name="rollout-0", protocol=1, workers=2, backend="gloo")
     assert unpack(pack(join), TO_LEARNER) == join
-    assert unpack(pack(Beat()), TO_LEARNER) == Beat()
+    assert unpack(pack(KeepAlive()), TO_LEARNER) == KeepAlive()
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ def test_a_server_killed_between_ready_and_the_last_bucket_costs_the_others_no_v
                 victim.send_signal(signal.SIGKILL)
                 killed = time.monotonic()
                 await one.has(0)
-                assert time.monotonic() - killed < config().deadline_s + GRACE_S
+                assert time.monotonic() - killed < config().timeout_s + GRACE_S
                 started = time.monotonic()
                 sender.publish(VersionedPolicy(1), 1)
-                assert time.monotonic() - started < config().deadline_s  # it waits for nobody
+                assert time.monotonic() - started < config().timeout_s  # it waits for nobody
                 await one.has(1)
 
     run(test())
@@ -153,7 +153,7 @@ def test_a_server_that_hangs_costs_one_deadline():
                 sender.publish(VersionedPolicy(1), 1)
                 started = time.monotonic()
                 await one.has(1)
-                assert time.monotonic() - started < config().deadline_s + GRACE_S
+                assert time.monotonic() - started < config().timeout_s + GRACE_S
                 stopped.send_signal(signal.SIGCONT)
                 assert await line(stopped) == "version 1 right"  # it joins again by itself
 

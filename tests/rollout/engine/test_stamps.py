@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.engine.vllm_engine import Engine, Run
+from rollout.engine.vllm_engine import Engine, Request
 from tests.rollout.engine.test_vllm_engine import VOCABULARY, make_config, make_model
 
 RUNNING, UPDATES, LONGEST = 48, 12, 60
@@ -174,7 +174,7 @@ async def test_a_load_that_fails_changes_no_stamp_and_generation_goes_on():
 
 
 def test_versions_of_a_run():
-    run = Run()
+    run = Request()
     assert run.versions(2, 7) == [7, 7]
     run.replaced = [(0, 3), (2, 4), (2, 5), (3, 6)]  # began under 3, sampled nothing by 3 and 5
     assert run.versions(5, 7) == [4, 4, 6, 7, 7]

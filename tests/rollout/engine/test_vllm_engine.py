@@ -98,7 +98,7 @@ def make_config(folder):
             "data": {"train": "train.parquet", "max_prompt_tokens": 100},
             "reward": {"function": "countdown"},
             "sampling": {"max_tokens": 400},
-            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "deadline_s": 30},
+            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 30},
             "rollout": {"device": "cpu"},
         }
     )

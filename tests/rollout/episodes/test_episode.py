@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from buffer.wire.protocol import Item, Sample
+from buffer.wire.protocol import Sample, WorkItem
 from rollout.episodes.episode import (
     Completion,
     EpisodeError,
@@ -24,8 +24,8 @@ from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards
 STOP = ord(".")
 
 
-def item(problem: str = "1+1=", answer: str = "2.") -> Item:
-    return Item(item=7, lease=70, version=3, problem={"problem": problem, "answer": answer})
+def item(problem: str = "1+1=", answer: str = "2.") -> WorkItem:
+    return WorkItem(item=7, lease=70, version=3, problem={"problem": problem, "answer": answer})
 
 
 def episodes(engine: FakeEngine, task=single_turn, samples: int = 3) -> Episodes:
@@ -45,7 +45,7 @@ async def test_a_group_has_prompt_answer_masks_versions_and_rewards():
     assert sample.tokens.numpy().tolist() == [ord(character) for character in "1+1=2."]
     assert sample.sampled.numpy().tolist() == [0, 0, 0, 0, 1, 1]
     assert sample.versions.numpy().tolist() == [-1, -1, -1, -1, 6, 6]
-    assert sample.logprobs.numpy() == pytest.approx([0, 0, 0, 0, -0.5, -0.5])
+    assert sample.behaviour_logprobs.numpy() == pytest.approx([0, 0, 0, 0, -0.5, -0.5])
     assert (sample.reward, sample.finish, sample.answer, sample.metrics) == (1.0, "stop", "2.", {"formed": 1.0})
     assert engine.temperatures == {0.7}
 
@@ -148,10 +148,10 @@ async def test_outcomes_go_where_they_belong():
         def __init__(self) -> None:
             self.told: list[object] = []
 
-        async def put(self, item: Item, samples: list[Sample]) -> None:
+        async def put(self, item: WorkItem, samples: list[Sample]) -> None:
             self.told.append((item.item, samples))
 
-        async def fail(self, item: Item, reason: str, permanent: bool = False) -> None:
+        async def fail(self, item: WorkItem, reason: str, permanent: bool = False) -> None:
             self.told.append((item.item, reason, permanent))
 
         async def ask(self, room: int) -> None:
