@@ -19,6 +19,12 @@ COMMANDS = {
     "report": "curves, samples and settings of a run, as text, PNG and HTML",
     "doctor": "check this machine's installation",
 }
+MODULES = {
+    "launch": "actors.supervise.launch",
+    "status": "actors.watch.status",
+    "report": "actors.report.summary",
+    "doctor": "actors.doctor.findings",
+}
 INNER = "--under-guard"
 """Said by `guarded` to the launcher proper."""
 
@@ -32,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     name, *rest = argv
     if name == "launch" and rest[:1] != [INNER]:
         return guarded([sys.executable, "-m", "actors", "launch", INNER, *rest])
-    module = importlib.import_module(f"actors.{name}")  # only the one: launching needs no matplotlib, status no Ray
+    module = importlib.import_module(MODULES[name])  # only the one: launching needs no matplotlib, status no Ray
     code: int = module.main([word for word in rest if word != INNER])
     return code
 

@@ -18,6 +18,7 @@ from buffer.wire.protocol import (
     Ack,
     Ask,
     Fail,
+    FailureKind,
     Finished,
     Heartbeat,
     Part,
@@ -84,10 +85,17 @@ class RolloutClient:
         self.holding.discard(item.lease)
         return stored
 
-    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
+    async def fail(
+        self,
+        item: WorkItem,
+        reason: str,
+        permanent: bool = False,
+        returned: bool = False,
+        kind: FailureKind = "infrastructure",
+    ) -> None:
         """The item could not become a group; it is tried again elsewhere unless `permanent`."""
         name, reported = self.client.name, {"permanent": permanent, "returned": returned}
-        fail = Fail(server=name, item=item.item, lease=item.lease, reason=reason, **reported)
+        fail = Fail(server=name, item=item.item, lease=item.lease, reason=reason, kind=kind, **reported)
         await self.client.expect(fail, Ack)
         self.holding.discard(item.lease)
 

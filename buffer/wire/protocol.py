@@ -19,7 +19,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-PROTOCOL = 1
+PROTOCOL = 2
 ROOM_A_SAMPLE = 256
 """Bytes that the rest of a `PartSample` takes, and more; if not, the packer makes room."""
 LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_map_len": 2**16, "max_ext_len": 16}
@@ -27,6 +27,8 @@ LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_
 Frame = bytes | memoryview
 """A message as it travels."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
+FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
+"""Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
 
 
 class Message(BaseModel):
@@ -189,6 +191,7 @@ class Fail(Message):
     item: Count
     lease: Count
     reason: str
+    kind: FailureKind = "infrastructure"
     permanent: bool = False
     returned: bool = False
 
@@ -292,6 +295,10 @@ class Part(Message):
     total_samples: Count
     total_tokens: Count
     total_sampled: Count
+    failed: Count = 0
+    """Attempts that failed in the run so far."""
+    dropped: Count = 0
+    """Items dropped in the run so far."""
 
 
 class Finished(Message):
@@ -309,6 +316,8 @@ class State(Message):
     """Items by state: leased, stored, batched, trained, waiting, dropped."""
     dropped: dict[str, int]
     """Dropped items by reason."""
+    failed: dict[str, int] = {}
+    """Failed attempts of the whole run by `KIND: REASON`, dropped ones included; returned ones do not count."""
     ages: dict[int, int]
     """Trained groups by age."""
     bytes_stored: Count

@@ -1,0 +1,97 @@
+"""What `python -m actors`, `buffer`, `configs`, `learner` and `rollout` do alike: log format, flags, signals, exit codes.
+
+Exit codes: 0 done or drained, 1 failed (the log says why), 2 input refused before anything was started, 128 + N ended at
+once by the second signal, number N.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+def configure_logging(tag: str = "") -> None:
+    """One line a record on stderr: time, level, logger and `tag`, such as `[3]` for rank 3. INFO and above."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
+    line = f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"
+    logging.basicConfig(format=line, level=logging.INFO, handlers=[handler])
+
+
+def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
+    """The values of the command's own `flags`, and the rest of the line, which is the run file's.
+
+    Example: `split_flags(argv, prog, models={"nargs": "+", "type": Path, "default": []})` takes `--models A B`; the
+    keywords are those of `ArgumentParser.add_argument`. A flag without its value ends the process with exit code 2.
+    """
+    parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
+    for name, options in flags.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+    return parser.parse_known_args(argv)
+
+
+class StopSignals:
+    """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
+
+    Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
+    print. `force` ends the process at once unless another one is given.
+    """
+
+    def __init__(self, drain: Callable[[int], object], force: Callable[[int], object] | None = None) -> None:
+        self.drain, self.force = drain, force or end_at_once
+        self.count = 0
+        """Signals received."""
+
+    def __enter__(self) -> "StopSignals":
+        try:
+            self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        if self._loop:
+            for number in STOPPING:
+                self._loop.add_signal_handler(number, self._on_signal, number)
+        else:
+            self._before = {number: signal.signal(number, self._on_signal) for number in STOPPING}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in STOPPING:
+            if self._loop:
+                self._loop.remove_signal_handler(number)
+            else:
+                signal.signal(number, self._before[number])
+
+    def _on_signal(self, number: int, frame: object = None) -> None:
+        self.count += 1
+        (self.drain if self.count == 1 else self.force)(number)
+
+
+def end_at_once(number: int) -> NoReturn:
+    """End the process without cleaning up: threads, collectives and engines may never end by themselves."""
+    os._exit(128 + number)
+
+
+def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> NoReturn:
+    """`main(sys.argv[1:])`, then the end of the process with its exit code, whatever threads still run.
+
+    The outermost boundary of a process: what `main` raises is logged with its traceback and becomes exit code 1.
+    """
+    code = FAILED
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else FAILED
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception:
+        log.critical("failed", exc_info=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
