@@ -51,8 +51,8 @@ def check(
     """
     found = [
         *_lengths(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
-        *_addresses(config), *_sizes(config), *_epochs(config, problems), *_functions(config, files),
-        *_files(config, files), *further,
+        *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
+        *_functions(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -108,16 +108,15 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _devices(config: Config) -> Iterator[str]:
-    attention, parallel = config.learner.attention, config.rollout.tensor_parallel
+    attention, parallel, model = config.learner.attention, config.rollout.tensor_parallel, config.model.path
     if attention not in ("auto", "sdpa"):
         key = f"learner.attention: {attention}"
         if config.learner.device == "cpu":
             yield f"{key} needs a GPU, but learner.device is cpu; set learner.attention: auto"
         if config.model.dtype == "float32":
             yield f"{key} computes in bfloat16, but model.dtype is float32; set learner.attention: sdpa"
-    heads = model_facts(config.model.path).heads
+    heads = model_facts(model).heads
     if heads is not None and heads % parallel:
-        model = config.model.path
         yield f"rollout.tensor_parallel: {parallel} does not divide the {heads} attention heads of {model}; lower it"
 
 

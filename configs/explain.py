@@ -115,7 +115,7 @@ def _disk(config: Config) -> Iterator[str]:
     if parameters and disk:
         per_parameter = f"({kept} x {each} + {_export_bytes_per_parameter(config)} bytes)"
         size = f"{_with_prefix(parameters)} parameters x {per_parameter} = {_with_prefix(disk)}B of disk"
-    yield f"checkpoints: every {config.learner.checkpoint_every} versions, {kept} on disk at once, one being written among them: {size}"
+    yield f"checkpoints: every {config.learner.checkpoint_every} versions, {kept} on disk while one is written: {size}"
     batch, limit = config.batch.groups * max_group_bytes(config) / 2**30, config.buffer.max_gib
     yield f"buffer: a batch takes at most {batch:.3g} GiB of the {limit:g} GiB that may be stored untrained"
 

@@ -43,7 +43,7 @@ class ModelConfig(Section):
     path: str
     """Folder of the initial model in Hugging Face format (config, tokenizer, safetensors), or its name on the hub."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype of learner and servers, and the dtype in which weights travel. Master weights are always float32."""
+    """Compute dtype of learner and servers, and the dtype of weights on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model. Leave it off unless you have read that code."""
 
@@ -53,7 +53,7 @@ class DataConfig(Section):
     """Problems to train on: a .parquet or .jsonl file with TinyZero/verl columns (`prompt`, `reward_model`) or EasyR1
     columns (`problem`, `answer`)."""
     eval: Path | None = None
-    """Problems kept out of training, in the same formats; `python -m rollout evaluate` and the final report use them."""
+    """Problems kept out of training, same formats; `python -m rollout evaluate` and the final report use them."""
     format_prompt: Path | None = None
     """Jinja template around the problem text, as in EasyR1: `{{ content | trim }}` stands for the problem."""
     system_prompt: str | None = None
@@ -252,14 +252,14 @@ class BufferConfig(Section):
     keep: Literal["checkpoints", "all"] = "checkpoints"
     """Trained samples: remove those older than the oldest kept checkpoint, or keep all as provenance."""
     max_gib: Annotated[float, Field(gt=0)] = 8.0
-    """GiB of stored samples not yet trained, above which servers must wait to put a group (back-pressure)."""
+    """Size of stored samples not yet trained, above which servers wait to put a group (back-pressure)."""
     max_message_mib: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Largest message accepted, in MiB."""
+    """Largest message accepted."""
 
 
 class LogConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
-    """Trackers that metrics are sent to as well; a failing one costs a warning, never the run."""
+    """Trackers that receive the records of metrics.jsonl; one that fails costs a warning, never the run."""
     display: Literal["auto", "rich", "plain"] = "auto"
     """Terminal display of `python -m actors launch`; `auto` is rich on a terminal and plain lines elsewhere."""
 
