@@ -251,5 +251,5 @@ def dict_literals(file: Path) -> list[tuple[str, set[str]]]:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         value = getattr(node, "value", None)
         if isinstance(target, ast.Name) and isinstance(value, ast.Dict):
-            found.append((target.id, {key.value for key in value.keys if isinstance(key, ast.Constant)}))
+            found.append((target.id, {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}))
     return found

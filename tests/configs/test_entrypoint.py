@@ -178,9 +178,9 @@ def test_a_reader_that_went_away_is_no_failure() -> None:
     """As in `python -m actors status ... | head -1`: output that is still buffered is lost without an error."""
     run = "def main(argv):\n    sys.stdin.read()\n    print('out')\n    return 0\n"
     run += "run_and_exit(main, logging.getLogger('x'))\n"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command, pipe = [sys.executable, "-c", IMPORTS + run], subprocess.PIPE
     buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    child = subprocess.Popen([sys.executable, "-c", IMPORTS + run], env=buffered, **pipes)
+    child = subprocess.Popen(command, env=buffered, stdin=pipe, stdout=pipe, stderr=pipe)
     assert child.stdin and child.stdout and child.stderr
     with child:
         child.stdout.close()
