@@ -7,6 +7,7 @@ the tree.
 
 import ast
 import io
+import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -178,6 +179,29 @@ def page_by_folder(page: str) -> dict[str, set[str]]:
     return folders
 
 
+def walk(page: str, heading: str) -> list[tuple[str, list[str]]]:
+    """(file, functions) of each line of the code block below `heading`: `path.py  function Class.method  prose`."""
+    block = page.partition(f"## {heading}")[2].split("```")[1]
+    lines = [re.split(r"\s{2,}", line, maxsplit=2) for line in block.splitlines() if line[:1].strip()]
+    return [(file, functions.split()) for file, functions, _ in lines]
+
+
+def functions_of(file: str) -> set[str]:
+    """Functions of `file` by name, methods as `Class.method`; none if there is no such file."""
+    if not (ROOT / file).is_file():
+        return set()
+    body = ast.parse(read(file)).body
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    methods = {
+        f"{owner.name}.{node.name}"
+        for owner in body
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, kinds)
+    }
+    return {node.name for node in body if isinstance(node, kinds)} | methods
+
+
 @pytest.mark.parametrize("file", files())
 def test_imports_go_one_way(file: str) -> None:
     assert forbidden_imports(read(file), file) == []
@@ -221,6 +245,19 @@ def test_the_layout_page_shows_the_tree() -> None:
         if shown.get(folder) != there.get(folder)
     }  # fmt: skip
     assert differences == {}
+
+
+@pytest.mark.parametrize("heading", ["5. One group", "6. One policy"])
+def test_the_page_walks_through_functions_that_exist(heading: str) -> None:
+    steps = walk(read("docs/architecture.md"), heading)
+    absent = [f"{file} {name}" for file, names in steps for name in names if name not in functions_of(file)]
+    assert absent == []
+
+
+def test_a_group_is_followed_in_an_hour() -> None:
+    steps = walk(read("docs/architecture.md"), "5. One group")
+    assert len({(file, name) for file, names in steps for name in names}) <= 105
+    assert len({file for file, _ in steps}) <= 40
 
 
 def test_the_package_of_the_learner_is_light() -> None:
