@@ -33,9 +33,13 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
     keywords are those of `ArgumentParser.add_argument`. A flag without its value ends the process with exit code 2.
     """
     parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-    for name, options in flags.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
-    return parser.parse_known_args(argv)
+    own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
+    for flag, options in own.items():
+        parser.add_argument(flag, **options)
+    # argparse takes an unknown --key=value for a value if there is a space in it: spaces are NUL meanwhile
+    foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
+    values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
+    return values, [word.replace("\0", " ") for word in rest]
 
 
 class StopSignals:

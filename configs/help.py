@@ -77,9 +77,8 @@ def keys() -> dict[str, Key]:
         model = schema["$defs"][place["$ref"].rpartition("/")[2]]
         for name, field in model["properties"].items():
             dotted, required = f"{section}.{name}", name in model.get("required", ())
-            default = show(field.get("default"))
             meaning = " ".join(field["description"].split())
-            table[dotted] = Key(dotted, _type(field), default, required, meaning, field)
+            table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning, field)
     return table
 
 
@@ -135,8 +134,7 @@ def text(width: int) -> str:
 
 def _wrap(words: str, width: int, indent: str) -> list[str]:
     """Lines of at most `width`. A word is never broken, however long, so that a search finds every key."""
-    wrapper = textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False)
-    return wrapper.wrap(words)
+    return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 
 def _type(schema: dict[str, Any]) -> str:

@@ -110,7 +110,7 @@ def load(argv: Sequence[str]) -> Config:
     return _validate(_resolve(merged), merged)
 
 
-def read(argv: Sequence[str], prog: str, checks: Callable[[Config], None] | None = None) -> Config:
+def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None) -> Config:
     """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
 
     `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
@@ -126,8 +126,7 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], None] | None
         sys.exit(2)
     try:
         config = load(argv)
-        if checks:
-            checks(config)
+        checks(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

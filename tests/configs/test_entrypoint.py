@@ -56,6 +56,12 @@ def test_flags_of_several_values_and_their_defaults() -> None:
     assert rest == ["run.yaml", "--run.name=x"]
 
 
+def test_an_override_with_spaces_is_no_value_of_a_flag() -> None:
+    own, rest = flags("--models", "my model", "--data.system_prompt=think, then answer", "run.yaml", "--name=a b")
+    assert (own.models, own.name) == ([Path("my model")], "a b")
+    assert rest == ["--data.system_prompt=think, then answer", "run.yaml"]
+
+
 def test_flags_are_not_abbreviated_and_help_is_the_run_files() -> None:
     assert flags("--nam=x", "--mod", "a", "--help", "-h")[1] == ["--nam=x", "--mod", "a", "--help", "-h"]
 

@@ -140,9 +140,9 @@ def test_read_exits_2_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     def no(config: Config) -> None:
         raise ConfigError(["one", "two"])
 
-    for argv, checks, words in (([], None, "usage: python -m buffer"), (NEEDED[:2], None, "reward.function: missing")):
+    for argv, words in (([], "usage: python -m buffer"), (NEEDED[:2], "reward.function: missing")):
         with pytest.raises(SystemExit) as end:
-            read(argv, "python -m buffer", checks)
+            read(argv, "python -m buffer")
         assert end.value.code == 2
         assert words in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
