@@ -41,8 +41,11 @@ MAY: dict[str, set[str]] = {
     "actors.process": {"configs", "actors.process"},
     "actors.watch": {"configs", "buffer", "actors.process", "actors.watch"},
     "actors.report": {"configs", "buffer", "actors.process", "actors.watch", "actors.report"},
-    "actors.doctor": {"configs", "buffer", "actors.process", "actors.doctor"},
-    "actors.supervise": {"configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.supervise"},
+    "actors.doctor": {"configs", "buffer", "rollout", "actors.process", "actors.doctor"},
+    "actors.supervise": {
+        *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor"),
+        "actors.supervise",
+    },
 }
 """The packages of Headrace that a package may import; the longest matching name holds."""
 
