@@ -47,13 +47,13 @@ class RequestTraffic:
         while True:
             prompt = [draw.randrange(3, self.vocabulary) for _ in range(PROMPT_TOKENS)]
             try:
-                self._judge(await self.engine.generate(prompt, length, 1.0), length)
+                self._on_all_staged(await self.engine.generate(prompt, length, 1.0), length)
             except RuntimeError as error:
                 self.lost += 1
                 print(f"lost: {error}", file=sys.stderr, flush=True)
             length = self.length
 
-    def _judge(self, completion: Any, length: int) -> None:
+    def _on_all_staged(self, completion: Any, length: int) -> None:
         """Count tokens whose log-probability belies their version."""
         self.finished += 1
         if completion.finish == "length" and len(completion.tokens) != length:

@@ -1,10 +1,10 @@
-"""The group that weights are broadcast over: learner rank 0 and every worker of some servers. gloo on CPU, NCCL on GPU.
+"""The process group that weights are broadcast over: learner rank 0 and all workers of some servers. gloo or NCCL.
 
-A `Channel` is a process group of its own over the learner's `Rendezvous`; the default process group of either side is not
-touched. `connect` waits until all ranks came, `broadcast` until all buckets are through, both at most `timeout_s`;
-`abort`, from another thread, ends them early over NCCL (gloo runs into its timeout). After a failure a channel is of
-no use: the next has a new epoch. Sender and workers run it in threads and on streams of their own, so neither training
-nor generation waits. Why its kernels cannot deadlock with those of training or generation: docs/weights.md.
+A `Channel` is separate from the default process group of either side and meets at the learner's `Rendezvous`. `connect`
+waits until all ranks are there, `broadcast` until all buckets are sent, both at most `timeout_s`; `abort`, called from
+another thread, ends them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one has a
+new epoch. Sender and workers run it in threads and on CUDA streams of their own, so that neither training nor generation
+waits. Why its kernels cannot deadlock with theirs: docs/weights.md.
 """
 
 import asyncio
@@ -22,25 +22,24 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-c10d: Any = dist  # torch lists these classes nowhere that a type checker looks
+c10d: Any = dist  # torch does not export these classes to type checkers
 AHEAD = 3
-"""Buckets under way beyond the one waited for, between CPUs. Between GPUs all are queued at once and waited for once:
-the fewer calls from Python, the less this thread contends with the one that trains or generates."""
+"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once and waited for once: the
+fewer calls from Python, the less this thread contends for the GIL with the one that trains or generates."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A wait returns at its deadline with an error, and a failure of this group is ours to handle: torch must not end the
-process."""
+"""A wait returns with an error at its timeout, and we handle a failure of this group: torch must not end the process."""
 
 
 class ChannelError(RuntimeError):
-    """The group could not be formed, or broke, or took too long. Build another one."""
+    """The group could not be formed, broke, or timed out. Build another one."""
 
 
 class Rendezvous:
-    """The learner's end of the rendezvous: a TCPStore that listens on `host` only."""
+    """The learner's TCPStore, at which the ranks of a group meet. Listens on `host` only."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -58,7 +57,7 @@ class Rendezvous:
 
 
 class Channel:
-    """Rank `rank` of `world` ranks around the store at `host:port`; rank 0 sends."""
+    """Rank `rank` of `world` ranks that meet at the store at `host:port`. Rank 0 sends."""
 
     def __init__(
         self, host: str, port: int, epoch: int, rank: int, world: int, device: torch.device, timeout_s: float
@@ -66,12 +65,12 @@ class Channel:
         self.epoch, self.rank, self.world, self.device = epoch, rank, world, device
         self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_s)
         self.span_s = 0.0
-        """Of the last broadcast, by this host's clock: from when all ranks were there until all buckets were here."""
+        """Seconds of the last broadcast, from all ranks present to all buckets received, by this host's clock."""
         self._group: dist.ProcessGroup | None = None
         self._aborted = False
 
     def connect(self) -> None:
-        """Form the group unless it stands. Raises ChannelError."""
+        """Form the group unless it exists. Raises ChannelError."""
         if self._group is not None:
             return
         try:
@@ -79,7 +78,7 @@ class Channel:
                 self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
             )
             prefixed = c10d.PrefixStore(f"weights/{self.epoch}", store)
-            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait without end for one who never comes
+            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for a rank that never comes
             prefixed.wait([f"here/{rank}" for rank in range(self.world)], self._timeout)
             make = self._nccl if self.device.type == "cuda" else self._gloo
             self._group = make(prefixed)
@@ -89,12 +88,12 @@ class Channel:
             self.abort()
 
     def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
-        """Send (rank 0) or fill (others) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.
+        """Send (rank 0) or fill (other ranks) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.
 
-        Waits for all ranks first, so that `span_s` is of the buckets only. Yields the index of each that is through:
-        on a GPU, for whatever this thread's stream does next. All are through for certain when this is exhausted.
+        Waits for all ranks first, so that `span_s` measures the buckets only. Yields the index of each complete bucket; on a
+        GPU it is complete for what this thread's stream does next, and for everybody when the iterator is exhausted.
         """
-        group = self._group  # held here, so that its end, which may take a while, is this thread's affair
+        group = self._group  # held here, so that this thread destroys it, which may take a while
         if group is None or self._aborted:
             raise ChannelError(f"group {self.epoch} was given up")
         options = dist.BroadcastOptions()
@@ -112,25 +111,25 @@ class Channel:
                     work = works.popleft()
                     work.block_current_stream() if on_gpu else work.wait(self._timeout)
                     yield index - ahead
-            for work in [works[-1]] if on_gpu else works:  # a GPU's stream keeps their order
+            for work in [works[-1]] if on_gpu else works:  # a stream keeps their order
                 work.wait(self._timeout)
             yield from range(len(buckets) - len(works), len(buckets))
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
-        finally:  # an error keeps this frame, and its last holder may be another thread
+        finally:  # an exception keeps this frame alive, perhaps in another thread
             group = work = None
             works.clear()
-        if self._aborted:  # which ends the kernels too, and so looks like success
+        if self._aborted:  # an abort ends the kernels as well, which looks like success
             raise ChannelError(f"group {self.epoch} was given up")
         self.span_s = time.perf_counter() - started
 
     def abort(self) -> None:
-        """Give the group up; whoever waits in it gets a ChannelError, at the latest when the timeout is over."""
+        """Give the group up. Threads that wait in it get a ChannelError, at the latest after the timeout."""
         self._aborted = True
         group, self._group = self._group, None
         if group is None:
             return
-        if self.device.type == "cuda":  # it may take seconds, and the caller has an engine or an event loop to run
+        if self.device.type == "cuda":  # it may take seconds, and the caller runs an engine or an event loop
             threading.Thread(target=_end, args=(group,), name="weights-abort", daemon=True).start()
         else:
             _end(group)
@@ -156,7 +155,7 @@ class Channel:
 
 
 def _end(group: Any) -> None:
-    with suppress(RuntimeError):  # it may be broken already, which is why it is given up
+    with suppress(RuntimeError):  # it may be broken already
         group.abort()
 
 
@@ -167,7 +166,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Within it, this thread's GPU work runs beside everybody else's, and is complete at the end. Nothing on a CPU."""
+    """Run this thread's GPU work on a stream of its own, complete at the end of the block. No effect on a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -179,8 +178,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread: unlike an executor's, one that is stuck in a collective does not hold up the
-    exit."""
+    """Run `work` in a daemon thread: unlike an executor's thread, one stuck in a collective does not block the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -196,18 +194,18 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:  # handed on to whoever awaits, whatever it is
+        except BaseException as raised:  # raised where the future is awaited
             error = raised
         with suppress(RuntimeError):  # the loop may be over by now
             loop.call_soon_threadsafe(settle, result, error)
-        del error  # it holds this frame: what the frames hold is to go with this thread, not when garbage is collected
+        del error  # it references this frame, whose objects are to be freed by this thread, not by the garbage collector
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to `host`: where the others find this rank."""
+    """This machine's address on the route to `host`, at which the other ranks reach this one."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing

@@ -1,8 +1,8 @@
-"""The plan of the weights wire: where each tensor lies in which bucket. Pure; computed alike by sender and receivers.
+"""The plan of the weights wire: which tensor lies at which offset of which bucket. Pure; both ends compute the same plan.
 
-Tensors keep their order (vLLM loads layer by layer) and are never cut: one that is larger than a bucket gets a bucket
-of its own. Each starts at a multiple of `ALIGN` bytes, so that it can be viewed in place. `digest` tells whether two
-ends agree.
+Tensors keep their order (vLLM loads layer by layer) and are never split: a tensor larger than a bucket gets a bucket of
+its own. Each starts at a multiple of `ALIGN` bytes, so that it can be viewed in place. Two plans with the same `digest` are
+equal.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 ALIGN = 256
-"""Bytes. Views of any dtype, vector loads and the words of the checksum all start well at such an offset."""
+"""Bytes: a multiple of every dtype's size, of vector loads and of the checksum's words."""
 
 
 class Spec(NamedTuple):
-    """A tensor as the policy names it. Example: `Spec("model.norm.weight", (64,), torch.bfloat16)`"""
+    """A tensor of the policy. Example: `Spec("model.norm.weight", (64,), torch.bfloat16)`"""
 
     name: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Spec(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A tensor's place: `size` bytes from `offset` in bucket `bucket`."""
+    """Where a tensor lies: `size` bytes at `offset` of bucket `bucket`."""
 
     spec: Spec
     bucket: int
@@ -44,13 +44,13 @@ class Plan:
 
     @classmethod
     def of(cls, specs: Iterable[Spec], bucket_bytes: int) -> "Plan":
-        """Cut `specs` into buckets of at most `bucket_bytes`. Raises ValueError for no tensor, or one name twice."""
+        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError for no tensor, or a name that comes twice."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()
         for name, shape, dtype in specs:
             if name in seen:
-                raise ValueError(f"{name} is twice among the weights")
+                raise ValueError(f"the policy has two weights of the name {name}")
             seen.add(name)
             spec = Spec(name, tuple(shape), dtype)
             size = prod(spec.shape) * dtype.itemsize
@@ -65,23 +65,23 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits; two plans with the same are the same."""
+        """16 hex digits over all slots."""
         rows = "".join(f"{s.name} {s.shape} {s.dtype} {bucket} {offset}\n" for s, bucket, offset, _ in self.slots)
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
     @property
     def total_bytes(self) -> int:
-        """What one copy of the weights takes on a device."""
+        """Size of one copy of the weights."""
         return sum(self.sizes)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`, as a dtype travels."""
+    """`torch.bfloat16` -> `"bfloat16"`, the form in which a dtype is sent."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Undo `dtype_name`; raises ValueError for what is no dtype."""
+    """Undo `dtype_name`. Raises ValueError for an unknown dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")

@@ -1,5 +1,5 @@
-"""The probe: a fixed text whose log-probabilities learner and server must agree on. Used by `sender.py`; waits for
-nothing but the policy's forward pass."""
+"""The probe: a fixed text whose log-probabilities learner and server must agree on. Used by `sender/publish.py`; waits
+for the policy's forward pass only."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -13,30 +13,28 @@ from learner.weights.protocol import Probe
 
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
-"""What every model foresees. Where a token is nearly certain, rounding to bfloat16 moves its log-probability little,
-and wrong weights move it much; elsewhere two right implementations differ by some hundredths. SmolLM2-135M in bfloat16,
-vLLM against transformers: 0.005 here, 0.016 over names of days and months, 0.07 over a prompt with sums."""
+"""A text every model predicts well. Where a token is nearly certain, rounding to bfloat16 changes its log-probability
+little and wrong weights change it much; elsewhere two correct implementations differ by some hundredths. SmolLM2-135M in
+bfloat16, vLLM against transformers: 0.005 nat on this text, 0.016 on names of days and months, 0.07 on sums."""
 
 
-class Policy(Protocol):
-    """What is published."""
+class ProbedPolicy(Protocol):
+    """A policy as the sender sees it (`learner/model/policy.py`)."""
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def logprobs_of(self, tokens: list[int]) -> list[float]: ...
 
 
 class Prober:
-    """When the probe is due and what the policy says to it: alike on every rank, for the forward pass is collective.
-
-    Due at the first version published and at multiples of `every`; never if that is 0.
-    """
+    """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
+    published and at multiples of `every`, never if `every` is 0."""
 
     def __init__(self, tokens: Sequence[int], every: int, tolerance: float) -> None:
         self._tokens, self._every, self._tolerance = list(tokens), every, tolerance
         self._first = True
 
-    def ask(self, policy: Policy, version: int) -> Probe | None:
-        """The probe with the log-probabilities of `policy`, if due."""
+    def ask(self, policy: ProbedPolicy, version: int) -> Probe | None:
+        """The probe and its log-probabilities under `policy`, if one is due."""
         due = self._every > 0 and (self._first or version % self._every == 0)
         self._first = False
         if not due:
@@ -45,7 +43,7 @@ class Prober:
 
     @classmethod
     def of(cls, specs: Sequence[Spec], config: WeightsConfig, seed: int, tokens: Sequence[int] | None) -> "Prober":
-        """With `tokens`, or else with tokens drawn from `seed` among the rows of the first matrix, the embedding."""
+        """`tokens` None: tokens drawn from `seed` among the rows of the first matrix, the embedding."""
         if tokens is None:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
@@ -54,12 +52,12 @@ class Prober:
 
 
 def tokens_of(tokenizer: Any, longest: int) -> list[int]:
-    """TEXT in the model's tokens, at most `longest`; any tokens of a model that knows no figures.
+    """TEXT as the model's tokens, at most `longest` of them; random tokens for a tokenizer without digits.
 
-    A server samples one token after the probe: `longest` is one less than what every server takes.
+    A server samples one token after the probe, so `longest` is one less than what every server accepts.
     """
     tokens: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
-        draw = random.Random(0)  # alike on every rank
+        draw = random.Random(0)  # the same on every rank
         tokens = [draw.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
     return tokens[:longest]

@@ -3,42 +3,37 @@ connects (DEALER).
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
 
-    server:   Join -> ServerWelcome, and once its workers have room: Join -> Joined
-    learner:  Offer -> Ready, then Go; weights are broadcast, then Received, Loaded; or Failed instead of any of them
+    server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
+    learner:  Offer -> Ready, then Go; the weights are broadcast, then Received, Loaded; or Failed instead of any of them
     both:     KeepAlive, so that each notices the other's death
-    learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are no member (any more), Join again
+    learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
     server:   Leave.   learner: Bye
 
-Numbers of rounds grow, from one learner process to the next as well; a word about another round than the current one
-is out of date and counts as a beat only.
+Round numbers grow, across restarts of the learner too. A message about another round than the current one is stale and
+counts as a heartbeat only.
 """
 
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import msgpack
 import zmq
 import zmq.asyncio
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-PROTOCOL = 1
+from buffer.curve import ClientKeys, ServerKeys
+from buffer.wire.message import Count, Message, open_map, validate
+
+PROTOCOL = 2
 BEATS = 5
-"""A side is taken for dead after so many missed beats."""
+"""A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
-"""Largest message: a ServerWelcome of 10^5 tensors stays below."""
-Count = Annotated[int, Field(ge=0)]
+"""Largest message: a ServerWelcome with 10^5 tensors stays below."""
+
+# from a server
 
 
-class WeightsMessage(BaseModel):
-    """What every message is: frozen, no unknown fields, numbers as numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-# a server's
-
-
-class Join(WeightsMessage):
-    """Take me in. `holds` is the session and version of the weights it runs, if any: equal ones are not sent again."""
+class Join(Message):
+    """Admit this server. `session` and `version` name the weights it runs, if any: the same ones are not sent again."""
 
     name: str
     protocol: int
@@ -46,30 +41,29 @@ class Join(WeightsMessage):
     backend: str
     """`nccl` or `gloo`: what its workers can receive with."""
     digest: str = ""
-    """Of the plan its workers made room for; empty at first."""
+    """Digest of the plan its workers have allocated for; empty at first."""
     session: str = ""
     version: int = -1
 
 
-class Ready(WeightsMessage):
-    """All workers are free and wait for Go."""
+class Ready(Message):
+    """All workers are idle and wait for Go."""
 
     round: Count
 
 
-class Received(WeightsMessage):
-    """All buckets are here and their checksums agree; generation went on meanwhile, unless they went right into place.
-    `span_s`: from when all ranks were there until all buckets were here."""
+class Received(Message):
+    """All buckets have arrived and their checksums agree. `span_s`: from all ranks present to all buckets received."""
 
     round: Count
     receive_s: float
     span_s: float
 
 
-class Loaded(WeightsMessage):
-    """The server generates under the new version, and stood still for `pause_s`: until it had stopped, until the
-    weights were in place (meanwhile, `settle_s`, its last tokens came), until it went on. `probe` is the mean absolute
-    difference of the probe, if it was due."""
+class Loaded(Message):
+    """The server generates under the new version. It was paused for `pause_s`: `stop_s` to stop, `load_s` to load
+    (`settle_s` of it to collect the last tokens), `resume_s` to resume. `probe` is the mean absolute difference of the
+    probe's log-probabilities, if a probe was due."""
 
     round: Count
     stop_s: float
@@ -81,22 +75,22 @@ class Loaded(WeightsMessage):
     probe: float | None = None
 
 
-class Failed(WeightsMessage):
-    """It did not work. `fatal`: what came is wrong (checksum, probe, a tensor vLLM refuses); the server exits."""
+class Failed(Message):
+    """The round failed here. `fatal`: the weights are wrong (checksum, probe, a tensor vLLM refuses); the server exits."""
 
     round: Count
     reason: str
     fatal: bool = False
 
 
-class Leave(WeightsMessage):
-    """The server ends."""
+class Leave(Message):
+    """The server shuts down."""
 
 
-# the learner's
+# from the learner
 
 
-class TensorSpec(WeightsMessage):
+class TensorSpec(Message):
     """One tensor of the plan. Example: `TensorSpec(name="model.norm.weight", shape=[64], dtype="bfloat16")`"""
 
     name: str
@@ -104,29 +98,29 @@ class TensorSpec(WeightsMessage):
     dtype: str
 
 
-class ServerWelcome(WeightsMessage):
-    """What will be sent: make room, then Join again with the digest."""
+class ServerWelcome(Message):
+    """What will be sent: allocate room, then Join again with the digest."""
 
     session: str
-    """Of this start of the learner."""
+    """Changes with each start of the learner."""
     tensors: list[TensorSpec]
     bucket_bytes: Count
     digest: str
     heartbeat_s: float
 
 
-class Joined(WeightsMessage):
-    """You are a member: an Offer follows when there is something new for you."""
+class Joined(Message):
+    """You are a member: an Offer follows when there is a newer version."""
 
     session: str
 
 
-class Offer(WeightsMessage):
+class Offer(Message):
     round: Count
     version: Count
 
 
-class Probe(WeightsMessage):
+class Probe(Message):
     """Fixed tokens and the learner's log-probabilities of all but the first, at temperature 1."""
 
     tokens: list[int]
@@ -134,9 +128,9 @@ class Probe(WeightsMessage):
     tolerance: float
 
 
-class Go(WeightsMessage):
-    """Every member said Ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends. With
-    `folder`, the buckets are read from files there instead."""
+class Go(Message):
+    """Every member is ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends. With
+    `folder`, the workers read the buckets from files there instead."""
 
     round: Count
     session: str
@@ -153,31 +147,31 @@ class Go(WeightsMessage):
     probe: Probe | None = None
 
 
-class Cancel(WeightsMessage):
+class Cancel(Message):
     round: Count
     reason: str
 
 
-class Rejoin(WeightsMessage):
+class Rejoin(Message):
     reason: str
 
 
-class JoinRefused(WeightsMessage):
-    """Final: the reason is one line for people, and the server exits with it."""
+class JoinRefused(Message):
+    """Final: the server exits with `reason`, which is one line for people."""
 
     reason: str
 
 
-class Bye(WeightsMessage):
-    """The learner ends in good order."""
+class Bye(Message):
+    """The learner shuts down in good order."""
 
 
-class KeepAlive(WeightsMessage):
-    """I live."""
+class KeepAlive(Message):
+    """Heartbeat."""
 
 
-class Staged(WeightsMessage):
-    """A worker to its own server's front process: the buckets of `round` are here, or why not."""
+class Staged(Message):
+    """From a worker to its server's front process: it has the buckets of `round`, or `reason` says why not."""
 
     round: Count
     worker: Count
@@ -187,59 +181,28 @@ class Staged(WeightsMessage):
     fatal: bool = False
 
 
-TO_LEARNER: dict[str, type[WeightsMessage]] = {
+TO_LEARNER: dict[str, type[Message]] = {
     m.__name__: m for m in (Join, Ready, Received, Loaded, Failed, Leave, KeepAlive)
 }
-TO_FRONT: dict[str, type[WeightsMessage]] = {Staged.__name__: Staged}
-TO_SERVER: dict[str, type[WeightsMessage]] = {
+TO_FRONT: dict[str, type[Message]] = {Staged.__name__: Staged}
+TO_SERVER: dict[str, type[Message]] = {
     m.__name__: m for m in (ServerWelcome, Joined, Offer, Go, Cancel, Rejoin, JoinRefused, Bye, KeepAlive)
 }
 
 
-def pack(message: WeightsMessage) -> bytes:
+def pack(message: Message) -> bytes:
     """One message as one frame."""
     packed: bytes = msgpack.packb({"kind": type(message).__name__, **message.model_dump()})
     return packed
 
 
-def unpack(data: bytes, kinds: dict[str, type[WeightsMessage]]) -> WeightsMessage:
+def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
     """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
-    try:
-        fields: Any = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError(f"not MessagePack: {error or type(error).__name__}") from None
-    kind = fields.pop("kind", None) if isinstance(fields, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"not a message of this wire: kind {kind!r}")
-    try:
-        return kinds[kind].model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{kind}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    fields = open_map(data)
+    return validate(fields.pop("kind", None), fields, kinds)
 
 
-class ServingKeys(Protocol):
-    """CURVE keys of the listening end, as `buffer.keys.ServerKeys` has them."""
-
-    @property
-    def public(self) -> bytes: ...
-    @property
-    def secret(self) -> bytes: ...
-    def callback(self, domain: str, key: bytes) -> bool: ...
-
-
-class AskingKeys(Protocol):
-    """CURVE keys of the connecting end, as `buffer.keys.ClientKeys` has them."""
-
-    @property
-    def server_public(self) -> bytes: ...
-    @property
-    def public(self) -> bytes: ...
-    @property
-    def secret(self) -> bytes: ...
-
-
-def router(context: zmq.asyncio.Context, host: str, keys: ServingKeys | None) -> tuple[zmq.asyncio.Socket, str]:
+def router(context: zmq.asyncio.Context, host: str, keys: ServerKeys | None) -> tuple[zmq.asyncio.Socket, str]:
     """The learner's socket, bound to a free port of `host`, and its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
@@ -251,8 +214,8 @@ def router(context: zmq.asyncio.Context, host: str, keys: ServingKeys | None) ->
     return socket, f"tcp://{bracketed}:{port}"
 
 
-def dealer(context: zmq.asyncio.Context, address: str, keys: AskingKeys | None) -> zmq.asyncio.Socket:
-    """A server's socket, connecting to `address` for as long as it takes."""
+def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys | None) -> zmq.asyncio.Socket:
+    """A server's socket, which keeps connecting to `address`."""
     socket = context.socket(zmq.DEALER)
     _limit(socket)
     if keys:

@@ -1,8 +1,8 @@
-"""What Headrace adds to each vLLM worker: receiving weights while it generates, and loading them while it is paused.
+"""What Headrace adds to each vLLM worker: it receives weights while it generates, and loads them while it is paused.
 
-vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker
-process, between two steps of the engine; `rollout/engine/vllm_engine.py` calls them with `Engine.collective`. Methods and
-attributes begin with `rl_`, as vLLM's own names must not be hidden. Nothing here waits, but `rl_load` for the GPU.
+vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
+between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`, so as
+not to shadow vLLM's. Only `rl_load` waits, for the GPU.
 """
 
 import logging
@@ -21,13 +21,13 @@ from learner.weights.channel import ChannelError, backend_of
 from learner.weights.receiver.staging import Staging
 
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-RELOADING.setLevel(logging.ERROR)  # at each update it warns of layers that own no weights; see `check_complete`
+RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Layers whose weights stay on a GPU as they are in the file: loading over them is all it takes."""
+"""Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker, whose `device`, `rank`, `model_runner`, `vllm_config` and `model_config` it uses."""
+    """Mixed into vLLM's worker, of which it uses `device`, `rank`, `model_runner`, `vllm_config` and `model_config`."""
 
     device: torch.device
     rank: int
@@ -37,15 +37,15 @@ class WorkerExtension:
     rl_staging: Staging | None = None
 
     def rl_describe(self) -> dict[str, str]:
-        """How this worker can receive."""
+        """The backend this worker receives with."""
         return {"backend": backend_of(self.device)}
 
     def rl_ping(self) -> float:
-        """The time here (`time.monotonic`): the engine is not stuck."""
+        """This process's `time.monotonic`. An answer shows that the engine is not stuck."""
         return time.monotonic()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str]:
-        """Make room for a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""
+        """Allocate a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""
         if self.rl_staging is None:
             self.rl_staging = Staging(self.device, self.rank, self._rl_stream)
         return self.rl_staging.prepare(welcome, staging)
@@ -61,26 +61,26 @@ class WorkerExtension:
             self.rl_staging.abort()
 
     def rl_load(self, version: int) -> float:
-        """Put the staged `version` in place; returns seconds. The engine must be paused."""
+        """Load the staged `version`; returns seconds. The engine must be paused."""
         assert self.rl_staging is not None
         return self._rl_load(self.rl_staging.weights(version))
 
     def rl_load_folder(self, folder: str) -> float:
-        """Put the weights of a Hugging Face folder in place; returns seconds. The engine must be paused."""
+        """Load the weights of a Hugging Face folder; returns seconds. The engine must be paused."""
         return self._rl_load(tensors_in(files_in(Path(folder))))
 
     def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> float:
-        """Put `weights` in place as they arrive, in buckets that are overwritten by later ones. The engine is paused.
+        """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
 
-        Runs in the staging's thread. Raises ChannelError if they end early and another try can mend it.
+        Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
         model = self.model_runner.get_model()
         if loads_plainly(model, self.vllm_config, self.device):
             return self._rl_load(weights)
         try:
-            return self._rl_load((name, tensor.clone()) for name, tensor in weights)  # kept until a layer is whole
+            return self._rl_load((name, tensor.clone()) for name, tensor in weights)  # vLLM keeps them until a layer is complete
         except ChannelError as error:
-            raise RuntimeError(f"vLLM's layers are half rebuilt, only a new start helps: {error}") from error
+            raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
     @torch.no_grad()
     def _rl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
@@ -104,13 +104,12 @@ class WorkerExtension:
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """May `load_weights` simply write over the weights in place? Else vLLM's layerwise reload is needed.
+    """Whether `load_weights` may overwrite the weights in place. Otherwise vLLM's layerwise reload is needed.
 
-    Plain loading takes a fifth of the time, and is right only where vLLM keeps every weight as it is in the file: on
-    a GPU, not quantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
-    corrupted without a word; latent attention (MLA) keeps matrices derived from its weights; on a CPU linear layers
-    are packed. The rule is judged by what the loaded model is made of, and every update is checked by checksums
-    before and by the probe after.
+    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on a
+    GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be corrupted
+    silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The rule looks at
+    the loaded model's own layers, and every update is verified by checksums before and by the probe after.
     """
     if device.type != "cuda" or vllm_config.quant_config is not None:
         return False
@@ -120,7 +119,7 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
 
 def repack_head(model: torch.nn.Module) -> None:
-    """A tied head on a CPU holds a packed copy of the embedding, which no reload renews: renew it."""
+    """Pack a tied head on a CPU anew: it holds a packed copy of the embedding that vLLM's reload does not update."""
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer).__name__ == "ParallelLMHead":
@@ -128,18 +127,18 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def check_complete(expected: set[str], loaded: object, model_config: Any) -> None:
-    """Raise ValueError if vLLM's model has weights that did not come. Models that do not say what they loaded pass."""
+    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded pass."""
     if not isinstance(loaded, set) or model_config.quantization is not None:
         return
     missing = expected - loaded
     if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
         missing = {name for name in missing if not name.endswith("lm_head.weight")}
     if missing:
-        raise ValueError(f"{len(missing)} weights of vLLM's model did not come, {min(missing)} among them")
+        raise ValueError(f"{len(missing)} weights of vLLM's model were not received, {min(missing)} among them")
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`. Raises FileNotFoundError where there are none: now, not in mid-load."""
+    """The safetensors files of `folder`. Raises FileNotFoundError if there are none, before anything is loaded."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no .safetensors file in it")
@@ -147,7 +146,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of `files`, by name."""
+    """All tensors of `files` by name."""
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict

@@ -148,7 +148,7 @@ class DyingEngine(StagingEngine):
         with own_stream(self.device):
             message = unpack(go, TO_SERVER)
             where = (message.host, message.port, message.epoch, message.offset, message.world)
-            receive_four(Channel(*where, self.device, 60), self.staging[0]._snapshot.buckets)
+            receive_four(Channel(*where, self.device, 60), self.staging[0]._buckets.buckets)
         print("half", flush=True)
         time.sleep(600)
 

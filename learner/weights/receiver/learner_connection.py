@@ -1,6 +1,6 @@
-"""A server's connection to the learner at one address: beats, joins again and again until taken in, notices silence.
+"""A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
 
-Part of `receiver.Receiver`. `hear` waits for the learner's next message, but at most one heartbeat.
+Part of `follow.Receiver`. `receive` waits for the learner's next message, at most one heartbeat.
 """
 
 import asyncio
@@ -9,24 +9,15 @@ from typing import Any
 
 import zmq.asyncio
 
-from learner.weights.protocol import (
-    BEATS,
-    TO_SERVER,
-    AskingKeys,
-    Join,
-    KeepAlive,
-    Leave,
-    WeightsMessage,
-    dealer,
-    pack,
-    unpack,
-)
+from buffer.curve import ClientKeys
+from buffer.wire.message import Message
+from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 
 class LearnerConnection:
-    """Open from the start. `joined`: a member.  `lost`: nothing heard for too long, or it said Bye."""
+    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long or said Bye."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, keys: AskingKeys | None, heartbeat_s: float) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys | None, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
         self.joined = self.lost = False
         self._socket = dealer(context, address, keys)
@@ -34,8 +25,9 @@ class LearnerConnection:
         self._next: asyncio.Future[bytes] | None = None
         self._woken = asyncio.Event()
 
-    async def hear(self, join: Join) -> WeightsMessage | None:
-        """The next message, or None when it is time to look around. Says what is due: a beat, or `join`."""
+    async def receive(self, join: Join) -> Message | None:
+        """The next message; None after a heartbeat without one, or after `wake`. Sends `join` until admitted, then
+        heartbeats."""
         if time.monotonic() - self._said_at >= self.heartbeat_s:
             self._said_at = time.monotonic()
             self.say(KeepAlive() if self.joined else join)
@@ -55,15 +47,15 @@ class LearnerConnection:
         return unpack(data, TO_SERVER)
 
     def leave(self, lost: bool) -> None:
-        """No member any more: join again with the next `hear`."""
+        """The server is no longer a member: the next `receive` joins again."""
         self.joined, self.lost, self._said_at = False, lost, 0.0
 
     def wake(self, _: Any) -> None:
-        """Make `hear` return."""
+        """Make `receive` return."""
         self._woken.set()
 
-    def say(self, message: WeightsMessage) -> None:
-        """Send without waiting: the queue has no limit."""
+    def say(self, message: Message) -> None:
+        """Send without waiting: the queue is unbounded."""
         self._socket.send(pack(message))
 
     def close(self) -> None:

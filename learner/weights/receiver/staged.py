@@ -1,83 +1,95 @@
-"""A version of the weights as a rollout server has it in hand: `load` while the engine is paused, then `loaded`.
+"""A version that lies complete in the workers' staging copies: `load` it while the engine is paused, then `loaded`.
 
-Made by `receiver.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if
-one came.
+Made by `follow.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if one is due.
 """
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from buffer.wire.message import Message
 from learner.weights.protocol import Failed, Go, Loaded
 
-if TYPE_CHECKING:
-    from learner.weights.receiver.follow import Receiver
+
+@dataclass
+class PauseTimings:
+    """How long one pause of an engine took, in seconds. Complete when the pause is over."""
+
+    stop_s: float = 0.0
+    """Until no sequence was being generated."""
+    settle_s: float = 0.0
+    """Until the last tokens had reached the front process; runs beside the load."""
+    resume_s: float = 0.0
+    """From the end of the load until generation went on."""
+    paused_s: float = 0.0
+    """The whole pause."""
 
 
 class ReceivingEngine(Protocol):
-    """What receives: a vLLM engine with the worker extension of `rollout/engine/worker.py`."""
-
-    paused_s: float
-    """Length of the last pause, of which `stop_s` until all stood still and `resume_s` until it went on; `settle_s`,
-    beside the load, until the last tokens were here."""
-    stop_s: float
-    settle_s: float
-    resume_s: float
+    """What receives weights: a vLLM engine with the worker extension of `rollout/engine/worker.py`."""
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
     async def probe(self, tokens: list[int]) -> list[float]: ...
 
 
 class WeightsError(RuntimeError):
-    """The weights that came are wrong, or the learner refuses this server. The process ends with the text."""
+    """The received weights are wrong, or the learner refuses this server. The process ends with the text."""
 
 
 class StagedPolicy:
-    """A version that lies in the staging copies of all workers, or, `streams`, is about to be sent."""
+    """`say` sends to the learner, `release` allows the staging copies to be overwritten."""
 
-    def __init__(self, receiver: "Receiver", go: Go, streams: bool) -> None:
-        self.version, self._receiver, self._go, self._streams = go.version, receiver, go, streams
+    def __init__(
+        self,
+        go: Go,
+        engine: ReceivingEngine,
+        say: Callable[[Message], None],
+        release: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        self.version, self._go, self._engine, self._timeout_s = go.version, go, engine, timeout_s
+        self._say, self._release = say, release
         self._load_s = 0.0
 
     async def load(self) -> None:
-        """Put it in place. Call it while the engine is paused. Streaming, `version` may be a later one afterwards."""
+        """Put the version in place. Call it while the engine is paused."""
         started = time.perf_counter()
-        if self._streams:
-            self._go = await self._receiver.stream()
-            self.version = self._go.version
-        else:
-            try:
-                await self._receiver.engine.collective("rl_load", self.version, timeout_s=self._receiver.timeout_s)
-            except RuntimeError as error:
-                self._receiver.say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
-                raise
+        try:
+            await self._engine.collective("rl_load", self.version, timeout_s=self._timeout_s)
+        except RuntimeError as error:
+            self._say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
+            raise
         self._load_s = time.perf_counter() - started
 
-    async def loaded(self) -> None:
-        """Call it once generation goes on: checks the probe if one came, and tells the learner. Raises WeightsError."""
-        difference, probe, started = None, self._go.probe, time.perf_counter()
-        if probe is not None:
-            ours = await self._receiver.engine.probe(probe.tokens)
-            difference = sum(abs(a - b) for a, b in zip(ours, probe.logprobs, strict=True)) / len(ours)
-            if not difference <= probe.tolerance:
-                reason = f"version {self.version}: the probe's log-probabilities differ by {difference:.4g} nat on "
-                reason += f"average (weights.probe_tolerance {probe.tolerance:g}): {_few(ours)} here, "
-                reason += f"{_few(probe.logprobs)} at the learner"
-                self._receiver.say(Failed(round=self._go.round, reason=reason, fatal=True))
-                raise WeightsError(reason)
-        engine = self._receiver.engine
-        self._receiver.say(
-            Loaded(
-                round=self._go.round,
-                stop_s=engine.stop_s,
-                settle_s=engine.settle_s,
-                load_s=self._load_s,
-                resume_s=engine.resume_s,
-                pause_s=engine.paused_s,
-                verify_s=time.perf_counter() - started,
-                probe=difference,
+    async def loaded(self, timings: PauseTimings) -> None:
+        """Call it once generation goes on: verifies the version and tells the learner. Raises WeightsError."""
+        await confirm(self._go, self._engine, self._say, self._load_s, timings)
+        self._release()
+
+
+async def confirm(
+    go: Go, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, timings: PauseTimings
+) -> None:
+    """Compare the probe, if one is due, and say Loaded. Raises WeightsError where the probe differs too much."""
+    difference, started = None, time.perf_counter()
+    if go.probe is not None:
+        ours, theirs = await engine.probe(go.probe.tokens), go.probe.logprobs
+        difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+        if not difference <= go.probe.tolerance:
+            reason = (
+                f"version {go.version}: the probe's log-probabilities differ by {difference:.4g} nat on average "
+                f"(weights.probe_tolerance {go.probe.tolerance:g}): {_few(ours)} here, {_few(theirs)} at the learner"
             )
+            say(Failed(round=go.round, reason=reason, fatal=True))
+            raise WeightsError(reason)
+    verify_s = time.perf_counter() - started
+    say(
+        Loaded(
+            round=go.round, stop_s=timings.stop_s, settle_s=timings.settle_s, load_s=load_s, resume_s=timings.resume_s,
+            pause_s=timings.paused_s, verify_s=verify_s, probe=difference,
         )
-        self._receiver.free()
+    )  # fmt: skip
 
 
 def _few(values: list[float]) -> str:

@@ -1,6 +1,6 @@
-"""The learner's side of the group that a round broadcasts over: formed of members, kept while they stay the same.
+"""The learner's side of the process group of a round: formed of its members, kept while they stay the same.
 
-Run by `rounds.Rounds`. `send` waits in a thread for the members to come and for the buckets to be through;
+Driven by `distributor.Distributor`. `send` waits in a thread until all members are in the group and all buckets are sent;
 `give_up` ends that.
 """
 
@@ -11,72 +11,61 @@ import torch
 
 from learner.weights.channel import Channel, Rendezvous, backend_of, in_thread, own_stream
 from learner.weights.protocol import Go
+from learner.weights.sender.double_buffer import DoubleBuffer, PublishedPolicy
 from learner.weights.sender.members import Member
-from learner.weights.sender.shelf import DoubleBuffer, PublishedPolicy
 
 
 class BroadcastGroup:
-    """Rank 0 and the workers of `members`, in order; nobody at first."""
+    """Rank 0 and the workers of `members`, in order; empty at first."""
 
     def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
         self.members: list[Member] = []
         self.backend = backend_of(device)
         self._device, self._timeout_s = device, timeout_s
-        self._store = Rendezvous(host, timeout_s)
+        self._rendezvous = Rendezvous(host, timeout_s)
         self._channel: Channel | None = None
-        self._epoch = time.time_ns() >> 20  # greater than those of a learner that died before
+        self._epoch = time.time_ns() >> 20  # greater than the epochs of a learner that died before
 
     def form(self, members: list[Member]) -> None:
-        """Be the group of `members`: the present one if it is theirs and whole, else another, under a new epoch."""
+        """Be the group of `members`: the present one if it is intact and has these members, else a new epoch."""
         if self._channel is not None and members == self.members:
             return
         self.give_up()
         self._epoch += 1
         world = 1 + sum(member.workers for member in members)
-        host, port = self._store.host, self._store.port
+        host, port = self._rendezvous.host, self._rendezvous.port
         self._channel = Channel(host, port, self._epoch, 0, world, self._device, self._timeout_s)
         self.members = members
 
     def give_up(self) -> None:
-        """Abort it: whatever goes on over it fails, and the next `form` makes another."""
+        """Abort the group: whatever runs over it fails, and the next `form` makes another."""
         if self._channel:
             self._channel.abort()
         self._channel, self.members = None, []
 
-    def go(self, member: Member, round: int, session: str, edition: PublishedPolicy) -> Go:
-        """What `member` needs to know to come to the group and receive `edition`."""
+    def go(self, member: Member, round: int, session: str, policy: PublishedPolicy) -> Go:
+        """The message that has `member` enter the group and receive `policy`."""
         assert self._channel is not None
         before = self.members[: self.members.index(member)]
         return Go(
-            round=round,
-            session=session,
-            version=edition.version,
-            epoch=self._epoch,
-            offset=1 + sum(other.workers for other in before),
-            world=self._channel.world,
-            backend=self.backend,
-            host=self._store.host,
-            port=self._store.port,
-            timeout_s=self._timeout_s,
-            checksums=edition.checksums,
-            probe=edition.probe,
-        )
+            round=round, session=session, version=policy.version, epoch=self._epoch,
+            offset=1 + sum(other.workers for other in before), world=self._channel.world, backend=self.backend,
+            host=self._rendezvous.host, port=self._rendezvous.port, timeout_s=self._timeout_s,
+            checksums=policy.checksums, probe=policy.probe,
+        )  # fmt: skip
 
-    def prepare(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
-        """Nothing is to be done before the members are told to receive."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+    async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer) -> None:
+        """A broadcast needs no preparation before Go."""
 
-    def send(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
-        """Broadcast the buckets in a thread, which holds `edition` for as long as it reads it."""
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> "asyncio.Future[None]":
+        """Broadcast the buckets in a thread, which holds `policy` for as long as it reads it."""
         channel = self._channel
         assert channel is not None
 
         def run() -> None:
             channel.connect()
-            with shelf.hold(edition), own_stream(self._device):
-                for _ in channel.broadcast(edition.snapshot.buckets):
+            with copies.hold(policy), own_stream(self._device):
+                for _ in channel.broadcast(policy.weights.buckets):
                     pass
 
         return in_thread(run, "weights-broadcast")

@@ -1,10 +1,10 @@
-"""The serving half of the sender: takes servers in and brings each the newest edition, round by round.
+"""The serving half of the sender: admits servers and brings each the newest policy, round by round.
 
-Runs in an event loop of its own in a background thread of learner rank 0 (`sender.Sender` starts it). Waits for: a
-member that does not hold the newest edition. A round is Offer, Ready, Go, the broadcast, Received, Loaded; each wait
-ends at the deadline or as soon as everybody awaited has answered or is gone. Whoever is missing is left out; if the
-broadcast breaks the group is given up and the next round forms another, of those who still answer. So one dead server
-costs at most one deadline.
+Runs in the event loop of a background thread of learner rank 0, started by `publish.Sender`. Waits for a member that does
+not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded; each wait ends at the timeout or as
+soon as every member concerned has answered or is gone. A member that does not answer is left out; if the broadcast breaks,
+the group is given up and the next round forms another of the members that still answer. So one dead server costs at most
+one timeout.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from buffer.curve import ServerKeys
+from buffer.wire.message import Message
 from learner.weights.channel import ChannelError
 from learner.weights.plan import Plan, dtype_name
 from learner.weights.protocol import (
@@ -35,41 +37,39 @@ from learner.weights.protocol import (
     Received,
     Rejoin,
     ServerWelcome,
-    ServingKeys,
     TensorSpec,
-    WeightsMessage,
     pack,
     router,
     unpack,
 )
 from learner.weights.sender.broadcast import BroadcastGroup
+from learner.weights.sender.double_buffer import DoubleBuffer, PublishedPolicy
 from learner.weights.sender.files import Files
 from learner.weights.sender.members import Member, Members
-from learner.weights.sender.shelf import DoubleBuffer, PublishedPolicy
 from learner.weights.sender.timeline import Timeline
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""A server for which so many rounds in a row break, with nobody missing, cannot be reached by broadcast: it is
+"""A server for which so many consecutive rounds fail while no member is missing cannot be reached by broadcast: it is
 refused."""
 
 
 class Distributor:
-    """Serves what is on `shelf`. `serve` is its life; all else is called within its loop, save `timeline`."""
+    """Serves the newest policy of `copies`. All but `timeline` belongs to the event loop that runs `serve`."""
 
     def __init__(
         self,
         plan: Plan,
         bucket_bytes: int,
-        shelf: DoubleBuffer,
+        copies: DoubleBuffer,
         group: BroadcastGroup | Files,
         session: str,
         host: str,
         timeout_s: float,
         heartbeat_s: float,
-        keys: ServingKeys | None,
+        keys: ServerKeys | None,
     ) -> None:
-        self.shelf, self.session, self._group = shelf, session, group
+        self.copies, self.session, self._group = copies, session, group
         self.timeout_s, self.heartbeat_s, self._keys, self._host = timeout_s, heartbeat_s, keys, host
         self.members = Members()
         self.timeline = Timeline(plan.total_bytes)
@@ -82,7 +82,7 @@ class Distributor:
             digest=plan.digest,
             heartbeat_s=heartbeat_s,
         )
-        self._round = time.time_ns() >> 20  # greater than those of a learner that died before
+        self._round = time.time_ns() >> 20  # greater than the rounds of a learner that died before
         self._busy = False
 
     async def serve(self, bound: Callable[[str], None]) -> None:
@@ -107,10 +107,8 @@ class Distributor:
                     authenticator.stop()
 
     async def drained(self) -> None:
-        """Until every member has loaded the newest edition."""
+        """Return once every member has loaded the newest policy."""
         await self._until(lambda: not self._busy and not self._stale(), None)
-
-    # what servers say
 
     async def _read(self) -> None:
         while True:
@@ -122,7 +120,7 @@ class Distributor:
                 self._say(frames[0], JoinRefused(reason=str(error)))
             self.changed.set()
 
-    def _take(self, route: bytes, message: WeightsMessage) -> None:
+    def _take(self, route: bytes, message: Message) -> None:
         member = self.members.get(route)
         if isinstance(message, Join):
             self._join(route, member, message)
@@ -132,7 +130,7 @@ class Distributor:
         elif isinstance(message, Leave):
             self._drop(member, _why(member.answer))
         else:
-            member.hear(message)
+            member.on_message(message)
 
     def _join(self, route: bytes, member: Member | None, message: Join) -> None:
         backend = self._group.backend
@@ -146,7 +144,7 @@ class Distributor:
         else:
             if member is None:
                 self.members.join(route, message)
-                self.timeline.members(len(self.members))
+                self.timeline.set_members(len(self.members))
                 log.info("weights: %s joined, %d worker(s), version %d", message.name, message.workers, message.version)
             self._say(route, Joined(session=self.session))
 
@@ -160,57 +158,57 @@ class Distributor:
 
     def _drop(self, member: Member, reason: str) -> None:
         self.members.drop(member)
-        self.timeline.members(len(self.members))
+        self.timeline.set_members(len(self.members))
         if member in self._group.members:
             self._group.give_up()
         if reason != "left":
-            self.timeline.failed(1)
+            self.timeline.add_failed(1)
             log.warning("weights: %s is left out: %s", member.name, reason)
             self._say(member.route, Rejoin(reason=reason))
         self.changed.set()
 
-    # rounds
-
     def _stale(self) -> list[Member]:
-        newest = self.shelf.newest
+        newest = self.copies.newest
         return self.members.without((self.session, newest.version)) if newest else []
 
     async def _rounds(self) -> None:
         while True:
             await self._until(lambda: bool(self._stale()), None)
-            with self.shelf.hold_newest() as edition:
-                if edition is not None:
+            with self.copies.hold_newest() as policy:
+                if policy is not None:
                     self._busy = True
-                    await self._serve_round(edition)
+                    await self._serve_round(policy)
                     self._busy = False
                     self.changed.set()
 
-    async def _serve_round(self, edition: PublishedPolicy) -> None:
+    async def _serve_round(self, policy: PublishedPolicy) -> None:
         self._round += 1
         started = time.perf_counter()
-        ready = await self._gather(self._stale(), Offer(round=self._round, version=edition.version))
+        ready = await self._gather(self._stale(), Offer(round=self._round, version=policy.version))
         if not ready:
             return
         self._group.form(ready)
         try:
-            await self._group.prepare(edition, self.shelf)
+            await self._group.prepare(policy, self.copies)
         except ChannelError as error:
             log.error("weights: %s; again in %g s", error, self.heartbeat_s)
-            self.timeline.failed(1)
+            self.timeline.add_failed(1)
             return await asyncio.sleep(self.heartbeat_s)
         for member in ready:
-            self._say(member.route, self._group.go(member, self._round, self.session, edition))
+            self._say(member.route, self._group.go(member, self._round, self.session, policy))
         sending = time.perf_counter()
-        broken = await self._broadcast(edition, ready)
+        broken = await self._broadcast(policy, ready)
         sent_s = time.perf_counter() - sending
         received = await self._answered(ready, Received, Loaded)
         spans = [member.answer.span_s for member in received if isinstance(member.answer, Received)]
         for member in received:
-            member.holds = (self.session, edition.version)
+            member.holds = (self.session, policy.version)
         if broken or len(received) < len(ready):
             self._blame(ready, broken)
         loaded = await self._answered(received, Loaded)
-        self.timeline.record(edition, loaded, sent_s, max(spans, default=0.0), time.perf_counter() - started)
+        for member in loaded:
+            member.failures = 0
+        self.timeline.record(policy, loaded, sent_s, max(spans, default=0.0), time.perf_counter() - started)
 
     async def _gather(self, members: list[Member], offer: Offer) -> list[Member]:
         for member in members:
@@ -218,23 +216,23 @@ class Distributor:
             self._say(member.route, offer)
         return await self._answered(members, Ready)
 
-    async def _answered(self, members: list[Member], *kinds: type[WeightsMessage]) -> list[Member]:
-        """Those of `members` that answer with one of `kinds` in time; the others that said nothing are dropped."""
-        await self._until(lambda: all(member.came_to(*kinds) for member in members), self.timeout_s)
+    async def _answered(self, members: list[Member], *kinds: type[Message]) -> list[Member]:
+        """The `members` that answer with one of `kinds` in time. Those that do not answer at all are dropped."""
+        await self._until(lambda: all(member.answered_or_gone(*kinds) for member in members), self.timeout_s)
         for member in members:
-            if not member.came_to(*kinds):
+            if not member.answered_or_gone(*kinds):
                 self._drop(member, f"no {kinds[0].__name__} in round {self._round} within {self.timeout_s:g} s")
             elif isinstance(member.answer, Failed) and member.answer.fatal and not member.gone:
                 self._drop(member, member.answer.reason)
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
-    async def _broadcast(self, edition: PublishedPolicy, ready: list[Member]) -> str:
-        """Send the buckets; returns why it broke, or nothing. A member that fails or dies ends it at once."""
-        sending = self._group.send(edition, self.shelf)
+    async def _broadcast(self, policy: PublishedPolicy, ready: list[Member]) -> str:
+        """Send the buckets; returns why that broke, or an empty string. A member that fails or dies ends it at once."""
+        sending = self._group.send(policy, self.copies)
         sending.add_done_callback(lambda _: self.changed.set())
 
         def over() -> bool:
-            return sending.done() or any(member.came_to() for member in ready)
+            return sending.done() or any(member.answered_or_gone() for member in ready)
 
         await self._until(over, 2 * self.timeout_s)
         if sending.done():
@@ -246,7 +244,7 @@ class Distributor:
             broken = str(error)
         else:
             broken = "a server was lost or failed in the broadcast"
-            sending.add_done_callback(lambda future: future.exception())  # of no more interest
+            sending.add_done_callback(lambda future: future.exception())  # retrieved, so that nothing complains
         self._group.give_up()
         for member in ready:
             if not member.gone:
@@ -254,11 +252,11 @@ class Distributor:
         return broken
 
     def _blame(self, ready: list[Member], broken: str) -> None:
-        """After a round that failed for some: nobody missing and the same again and again is no accident."""
+        """After a round that failed for some: refuse a member for which round after round fails with no member missing."""
         self._group.give_up()
         failed = [member for member in ready if isinstance(member.answer, Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._round, len(failed), len(ready), broken)
-        self.timeline.failed(len(failed))
+        self.timeline.add_failed(len(failed))
         if any(member.gone for member in ready):
             return
         for member in failed:
@@ -267,13 +265,11 @@ class Distributor:
                 self._say(member.route, JoinRefused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}"))
                 self._drop(member, "refused")
 
-    # small parts
-
-    def _say(self, route: bytes, message: WeightsMessage) -> None:
+    def _say(self, route: bytes, message: Message) -> None:
         self._socket.send_multipart([route, pack(message)])  # never waits: the queue has no limit
 
     async def _until(self, true: Callable[[], bool], timeout_s: float | None) -> None:
-        """Return as soon as `true()`, judged again at each change, or when the time is over."""
+        """Return as soon as `true()`, evaluated at each change, or after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not true():
@@ -283,6 +279,6 @@ class Distributor:
             return
 
 
-def _why(answer: WeightsMessage | None) -> str:
-    """Why a member leaves: what it failed of, if that was its last word."""
+def _why(answer: Message | None) -> str:
+    """Why a member leaves: the fatal failure it answered with, or `left`."""
     return answer.reason if isinstance(answer, Failed) and answer.fatal else "left"

@@ -1,8 +1,8 @@
-"""Weights as safetensors files in a folder that learner and servers share: the wire for where no broadcast reaches.
+"""Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
 
-The learner's background thread writes an edition once, a file a bucket, under a temporary name and then renames the
-folder: what is there is whole. Workers read it bucket by bucket and compare the same checksums as after a broadcast.
-`Files` stands in for `group.Group` in `rounds.Rounds`. The two newest editions stay; a newcomer reads the newest.
+The learner's background thread writes a version once, one file per bucket, into a temporary folder that it then renames: a
+visible folder is complete. Workers read it bucket by bucket and compare the same checksums as after a broadcast. `Files`
+takes the place of `broadcast.BroadcastGroup`. The two newest versions stay; a server that joins reads the newest.
 """
 
 import asyncio
@@ -17,72 +17,71 @@ from safetensors.torch import save_file
 from learner.weights.buckets import Buckets
 from learner.weights.channel import ChannelError, in_thread
 from learner.weights.protocol import Go
+from learner.weights.sender.double_buffer import DoubleBuffer, PublishedPolicy
 from learner.weights.sender.members import Member
-from learner.weights.sender.shelf import DoubleBuffer, PublishedPolicy
 
 KEPT = 2
 
 
 class Files:
-    """Editions in `folder`, for `members`."""
+    """Published versions in `folder`, for `members`."""
 
     backend = ""
-    """Servers may receive with whatever they have."""
+    """Servers of any backend can read."""
 
     def __init__(self, folder: Path, session: str, timeout_s: float) -> None:
         self.members: list[Member] = []
         self._folder, self._session, self._timeout_s = folder.resolve(), session, timeout_s
 
     def form(self, members: list[Member]) -> None:
-        """They are served now."""
+        """Serve `members`."""
         self.members = members
 
     def give_up(self) -> None:
-        """Nothing to undo: who reads on harms nobody."""
+        """Serve nobody: a server that still reads does no harm."""
         self.members = []
 
-    def go(self, member: Member, round: int, session: str, edition: PublishedPolicy) -> Go:
-        """What `member` needs to know to read `edition`."""
+    def go(self, member: Member, round: int, session: str, policy: PublishedPolicy) -> Go:
+        """The message that has `member` read `policy`."""
         return Go(
-            round=round, session=session, version=edition.version, epoch=0, offset=0, world=1, backend="", host="",
-            port=0, timeout_s=self._timeout_s, folder=str(self._path(edition)), checksums=edition.checksums,
-            probe=edition.probe,
+            round=round, session=session, version=policy.version, epoch=0, offset=0, world=1, backend="", host="",
+            port=0, timeout_s=self._timeout_s, folder=str(self._path(policy)), checksums=policy.checksums,
+            probe=policy.probe,
         )  # fmt: skip
 
-    def prepare(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
-        """Write `edition` in a thread unless it is there. Raises ChannelError if the disk does not take it."""
+    async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer) -> None:
+        """Write `policy` in a thread unless it is there. Raises ChannelError if the disk refuses it."""
 
         def run() -> None:
-            with shelf.hold(edition):
-                self._write(edition)
+            with copies.hold(policy):
+                self._write(policy)
 
-        return in_thread(run, "weights-write")
+        await in_thread(run, "weights-write")
 
-    def send(self, edition: PublishedPolicy, shelf: DoubleBuffer) -> "asyncio.Future[None]":
-        """Nothing is left to do: each reads for itself."""
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> "asyncio.Future[None]":
+        """Nothing is left to send: each server reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
-    def _path(self, edition: PublishedPolicy) -> Path:
-        return self._folder / f"v{edition.version:06d}-{self._session[:8]}"
+    def _path(self, policy: PublishedPolicy) -> Path:
+        return self._folder / f"v{policy.version:06d}-{self._session[:8]}"
 
-    def _write(self, edition: PublishedPolicy) -> None:
-        path = self._path(edition)
+    def _write(self, policy: PublishedPolicy) -> None:
+        path = self._path(policy)
         if path.is_dir():
             return
         try:
-            growing = self._folder / f".{path.name}"
-            shutil.rmtree(growing, ignore_errors=True)
-            growing.mkdir(parents=True)
-            snapshot = edition.snapshot
-            for bucket in range(len(snapshot.buckets)):
-                tensors = {name: tensor.cpu().clone() for name, tensor in snapshot.views_of(bucket)}
-                save_file(tensors, growing / _file(bucket))
-            os.rename(growing, path)
+            partial = self._folder / f".{path.name}"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for bucket in range(len(policy.weights.buckets)):
+                tensors = {name: tensor.cpu().clone() for name, tensor in policy.weights.views_of(bucket)}
+                save_file(tensors, partial / _file(bucket))
+            os.rename(partial, path)
             self._prune(path)
         except (OSError, SafetensorError) as error:
-            raise ChannelError(f"version {edition.version} could not be written: {error}") from None
+            raise ChannelError(f"version {policy.version} could not be written: {error}") from None
 
     def _prune(self, newest: Path) -> None:
         ours = sorted(self._folder.glob(f"v*-{self._session[:8]}"), key=lambda path: path.stat().st_mtime)
@@ -90,13 +89,13 @@ class Files:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: Path, snapshot: Buckets) -> Iterator[int]:
-    """Fill `snapshot`; yields each bucket's index as soon as it is there. Raises ChannelError."""
-    for bucket in range(len(snapshot.buckets)):
-        snapshot.buckets[bucket].zero_()  # between tensors, too, all is as at the learner
+def read(folder: Path, weights: Buckets) -> Iterator[int]:
+    """Fill `weights` from the files in `folder`; yields the index of each bucket that is complete. Raises ChannelError."""
+    for bucket in range(len(weights.buckets)):
+        weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
         try:
             with safe_open(folder / _file(bucket), "pt") as file:
-                for name, tensor in snapshot.views_of(bucket):
+                for name, tensor in weights.views_of(bucket):
                     tensor.copy_(file.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise ChannelError(f"{folder / _file(bucket)}: {error}; is the run's folder shared?") from None

@@ -1,9 +1,9 @@
-"""The learner's end of the weights wire. `publish` is called by the learner's loop, on every rank, after every step.
+"""The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
-All ranks gather the full tensors together. Rank 0 (`Sender`) copies them into an edition of its shelf and returns; its
-background thread (`rounds.Rounds`) brings it to the servers while the learner trains on. The other ranks (`Follower`)
-only gather along. `publish` waits for the gathering and, rarely, for a copy that a broken broadcast still reads, at
-most the deadline.
+All ranks gather the full tensors together. Rank 0 (`Sender`) copies them into one of its two buffers and returns; its
+background thread (`distributor.Distributor`) brings them to the servers while the learner trains on. The other ranks
+(`Follower`) only take part in the gathering. `publish` waits for the gathering and, rarely, up to `weights.timeout_s` for a
+buffer that a broken broadcast still reads.
 """
 
 import asyncio
@@ -19,43 +19,43 @@ from typing import Any
 
 import torch
 
+from buffer.curve import ServerKeys
 from configs.schema import WeightsConfig
 from learner.weights.plan import Plan, Spec
-from learner.weights.probe import Policy, Prober
-from learner.weights.protocol import ServingKeys
+from learner.weights.probe import ProbedPolicy, Prober
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.distributor import Distributor
+from learner.weights.sender.double_buffer import DoubleBuffer
 from learner.weights.sender.files import Files
-from learner.weights.sender.shelf import DoubleBuffer
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 
 
 class Follower:
-    """Every rank but 0: gathers along."""
+    """Every rank but 0: takes part in the gathering."""
 
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: Sequence[int] | None = None
     ) -> None:
         self._prober = Prober.of(specs, config, seed, probe)
 
-    def publish(self, policy: Policy, version: int) -> None:
-        """Take part in the gathering of `version`."""
+    def publish(self, policy: ProbedPolicy, version: int) -> None:
+        """Gather `version` with the other ranks."""
         self._prober.ask(policy, version)
         for _ in policy.full_weights():
             pass
 
     def stats(self) -> dict[str, float]:
-        """Nothing: rank 0 has the figures."""
+        """Empty: rank 0 has the figures."""
         return {}
 
-    def close(self) -> None:
+    def close(self, drain_s: float = 0.0) -> None:
         """Nothing to close."""
 
 
 class Sender:
-    """Rank 0. `address` is where servers join; the learner tells it to the buffer, which tells the servers."""
+    """Rank 0. Servers join at `address`, which they learn from the buffer."""
 
     def __init__(
         self,
@@ -64,17 +64,15 @@ class Sender:
         seed: int,
         device: torch.device,
         probe: Sequence[int] | None = None,
-        keys: ServingKeys | None = None,
+        keys: ServerKeys | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         folder: Path | None = None,
     ) -> None:
-        """`folder`: where `weights.transport: safetensors` writes. Raises ValueError for a host nobody can reach."""
+        """`folder`: where `weights.transport: safetensors` writes."""
         specs = [Spec(*spec) for spec in specs]
-        if config.host in ("0.0.0.0", "::", "*"):
-            raise ValueError(f"weights.host: servers cannot connect to {config.host}; name an address of this machine")
         plan = Plan.of(specs, config.bucket_mib << 20)
         self._config, self._prober = config, Prober.of(specs, config, seed, probe)
-        self._shelf = DoubleBuffer(plan, device)
+        self._copies = DoubleBuffer(plan, device)
         self._published: dict[str, float] = {"weights/bytes": float(plan.total_bytes)}
         self._ended: Future[None] = Future()
         started: Future[str] = Future()
@@ -87,44 +85,43 @@ class Sender:
                 group: BroadcastGroup | Files = Files(folder, session, config.timeout_s)
             else:
                 group = BroadcastGroup(config.host, device, config.timeout_s)
-            self._rounds = Distributor(
-                plan, config.bucket_mib << 20, self._shelf, group, session, config.host, config.timeout_s,
+            self._distributor = Distributor(
+                plan, config.bucket_mib << 20, self._copies, group, session, config.host, config.timeout_s,
                 heartbeat_s, keys,
             )  # fmt: skip
-            await self._rounds.serve(started.set_result)
+            await self._distributor.serve(started.set_result)
 
         self._thread = threading.Thread(target=_run, args=(serve, started, self._ended), name="weights", daemon=True)
         self._thread.start()
         self.address: str = started.result()
 
-    def publish(self, policy: Policy, version: int) -> None:
-        """Take `version` of the policy and return; it is on its way. Raises what ended the background thread, if
+    def publish(self, policy: ProbedPolicy, version: int) -> None:
+        """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread, if
         anything did."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
         started = time.perf_counter()
-        edition = self._shelf.reserve(self._config.timeout_s)
-        edition.version, edition.probe = version, self._prober.ask(policy, version)
-        edition.snapshot.fill(policy.full_weights())
-        edition.checksums = edition.snapshot.checksums()
-        edition.published_at = started
-        self._shelf.offer(edition)
-        self._loop.call_soon_threadsafe(self._rounds.changed.set)
+        copy = self._copies.reserve(self._config.timeout_s)
+        copy.version, copy.probe = version, self._prober.ask(policy, version)
+        copy.weights.fill(policy.full_weights())
+        copy.checksums = copy.weights.checksums()
+        copy.published_at = started
+        self._copies.offer(copy)
+        self._loop.call_soon_threadsafe(self._distributor.changed.set)
         self._published["weights/gather_s"] = time.perf_counter() - started
 
     def stats(self) -> dict[str, float]:
-        """The timeline of the last publication and of the last round that reached servers: seconds, counts, the last
-        probe."""
-        return self._published | self._rounds.timeline.stats
+        """Seconds and counts of the last publication and of the last round that reached servers, and the last probe."""
+        return self._published | self._distributor.timeline.stats
 
     def close(self, drain_s: float = 0.0) -> None:
-        """End the wire; first wait up to `drain_s` seconds until every server has the newest version."""
+        """Close the wire, after waiting up to `drain_s` seconds until every server has loaded the newest version."""
         if drain_s and not self._ended.done():
             with suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._rounds.drained(), self._loop).result(drain_s)
+                asyncio.run_coroutine_threadsafe(self._distributor.drained(), self._loop).result(drain_s)
         if not self._ended.done():
-            with suppress(RuntimeError):  # it ended by itself in between
+            with suppress(RuntimeError):  # it ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join(5.0)
 
@@ -134,12 +131,12 @@ class Sender:
 
 
 def _run(serve: Callable[[], Coroutine[Any, Any, None]], started: "Future[str]", ended: "Future[None]") -> None:
-    """The thread: whatever ends it is raised in the learner's next `publish`."""
+    """Body of the thread. What ends it is raised by the learner's next `publish`."""
     try:
         asyncio.run(serve())
     except asyncio.CancelledError:
         ended.set_result(None)
-    except BaseException as error:  # the outermost boundary of the thread: handed on
+    except BaseException as error:  # the outermost boundary of the thread
         log.exception("weights: the serving thread ended")
         ended.set_exception(error)
         if not started.done():

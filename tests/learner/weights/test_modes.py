@@ -48,7 +48,7 @@ def test_bucket_by_bucket_into_place(workers):
                     sender.publish(VersionedPolicy(version), version)
                     await one.has(version)
                     await other.has(version)
-            assert one.engine.staging[0]._snapshot.rotating and not other.engine.staging[0]._snapshot.rotating
+            assert one.engine.staging[0]._buckets.rotating and not other.engine.staging[0]._buckets.rotating
             assert sender.stats()["weights/failed"] == 0
 
     run(test())

@@ -1,4 +1,4 @@
-"""Plan, snapshot, checksum, shelf: pure parts of the weights wire."""
+"""Plan, snapshot, checksum, copies: pure parts of the weights wire."""
 
 import threading
 from math import prod
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from learner.weights.buckets import WORDS, Buckets, checksum
 from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
 from learner.weights.protocol import TO_LEARNER, Failed, Join, KeepAlive, pack, unpack
-from learner.weights.sender.shelf import DoubleBuffer
+from learner.weights.sender.double_buffer import DoubleBuffer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
@@ -124,26 +124,26 @@ def test_exchanged_or_missing_rows_change_the_checksum():
 
 
 def test_the_shelf_never_gives_out_what_is_held():
-    shelf = DoubleBuffer(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
-    first = shelf.reserve(0.01)
-    with shelf.hold_newest() as nothing:
+    copies = DoubleBuffer(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
+    first = copies.reserve(0.01)
+    with copies.hold_newest() as nothing:
         assert nothing is None
-    shelf.offer(first)
-    second = shelf.reserve(0.01)
+    copies.offer(first)
+    second = copies.reserve(0.01)
     assert second is not first
-    shelf.offer(second)
-    assert shelf.reserve(0.01) is first  # the newest stays for newcomers
-    with shelf.hold(first):
-        assert shelf.newest is second
-        assert shelf.reserve(0.01) is second  # superseded before it was served
-        assert shelf.newest is None
-        shelf.offer(second)
-        with shelf.hold_newest() as newest:
+    copies.offer(second)
+    assert copies.reserve(0.01) is first  # the newest stays for newcomers
+    with copies.hold(first):
+        assert copies.newest is second
+        assert copies.reserve(0.01) is second  # superseded before it was served
+        assert copies.newest is None
+        copies.offer(second)
+        with copies.hold_newest() as newest:
             assert newest is second
             with pytest.raises(TimeoutError):
-                shelf.reserve(0.01)
+                copies.reserve(0.01)
             got = []
-            waiting = threading.Thread(target=lambda: got.append(shelf.reserve(5)))
+            waiting = threading.Thread(target=lambda: got.append(copies.reserve(5)))
             waiting.start()
         waiting.join(5)
         assert got == [second]
