@@ -99,7 +99,7 @@ async def _put_with_open(address: str, print_: str, num_open: int, seconds: floa
             items += await samples.ask(min(1000, num_open + 64 - len(items))) or []
         began, number = time.perf_counter(), 0
         while number < 64 and time.perf_counter() - began < seconds:
-            put = Put(server=client.name, item=items[number].item, lease=items[number].lease, samples=packed())
+            put = Put(item=items[number].item, lease=items[number].lease, samples=packed())
             await client.expect(put, Stored)
             number += 1
         return (time.perf_counter() - began) / number

@@ -85,7 +85,7 @@ class GroupTraffic:
             beating.cancel()
 
     async def put(self, samples: RolloutClient, item: WorkItem) -> None:
-        put = Put(server=samples.client.name, item=item.item, lease=item.lease, samples=packed(item.version))
+        put = Put(item=item.item, lease=item.lease, samples=packed(item.version))
         began = time.perf_counter()
         await samples.client.expect(put, Stored)
         samples.holding.discard(item.lease)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import zmq
 
-from buffer.wire.protocol import Array, Sample
+from buffer.wire.message import Array
+from buffer.wire.sample import Sample
 
 SAMPLES, TOKENS, GROUPS = 8, 1000, 128
 IN_FLIGHT = 32

@@ -1,11 +1,11 @@
-"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where. Used by `buffer/store/sqlite.py`.
+"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where. Used by `sqlite.py`.
 
-Samples are appended, and on disk, before the transaction that names them is committed; what no committed row names
-does not count and is written over. So each byte is written once, where SQLite would write it to its log, again into its
-file, and again when a page next to it moves; and room is laid out ahead, where a file that grows by each write is
-synced at a fifth of the speed. Once nothing in it is named any more a segment is removed, or written over as another.
+Samples are appended and synced before the transaction that names them is committed; bytes that no committed row names
+do not count and are overwritten. So each byte is written once, where SQLite would write it to its log, again into its
+file, and again when a page next to it moves. Space is allocated ahead, because a file that grows with each write is
+synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment.
 
-Plain files: the samples of a group stand one behind the other, nothing between them. Blocks for the disk.
+Plain files: the samples of a group are contiguous, without separators. Calls block for the disk.
 """
 
 import errno

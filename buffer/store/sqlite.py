@@ -1,7 +1,7 @@
-"""The store: the ledger in one SQLite file, a transaction each transition, its samples beside it in segments.
+"""The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-Used by `buffer/wire/handlers.py`; the tables are in `buffer/store/sql.py`, the samples' files in `buffer/store/segments.py`. Only one
-process may write: it holds a lock on FILE.lock until it ends, however it ends.
+Used by `buffer/wire/handlers.py`; the tables are in `sql.py`, the samples' files in `segments.py`. Only one process may
+write: it holds a lock on FILE.lock until it ends, however it ends.
 """
 
 import fcntl
@@ -13,16 +13,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, SampleStats, Saved
-from buffer.store import segments
+from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, SampleStats, Saved, Transaction
+from buffer.store import segments, sql
 from buffer.store.segments import Groups, InMemory, Place, Segments
-from buffer.store.sql import APPLICATION, BATCH, GROUP, ITEM, KEPT, SAMPLE, SCHEMA, SEGMENT, TABLES, TOTAL, TRAINED
-
-if TYPE_CHECKING:
-    from buffer.problems import Problems  # imports pyarrow, which readers of the file can do without
 
 LOG_PAGES = 4096
 """The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
@@ -35,8 +30,9 @@ class StoreError(LedgerError):
 class Store:
     """`path` None keeps everything in memory. With `fsync` a commit waits for the disk. Context manager.
 
-    Raises StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `fingerprint` or other
-    `problems` (if given) or is in use by another process. Problems are written down as they are dispatched.
+    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file. Raises
+    StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `fingerprint` or `digest` (if
+    given) or is in use by another process.
     """
 
     def __init__(
@@ -44,7 +40,8 @@ class Store:
         path: Path | None,
         fsync: bool = True,
         fingerprint: str = "",
-        problems: "Problems | None" = None,
+        problems: Sequence[Mapping[str, Any]] = (),
+        digest: str = "",
     ) -> None:
         self.path, self._problems = path, problems
         with ExitStack() as ends, _explained(path):
@@ -52,39 +49,39 @@ class Store:
                 ends.callback(os.close, _locked(path))
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
             ends.callback(self._db.close)
-            self._open(fsync, fingerprint)
+            self._open(fsync)
+            self._require_same("fingerprint", fingerprint, "config")
+            self._require_same("problems_sha256", digest, "problems")
             self._live = Counter[int]()
             """Bytes of each segment that are named."""
             self._segments = self._opened_segments(fsync)
             self._last = self._segments.number
             ends.callback(self._segments.close)
             self._known_rows = {row for (row,) in self._db.execute("SELECT row FROM problems")}
-            ends.callback(self._shorten)
+            ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
 
-    def _open(self, fsync: bool, fingerprint: str) -> None:
+    def _open(self, fsync: bool) -> None:
         db, where = self._db, self.path
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        if not new and application != APPLICATION:
+        if not new and application != sql.APPLICATION:
             raise StoreError(f"buffer.path {where}: an SQLite file of another program; name another file")
         if not new:
-            _of_schema(schema, where)
+            _require_schema(schema, where)
         db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what is removed
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         if new:
             with self._transaction():
-                for statement in TABLES.split(";"):
+                for statement in sql.TABLES.split(";"):
                     db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION}")
-                db.execute(f"PRAGMA user_version = {SCHEMA}")
-        self._belongs("fingerprint", fingerprint, "config")
-        self._belongs("problems_sha256", self._problems.digest if self._problems else "", "problems")
+                db.execute(f"PRAGMA application_id = {sql.APPLICATION}")
+                db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
 
-    def _belongs(self, name: str, value: str, what: str) -> None:
+    def _require_same(self, name: str, value: str, what: str) -> None:
         """Refuse a file that was begun with another `value`; an empty one is not asked about."""
         known = self._db.execute("SELECT value FROM meta WHERE name = ?", [name]).fetchone()
         if known and value and known[0] != value:
@@ -115,60 +112,62 @@ class Store:
         """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with _explained(self.path):
             scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
-            entries = tuple(ItemState(*row) for row in self._db.execute(KEPT, [scalars.get("oldest", 0)]))
+            items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
-        return Saved(entries, totals, scalars)
+        return Saved(items, totals, scalars)
 
-    def commit(
-        self, changes: Changes, payloads: Mapping[int, Sequence[bytes]] | None = None, void: Collection[int] = ()
-    ) -> None:
-        """Write `changes`, name the samples (`Sample.pack()` each) of the groups accepted in them, and no more those of
-        the items in `void`: all of it or, with sqlite3.Error or OSError raised, nothing."""
-        groups = {item: payloads[item] for item in changes.facts if item in payloads} if payloads else {}
+    def dropped(self, item: int) -> ItemState | None:
+        """An item that was dropped, which the ledger does not keep in memory."""
+        row = self._db.execute(sql.DROPPED, [item]).fetchone()
+        return ItemState(*row) if row else None
+
+    def commit(self, transaction: Transaction) -> None:
+        """Write the changes, name the samples of the groups accepted in them, and no longer those that are void: all of
+        it or, with sqlite3.Error or OSError raised, nothing."""
+        changes, payloads = transaction.changes, transaction.payloads
+        groups = {item: payloads[item] for item in changes.sample_stats if item in payloads}
         with self._segments.appended(groups) as places, self._transaction():
-            live, empty = self._write(changes, groups, places, void)
+            live, empty = self._write(changes, groups, places, transaction.void_before)
         self._live.update(live)
         self._last = self._segments.number
         self._segments.remove(empty)
-        if self._problems is not None:
+        if self._problems:
             self._known_rows.update(row[1] for row in changes.items.values())
 
     def _write(
-        self, changes: Changes, groups: Groups, places: Mapping[int, Place], void: Collection[int]
+        self, changes: Changes, groups: Groups, places: Mapping[int, Place], void_before: int | None
     ) -> tuple[Counter[int], list[int]]:
         """Returns the change of the bytes named by segment, and the segments of which nothing is named any more."""
         db, now = self._db, time.time()
         live = self._remove(changes.discarded)
-        db.executemany(ITEM, [(*row, now) for row in changes.items.values()])
+        db.executemany(sql.ITEM, [(*row, now) for row in changes.items.values()])
         db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
-        live.update(self._write_groups(changes.facts, groups, places))
+        live.update(self._write_groups(changes.sample_stats, groups, places))
         for version, trained in sorted(changes.batches.items()):
-            db.execute(BATCH, (version, trained, now))
-            db.execute(TRAINED, (version, trained, now))
-        db.executemany(TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
+            db.execute(sql.BATCH, (version, trained, now))
+            db.execute(sql.TRAINED, (version, trained, now))
+        db.executemany(sql.TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
-        live.update(self._remove(void))
+        if void_before is not None:
+            live.update(self._remove([item for (item,) in db.execute(sql.VOID, [void_before])]))
         ends = {place.segment: place.position + sum(map(len, groups[item])) for item, place in places.items()}
         return live, self._count(live, ends)
 
-    def samples(self, item: int) -> list[bytes]:
-        """The packed samples of a group, in order; empty if it has none or they were removed."""
-        return [data for data, _ in self.group(item)]
-
     def group(self, item: int) -> list[tuple[bytes, SampleStats]]:
-        """The packed samples of a group, in order, each with its facts; empty as above. Raises OSError."""
-        rows = self._db.execute(GROUP, [item]).fetchall()
+        """The packed samples of a group, in order, each with its figures; empty if it has none or they were removed.
+
+        Raises OSError.
+        """
+        rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if not rows or rows[0][0] is None:
             return []
         samples = self._segments.read(Place(*rows[0][:2]), [row[2] for row in rows])
-        facts = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
-        return list(zip(samples, facts, strict=True))
+        stats = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
+        return list(zip(samples, stats, strict=True))
 
-    def sizes(self) -> dict[int, int]:
-        """Bytes of samples by item."""
-        query = "SELECT item, bytes FROM items WHERE bytes AND (batch = -1 OR batch >= ?)"
-        oldest = self._db.execute("SELECT value FROM meta WHERE name = 'oldest'").fetchone() or (0,)
-        return dict(self._db.execute(query, oldest))
+    def untrained_bytes(self) -> dict[int, int]:
+        """Bytes of samples that are yet to be trained, by item."""
+        return dict(self._db.execute(sql.UNTRAINED))
 
     def close(self) -> None:
         """Leave one complete file behind and let go of it."""
@@ -177,12 +176,10 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _shorten(self) -> None:
+    def _shorten_log(self) -> None:
         # with a reader there, or a full disk, the log stays and is as good
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -199,33 +196,33 @@ class Store:
         return freed
 
     def _write_groups(
-        self, facts: Mapping[int, Sequence[SampleStats]], groups: Groups, places: Mapping[int, Place]
+        self, accepted: Mapping[int, Sequence[SampleStats]], groups: Groups, places: Mapping[int, Place]
     ) -> Counter[int]:
-        """Name the samples of `facts`, at their places if they came with any; returns the bytes by segment."""
+        """Name the samples that were accepted, at their places if they came with any; returns the bytes by segment."""
         rows, sizes, named = list[tuple[Any, ...]](), list[tuple[int, int]](), Counter[int]()
-        for item, samples in facts.items():
+        for item, samples in accepted.items():
             segment, position = places.get(item, (None, None))
             lengths: Sequence[int | None] = [len(data) for data in groups.get(item, ())] or [None] * len(samples)
-            for index, (fact, length) in enumerate(zip(samples, lengths, strict=True)):
-                rows.append((item, index, *fact.row_values(), segment, position, length))
+            for index, (stats, length) in enumerate(zip(samples, lengths, strict=True)):
+                rows.append((item, index, *stats.row_values(), segment, position, length))
                 if segment is not None and position is not None and length is not None:
                     named[segment] += length
                     position += length
             sizes.append((sum(length or 0 for length in lengths), item))
-        self._db.executemany(SAMPLE, rows)
+        self._db.executemany(sql.SAMPLE, rows)
         self._db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
         return named
 
     def _count(self, live: Counter[int], ends: Mapping[int, int]) -> list[int]:
         """Write down what has changed of the segments; returns those of which nothing is named any more."""
-        self._db.executemany(SEGMENT, [(number, ends.get(number, 0), live[number]) for number in {*live, *ends}])
+        self._db.executemany(sql.SEGMENT, [(number, ends.get(number, 0), live[number]) for number in {*live, *ends}])
         closed = {*live, self._last} - {self._segments.number}
         empty = [number for number in closed if not self._live[number] + live[number]]
         self._db.executemany("DELETE FROM segments WHERE segment = ?", [(number,) for number in empty])
         return empty
 
     def _new_problems(self, changes: Changes) -> list[tuple[int, str]]:
-        if self._problems is None:
+        if not self._problems:
             return []
         rows = {int(row[1]) for row in changes.items.values()} - self._known_rows
         return [(row, json.dumps(self._problems[row], ensure_ascii=False, default=repr)) for row in rows]
@@ -253,18 +250,21 @@ def reading(path: Path) -> sqlite3.Connection:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         with ExitStack() as refused:
             refused.callback(db.close)
-            if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+            if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
                 raise StoreError(f"{path}: not the file of a Headrace buffer")
-            _of_schema(db.execute("PRAGMA user_version").fetchone()[0], path)
+            _require_schema(db.execute("PRAGMA user_version").fetchone()[0], path)
             refused.pop_all()
     folder = segments.folder_of(path)
     db.create_function("data_of", 3, lambda segment, *at: segment and _data(folder, segment, *at))
     return db
 
 
-def _of_schema(schema: int, path: Path | None) -> None:
-    if schema != SCHEMA:
-        raise StoreError(f"buffer.path {path}: schema {schema}, known is {SCHEMA}; use the Headrace that wrote it")
+def _require_schema(schema: int, path: Path | None) -> None:
+    if schema != sql.SCHEMA:
+        raise StoreError(
+            f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
+            "the Headrace that wrote it, or choose another run.name"
+        )
 
 
 def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:

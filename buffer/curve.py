@@ -23,7 +23,7 @@ class KeysError(ValueError):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What the buffer needs: its own pair, and the one client key it lets in."""
+    """The buffer's: its own pair, and the one client key it lets in."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -36,7 +36,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What everybody else needs: the buffer's public key and the run's client pair."""
+    """Every other process's: the buffer's public key and the run's client pair."""
 
     server_public: bytes
     public: bytes
