@@ -4,6 +4,7 @@ Lengths are counted with everything, so that a loss of long answers shows: compa
 dropped samples (`State.lengths`). Part of the ledger (`state.py`); stored in the table `totals`.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from buffer.ledger.types import Lengths
@@ -22,31 +23,29 @@ class Totals:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[tuple[str, str], Lengths] = {}
+        self._totals: dict[str, dict[str, Lengths]] = defaultdict(dict)
         self._changed: set[tuple[str, str]] = set()
 
     def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
-        """Count one group more, or with `times=-1` one less; returns the `which` it was counted under."""
-        if what in ("dropped", "discarded", "failed"):
-            which = self._reason(what, which)
-        key = (what, which)
-        self._totals[key] = self._totals.get(key, Lengths()).plus(lengths, times)
-        self._changed.add(key)
-        return which
+        """Count one group more, or with `times=-1` one less; returns the `which` it was counted under.
 
-    def _reason(self, what: str, reason: str) -> str:
-        """Reasons are written by users' reward functions: cut to one line each, and to a bounded number of them."""
-        line = (reason.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
-        known = (what, line) in self._totals
-        return line if known or sum(kind == what for kind, _ in self._totals) < MANY_REASONS else OTHER
+        Reasons come from users' reward functions: they are cut to one line each, and to a bounded number of them.
+        """
+        known = self._totals[what]
+        if what in ("dropped", "discarded", "failed"):
+            which = (which.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
+            which = which if which in known or len(known) < MANY_REASONS else OTHER
+        known[which] = known.get(which, Lengths()).plus(lengths, times)
+        self._changed.add((what, which))
+        return which
 
     def by(self, what: str) -> dict[str, Lengths]:
         """The totals of `what`. Example: `by("dropped")` -> `{"zero variance": Lengths(groups=3, ...)}`."""
-        return {which: lengths for (kind, which), lengths in self._totals.items() if kind == what and lengths.groups}
+        return {which: lengths for which, lengths in self._totals[what].items() if lengths.groups}
 
     def groups(self, what: str) -> int:
         """The number of groups, or of failed attempts, over all of `what`."""
-        return sum(lengths.groups for lengths in self.by(what).values())
+        return sum(lengths.groups for lengths in self._totals[what].values())
 
     def lengths(self) -> dict[str, Lengths]:
         """What became of the samples: by `generated`, `trained`, `dropped: REASON`, `discarded: REASON`."""
@@ -56,8 +55,9 @@ class Totals:
     def drain(self) -> dict[tuple[str, str], Lengths]:
         """The totals that changed since the last call."""
         changed, self._changed = self._changed, set()
-        return {key: self._totals[key] for key in changed}
+        return {(what, which): self._totals[what][which] for what, which in changed}
 
     def restore(self, totals: Mapping[tuple[str, str], Lengths]) -> None:
         """Continue from what the store kept."""
-        self._totals = dict(totals)
+        for (what, which), lengths in totals.items():
+            self._totals[what][which] = lengths

@@ -175,8 +175,9 @@ class Handlers:
                     self.ledger.leave(peer.key, "its server was restarted", now)
 
     def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
-        known = self.weights is None or self.weights == where.known
-        return None if known else protocol.WeightsAddress(address=self.weights)
+        if self.weights is None or self.weights == where.known:
+            return None
+        return protocol.WeightsAddress(address=self.weights)
 
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
         leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
