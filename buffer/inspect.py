@@ -148,7 +148,7 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes)
         FROM samples s JOIN items i ON s.item = i.item LEFT JOIN problems p ON i.row = p.row
-        WHERE segment IS NOT NULL ORDER BY s.item, s.idx"""
+        ORDER BY s.item, s.idx"""
     number, draft = 0, out.with_name(f".{out.name}.part")
     with pq.ParquetWriter(draft, COLUMNS) as writer:
         rows = db.execute(query)

@@ -111,7 +111,7 @@ class LedgerState:
         self.recent_failures[self.totals.add("failed", Lengths(groups=1), f"{kind}: {reason.strip()}")] += 1
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0) -> None:
-        """Leased -> waiting, until `elsewhere_until` for other servers: the attempt failed, or the item was returned."""
+        """Leased -> waiting, until `elsewhere_until` for other servers: the attempt failed, or it was returned."""
         self._unlease(item, reason)
         item.elsewhere_until = elsewhere_until
         self.pool.wait(item)

@@ -37,10 +37,12 @@ CREATE INDEX items_by_batch ON items (batch);
 CREATE INDEX items_with_samples ON items (batch) WHERE bytes > 0;
 CREATE TABLE samples (
     item INTEGER NOT NULL, idx INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
-    reward REAL NOT NULL, truncated INTEGER NOT NULL, segment INTEGER, position INTEGER, bytes INTEGER,
+    reward REAL NOT NULL, truncated INTEGER NOT NULL,
+    segment INTEGER NOT NULL, position INTEGER NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (item, idx)
 ) WITHOUT ROWID;
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, size INTEGER NOT NULL, live INTEGER NOT NULL);
+CREATE INDEX empty_segments ON segments (segment) WHERE live = 0;
 CREATE TABLE batches (version INTEGER PRIMARY KEY, trained INTEGER NOT NULL, formed_at REAL, trained_at REAL);
 CREATE TABLE totals (
     what TEXT NOT NULL, which TEXT NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
@@ -73,6 +75,11 @@ SEGMENT = """
 INSERT INTO segments VALUES (?1, ?2, ?3)
 ON CONFLICT (segment) DO UPDATE SET size = MAX(size, ?2), live = live + ?3
 """
+FREE = """
+UPDATE segments SET live = live - (SELECT bytes FROM items WHERE item = ?1)
+WHERE segment = (SELECT segment FROM samples WHERE item = ?1 LIMIT 1)
+"""
+EMPTY = "SELECT segment FROM segments WHERE live = 0 AND segment <> ?"
 TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
 BATCH = """
 INSERT INTO batches VALUES (?1, ?2, ?3, CASE WHEN ?2 THEN ?3 END)

@@ -9,8 +9,7 @@ import json
 import os
 import sqlite3
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,7 @@ class Store:
             self._open(fsync)
             self._require_same("fingerprint", fingerprint, "config")
             self._require_same("problems_sha256", digest, "problems")
-            self._live = Counter[int]()
-            """Bytes of each segment that are named."""
             self._segments = self._opened_segments(fsync)
-            self._last = self._segments.number
             ends.callback(self._segments.close)
             self._known_rows = {row for (row,) in self._db.execute("SELECT row FROM problems")}
             ends.callback(self._shorten_log)
@@ -98,7 +94,6 @@ class Store:
             return InMemory()
         known = {number: (size, live) for number, size, live in self._db.execute("SELECT * FROM segments")}
         number = max(known, default=1)
-        self._live.update({each: live for each, (_, live) in known.items()})
         found = Segments(segments.folder_of(self.path), number, known.get(number, (0, 0))[0], fsync)
         if lost := found.missing({number: size for number, (size, live) in known.items() if live}):
             raise StoreError(
@@ -127,31 +122,40 @@ class Store:
         changes, payloads = transaction.changes, transaction.payloads
         groups = {item: payloads[item] for item in changes.sample_stats if item in payloads}
         with self._segments.appended(groups) as places, self._transaction():
-            live, empty = self._write(changes, groups, places, transaction.void_before)
-        self._live.update(live)
-        self._last = self._segments.number
-        self._segments.remove(empty)
+            self._write(changes, groups, places)
+            if transaction.void_before is not None:
+                self._remove(item for (item,) in self._db.execute(sql.VOID, [transaction.void_before]).fetchall())
+            empty = self._db.execute(sql.EMPTY, [self._segments.number]).fetchall()
+            self._db.executemany("DELETE FROM segments WHERE segment = ?", empty)
+        self._segments.remove([number for (number,) in empty])
         if self._problems:
             self._known_rows.update(row[1] for row in changes.items.values())
 
-    def _write(
-        self, changes: Changes, groups: Groups, places: Mapping[int, Place], void_before: int | None
-    ) -> tuple[Counter[int], list[int]]:
-        """Returns the change of the bytes named by segment, and the segments of which nothing is named any more."""
+    def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()
-        live = self._remove(changes.discarded)
+        self._remove(changes.discarded)
         db.executemany(sql.ITEM, [(*row, now) for row in changes.items.values()])
         db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
-        live.update(self._write_groups(changes.sample_stats, groups, places))
+        for item, samples in groups.items():
+            segment, position = places[item]
+            stats, rows = changes.sample_stats[item], list[tuple[Any, ...]]()
+            for index, (stat, data) in enumerate(zip(stats, samples, strict=True)):
+                rows.append((item, index, *stat.row_values(), segment, position, len(data)))
+                position += len(data)
+            db.executemany(sql.SAMPLE, rows)
+            db.execute(sql.SEGMENT, (segment, position, position - places[item].position))
+            db.execute("UPDATE items SET bytes = ? WHERE item = ?", (position - places[item].position, item))
         for version, trained in sorted(changes.batches.items()):
             db.execute(sql.BATCH, (version, trained, now))
             db.execute(sql.TRAINED, (version, trained, now))
         db.executemany(sql.TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
-        if void_before is not None:
-            live.update(self._remove([item for (item,) in db.execute(sql.VOID, [void_before])]))
-        ends = {place.segment: place.position + sum(map(len, groups[item])) for item, place in places.items()}
-        return live, self._count(live, ends)
+
+    def _remove(self, items: Iterable[int]) -> None:
+        """Name their samples no longer."""
+        rows = [(item,) for item in items]
+        for statement in (sql.FREE, "DELETE FROM samples WHERE item = ?", "UPDATE items SET bytes = 0 WHERE item = ?"):
+            self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[tuple[bytes, SampleStats]]:
         """The packed samples of a group, in order, each with its figures; empty if it has none or they were removed.
@@ -159,7 +163,7 @@ class Store:
         Raises OSError.
         """
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
-        if not rows or rows[0][0] is None:
+        if not rows:
             return []
         samples = self._segments.read(Place(*rows[0][:2]), [row[2] for row in rows])
         stats = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
@@ -183,43 +187,6 @@ class Store:
         # with a reader there, or a full disk, the log stays and is as good
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def _remove(self, items: Collection[int]) -> Counter[int]:
-        """Name their samples no more; returns by how many bytes less each segment is named (negative)."""
-        rows, freed = [(item,) for item in items], Counter[int]()
-        for row in rows:
-            for segment, size in self._db.execute("SELECT segment, bytes FROM samples WHERE item = ?", row):
-                if segment is not None:
-                    freed[segment] -= size
-        self._db.executemany("DELETE FROM samples WHERE item = ?", rows)
-        self._db.executemany("UPDATE items SET bytes = 0 WHERE item = ?", rows)
-        return freed
-
-    def _write_groups(
-        self, accepted: Mapping[int, Sequence[SampleStats]], groups: Groups, places: Mapping[int, Place]
-    ) -> Counter[int]:
-        """Name the samples that were accepted, at their places if they came with any; returns the bytes by segment."""
-        rows, sizes, named = list[tuple[Any, ...]](), list[tuple[int, int]](), Counter[int]()
-        for item, samples in accepted.items():
-            segment, position = places.get(item, (None, None))
-            lengths: Sequence[int | None] = [len(data) for data in groups.get(item, ())] or [None] * len(samples)
-            for index, (stats, length) in enumerate(zip(samples, lengths, strict=True)):
-                rows.append((item, index, *stats.row_values(), segment, position, length))
-                if segment is not None and position is not None and length is not None:
-                    named[segment] += length
-                    position += length
-            sizes.append((sum(length or 0 for length in lengths), item))
-        self._db.executemany(sql.SAMPLE, rows)
-        self._db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
-        return named
-
-    def _count(self, live: Counter[int], ends: Mapping[int, int]) -> list[int]:
-        """Write down what has changed of the segments; returns those of which nothing is named any more."""
-        self._db.executemany(sql.SEGMENT, [(number, ends.get(number, 0), live[number]) for number in {*live, *ends}])
-        closed = {*live, self._last} - {self._segments.number}
-        empty = [number for number in closed if not self._live[number] + live[number]]
-        self._db.executemany("DELETE FROM segments WHERE segment = ?", [(number,) for number in empty])
-        return empty
 
     def _new_problems(self, changes: Changes) -> list[tuple[int, str]]:
         if not self._problems:

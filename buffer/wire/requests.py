@@ -13,7 +13,7 @@ from pathlib import Path
 
 from buffer.ledger.types import Transaction
 from buffer.wire import protocol
-from buffer.wire.handlers import Handlers, Peer
+from buffer.wire.handlers import Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, unpack
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,9 @@ class PendingRequests:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error))
             return
-        request = PendingRequest(identity, number, message, now)
-        if isinstance(message, protocol.Hello):
-            self._hello(request, message, now)
-        elif peer := self.handlers.peers.get(identity):
+        if peer := self.handlers.peers.get(identity):
             peer.heard = now
-            self._try(self._replace_older(request), peer, now)
-        else:
-            self._answer(request, protocol.NotRegistered())
+        self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
@@ -77,8 +72,8 @@ class PendingRequests:
         while self._tried != self.handlers.revision:
             self._tried = self.handlers.revision
             for request in list(self._parked.values()):
-                if peer := self.handlers.peers.get(request.identity):
-                    self._try(request, peer, now)
+                if request.identity in self.handlers.peers:
+                    self._try(request, now)
                 else:
                     self._unpark(request)  # its process was replaced
 
@@ -107,12 +102,6 @@ class PendingRequests:
             limit = self.max_message / 2**20
             raise ValueError(f"message of {len(frames[1]) / 2**20:.1f} MiB exceeds buffer.max_message_mib ({limit:g})")
 
-    def _hello(self, request: PendingRequest, hello: protocol.Hello, now: float) -> None:
-        try:
-            self._answer(request, self.handlers.hello(request.identity, hello, now))
-        except ValueError as error:
-            self._refuse(request.identity, request.number, "Hello", str(error))
-
     def _replace_older(self, request: PendingRequest) -> PendingRequest:
         """A repeated request keeps its place; a newer Ask takes the place of the older one, which gets empty Work."""
         older = self._parked.get(request.key)
@@ -126,12 +115,9 @@ class PendingRequests:
         self._answer(older, protocol.Work(items=[]))
         return request
 
-    def _try(self, request: PendingRequest, peer: Peer, now: float) -> None:
+    def _try(self, request: PendingRequest, now: float) -> None:
         try:
-            if isinstance(request.message, protocol.Status):
-                answer: Message | None = self._state(now)
-            else:
-                answer = self.handlers.answer(peer, request.number, request.message, now)
+            answer = self._handle(request, now)
         except ValueError as error:
             self._unpark(request)
             self._refuse(request.identity, request.number, request.kind, str(error))
@@ -141,6 +127,16 @@ class PendingRequests:
         else:
             self._unpark(request)
             self._answer(request, answer)
+
+    def _handle(self, request: PendingRequest, now: float) -> Message | None:
+        if isinstance(request.message, protocol.Hello):
+            return self.handlers.hello(request.identity, request.message, now)
+        peer = self.handlers.peers.get(request.identity)
+        if peer is None:
+            return protocol.NotRegistered()
+        if isinstance(request.message, protocol.Status):
+            return self._state(now)
+        return self.handlers.answer(peer, request.number, request.message, now)
 
     def _park(self, request: PendingRequest) -> None:
         self._parked[request.key] = request

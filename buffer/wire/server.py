@@ -1,10 +1,10 @@
 """The buffer's socket: a ZeroMQ ROUTER in one event loop, in front of `requests.py`. Run by `python -m buffer`.
 
 Waits for messages, for the next lease to end, or for the disk. It reads all messages that are there, applies them to
-the pending requests, commits what they changed in one transaction, and only then sends the answers: what is acknowledged
-is on disk. Messages that arrive meanwhile wait in ZeroMQ's queues for the next commit. The commit runs in the event
-loop: in a thread of its own it was slower, because between two waits for the disk it holds the GIL. While the disk is
-full, nothing is received or answered, and the commit is tried again until there is room.
+the pending requests, commits what they changed in one transaction, and only then sends the answers: what is
+acknowledged is on disk. Messages that arrive meanwhile wait in ZeroMQ's queues for the next commit. The commit runs in
+the event loop: in a thread of its own it was slower, because between two waits for the disk it holds the GIL. While the
+disk is full, nothing is received or answered, and the commit is tried again until there is room.
 """
 
 import asyncio
