@@ -66,7 +66,7 @@ class Store:
             raise StoreError(f"buffer.path {where}: an SQLite file of another program; name another file")
         if not new:
             _require_schema(schema, where)
-        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what is removed
+        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
@@ -78,7 +78,7 @@ class Store:
                 db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
 
     def _require_same(self, name: str, value: str, what: str) -> None:
-        """Refuse a file that was begun with another `value`; an empty one is not asked about."""
+        """Refuse a file that was begun with another `value`; an empty value is not compared."""
         known = self._db.execute("SELECT value FROM meta WHERE name = ?", [name]).fetchone()
         if known and value and known[0] != value:
             raise StoreError(
@@ -89,7 +89,7 @@ class Store:
             self._db.execute("INSERT INTO meta VALUES (?, ?)", [name, value])
 
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
-        """Raises StoreError where samples are named that are not there."""
+        """Raises StoreError if a file that holds named samples is missing."""
         if not self.path:
             return InMemory()
         known = {number: (size, live) for number, size, live in self._db.execute("SELECT * FROM segments")}
@@ -174,7 +174,7 @@ class Store:
         return dict(self._db.execute(sql.UNTRAINED))
 
     def close(self) -> None:
-        """Leave one complete file behind and let go of it."""
+        """Leave one complete file behind and release the lock."""
         self._ends.close()
 
     def __enter__(self) -> "Store":
@@ -184,7 +184,7 @@ class Store:
         self.close()
 
     def _shorten_log(self) -> None:
-        # with a reader there, or a full disk, the log stays and is as good
+        # with a reader, or a full disk, the log stays, which is as good
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -244,7 +244,7 @@ def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:
 
 @contextmanager
 def _explained(path: Path | None) -> Iterator[None]:
-    """Say in words what SQLite finds wrong with a file when it is opened or read back."""
+    """Turn SQLite's errors about a file into a StoreError with the remedy."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -253,7 +253,7 @@ def _explained(path: Path | None) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Keep other buffers out; ends with the process. Beside the file, as closing that would end SQLite's own locks."""
+    """Lock out other buffers until this process ends, in another file: closing this one would end SQLite's own locks."""
     beside = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Cutting a batch into one part for each learner rank, balanced by tokens. Pure; used by `handlers.py`."""
+"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `handlers.py`."""
 
 import heapq
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from buffer.wire.protocol import Part
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
     """Positions of samples for each of `world` ranks: longest first, each to the rank with the fewest tokens so far.
 
-    The same input gives every rank, at every repetition, the same cut. No rank exceeds the mean by more than one
+    The same input gives every rank, at every repetition, the same split. No rank exceeds the mean by more than one
     sample. Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`
     """
     ranks: list[list[int]] = [[] for _ in range(world)]

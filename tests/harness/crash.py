@@ -1,11 +1,11 @@
-"""Kills a writing process at each of its system calls, one after the other, and looks at what it left.
+"""Kills a writing process at each of its system calls, one after the other, and checks what it left.
 
     python tests/harness/crash.py FOLDER     prints JSON: by transition, how often the old and the new state were found
 
-Run by tests/buffer/store/test_sqlite.py, in a process of its own because it forks. The process under test lets itself be traced (ptrace)
-from the moment its transition begins: it stops at every entry into the kernel, and at the n-th it dies by SIGKILL,
-before the call is made. n goes up until the transition gets through. So every state of the files that a killed
-process can leave is looked at, not a sample of them. What a power cut would leave in addition (writes the disk lost or
+Run by tests/buffer/store/test_sqlite.py, in a process of its own because it forks. The process under test lets itself
+be traced (ptrace) from the beginning of its transition: it stops at every entry into the kernel, and at the n-th it
+dies by SIGKILL, before the call is made. n goes up until the transition completes. So every state of the files that a killed
+process can leave is checked, not a sample of them. What a power cut would leave in addition (writes the disk lost or
 reordered) is not tested here: that is what `fsync` is for.
 """
 

@@ -385,7 +385,8 @@ def test_a_file_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, sch
 
 def test_two_buffers_cannot_have_one_file_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
-    hold = "import sys, time; from pathlib import Path; from buffer.store.sqlite import Store; s = Store(Path(sys.argv[1]));"
+    hold = "import sys, time; from pathlib import Path; from buffer.store.sqlite import Store;"
+    hold += "s = Store(Path(sys.argv[1]));"
     hold += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", hold, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
