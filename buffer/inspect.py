@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def opened(words: Sequence[str]) -> sqlite3.Connection:
-    """The ledger's file of a run, found by its folder, or config files and overrides. Raises LedgerError without one."""
+    """The ledger's file of a run, found by its folder, or config files and overrides. Raises LedgerError if none."""
     first = Path(words[0])
     config = load.read(
         [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words, "python -m buffer COMMAND"

@@ -136,15 +136,18 @@ class Store:
         self._remove(changes.discarded)
         db.executemany(sql.ITEM, [(*row, now) for row in changes.items.values()])
         db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
+        rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
         for item, samples in groups.items():
             segment, position = places[item]
-            stats, rows = changes.sample_stats[item], list[tuple[Any, ...]]()
-            for index, (stat, data) in enumerate(zip(stats, samples, strict=True)):
-                rows.append((item, index, *stat.row_values(), segment, position, len(data)))
+            for index, (stats, data) in enumerate(zip(changes.sample_stats[item], samples, strict=True)):
+                rows.append((item, index, *stats.row_values(), segment, position, len(data)))
                 position += len(data)
-            db.executemany(sql.SAMPLE, rows)
-            db.execute(sql.SEGMENT, (segment, position, position - places[item].position))
-            db.execute("UPDATE items SET bytes = ? WHERE item = ?", (position - places[item].position, item))
+            size = position - places[item].position
+            ends.append((segment, position, size))
+            sizes.append((size, item))
+        db.executemany(sql.SAMPLE, rows)
+        db.executemany(sql.SEGMENT, ends)
+        db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
         for version, trained in sorted(changes.batches.items()):
             db.execute(sql.BATCH, (version, trained, now))
             db.execute(sql.TRAINED, (version, trained, now))
@@ -253,7 +256,7 @@ def _explained(path: Path | None) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Lock out other buffers until this process ends, in another file: closing this one would end SQLite's own locks."""
+    """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
     beside = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

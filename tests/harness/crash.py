@@ -4,9 +4,9 @@
 
 Run by tests/buffer/store/test_sqlite.py, in a process of its own because it forks. The process under test lets itself
 be traced (ptrace) from the beginning of its transition: it stops at every entry into the kernel, and at the n-th it
-dies by SIGKILL, before the call is made. n goes up until the transition completes. So every state of the files that a killed
-process can leave is checked, not a sample of them. What a power cut would leave in addition (writes the disk lost or
-reordered) is not tested here: that is what `fsync` is for.
+dies by SIGKILL, before the call is made. n goes up until the transition completes. So every state of the files that a
+killed process can leave is checked, not a sample of them. What a power cut would leave in addition (writes the disk
+lost or reordered) is not tested here: that is what `fsync` is for.
 """
 
 import ctypes
