@@ -1,6 +1,6 @@
-"""The problems of a run: the rows of its data file, as they are. Read once at the start of `python -m buffer`.
+"""The problems of a run: the rows of its data file, unchanged. Read once at the start of `python -m buffer`.
 
-Rows keep all their columns; what a row means (prompt, reward) is for the rollout servers to say. Accepted are TinyZero
+Rows keep all their columns; the rollout servers interpret them (prompt, reward). Accepted are TinyZero
 and verl rows, `{data_source, prompt, ability, reward_model: {ground_truth}, extra_info}`, and EasyR1 rows,
 `{problem, answer}`.
 """
@@ -32,7 +32,7 @@ class ProblemsError(ConfigError):
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """The rows, each made when it is asked for and all of Python's own types, as MessagePack takes them.
+    """The rows, each converted when it is read, with Python's built-in types only, as MessagePack takes them.
 
     Example: `problems[0]` -> `{"problem": "1 + 1 = ?", "answer": "2"}`
     """
@@ -79,15 +79,17 @@ def _parquet(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any
         table = pq.read_table(path)
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
-        raise ProblemsError(f"{where}: not a readable parquet file ({line}); write it anew") from None
-    needed = _columns(table.column_names, where)
+        raise ProblemsError(f"{where}: not a readable parquet file ({line}); write it again") from None
+    needed = _required_columns(table.column_names, where)
     for name in needed:
-        _filled(table.column(name), name, where)
+        _require_filled(table.column(name), name, where)
     if needed == ACCEPTED["TinyZero/verl"]:
         kind = table.schema.field("reward_model").type
         if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
             raise ProblemsError(f"{where}: reward_model is {kind}, not a struct with ground_truth")
-        _filled(pc.struct_field(table.column("reward_model"), "ground_truth"), "reward_model.ground_truth", where)
+        _require_filled(
+            pc.struct_field(table.column("reward_model"), "ground_truth"), "reward_model.ground_truth", where
+        )
     if IMAGES in table.column_names:
         for number, images in enumerate(table.column(IMAGES).to_pylist()):
             _no_images(images, f"{where}: row {number}")
@@ -95,7 +97,7 @@ def _parquet(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any
     return table.num_rows, lambda index: _plain(table.slice(index, 1).to_pylist()[0])
 
 
-def _filled(column: pa.ChunkedArray, name: str, where: str) -> None:
+def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
     if column.null_count:
         first = pc.index(column.is_null(), True).as_py()
         raise ProblemsError(f"{where}: row {first}: {name} is empty; fill it, or leave the row out")
@@ -105,7 +107,7 @@ def _jsonl(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any]]
     lines: list[bytes] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
-            _judge(line, f"{where}: line {number}")
+            _check_line(line, f"{where}: line {number}")
             lines.append(line)
 
     def row(index: int) -> dict[str, Any]:
@@ -114,14 +116,14 @@ def _jsonl(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any]]
     return len(lines), row
 
 
-def _judge(line: bytes, where: str) -> None:
+def _check_line(line: bytes, where: str) -> None:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ProblemsError(f"{where}: not JSON ({error}); write one object a line") from None
+        raise ProblemsError(f"{where}: not JSON ({error}); write one object per line") from None
     if not isinstance(row, dict):
-        raise ProblemsError(f"{where}: not an object of columns; write one object a line")
-    needed = _columns(list(row), where)
+        raise ProblemsError(f"{where}: not an object of columns; write one object per line")
+    needed = _required_columns(list(row), where)
     for name in needed:
         if row[name] is None:
             raise ProblemsError(f"{where}: {name} is empty; fill it, or leave the line out")
@@ -131,8 +133,8 @@ def _judge(line: bytes, where: str) -> None:
     _no_images(row.get(IMAGES), where)
 
 
-def _columns(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """The needed columns that the file has."""
+def _required_columns(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """The required columns, of the first accepted format that the file has."""
     for needed in ACCEPTED.values():
         if set(needed) <= set(names):
             return needed

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from buffer.curve import ClientKeys, KeysError, client_keys_for, server_keys_for
 from buffer.wire.client import LearnerClient, RefusedError
-from buffer.wire.curve import ClientKeys, KeysError, client_keys_for, server_keys_for
 from configs import load
 from configs.checks import check
 from configs.schema import Config

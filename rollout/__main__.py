@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
-from buffer.wire.curve import KeysError, client_keys_for
 from configs.checks import check
 from configs.load import fingerprint, read
 from configs.schema import Config

@@ -11,7 +11,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from buffer.wire.protocol import Sample, WorkItem
+from buffer.wire.protocol import WorkItem
+from buffer.wire.sample import Sample
 from rollout.interfaces import Episodes, Samples
 
 log = logging.getLogger(__name__)

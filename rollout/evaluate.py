@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import uvloop
 
 from buffer.problems import load_problems
-from buffer.wire.protocol import Sample
+from buffer.wire.sample import Sample
 from configs.checks import check
 from configs.load import ConfigError, read
 from configs.schema import Config

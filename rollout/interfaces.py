@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from buffer.wire.protocol import Sample, WorkItem
+from buffer.wire.protocol import WorkItem
+from buffer.wire.sample import Sample
 from rollout.rewards import Answer, Score
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from buffer.wire.curve import split
+from buffer.curve import split
 
 PACKAGES = (
     *("torch", "torchvision", "torchaudio", "torchcodec", "flash-attn", "flash-attn-4"),

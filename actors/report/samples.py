@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.store.sqlite import reading
-from buffer.wire.protocol import Sample
+from buffer.wire.sample import Sample
 
 FIRST = """
 SELECT batch, problem, data_of(segment, position, bytes), reward FROM (

@@ -18,7 +18,7 @@ from actors.supervise.keeper import BAD_INPUT, Process, Role
 from actors.supervise.ray_cluster import Ray
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
-from buffer.wire.curve import KeysError, is_loopback, make_keys, split
+from buffer.curve import KeysError, is_loopback, make_keys, split
 from configs.checks import check
 from configs.explain import explain
 from configs.load import ConfigError, read, write

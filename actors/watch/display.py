@@ -20,8 +20,8 @@ from rich.text import Text
 from actors.supervise.keeper import Event, Process
 from actors.watch.metrics_log import Record, Records
 from actors.watch.status import Wait, silent, waits
+from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError
-from buffer.wire.curve import KeysError, client_keys_for
 from buffer.wire.protocol import State, Status
 from configs.schema import Config
 

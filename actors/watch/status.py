@@ -17,8 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.watch.metrics_log import Records
+from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError
-from buffer.wire.curve import KeysError, client_keys_for
 from buffer.wire.protocol import State, Status, Waiter
 from configs.load import ConfigError, load
 from configs.schema import Config

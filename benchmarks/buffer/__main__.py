@@ -1,8 +1,9 @@
-"""Samples through the buffer, from Put to Take, durable: against Redis Streams, Ray's queue and bare pyzmq.
+"""Throughput and latency of samples through the buffer, from Put to Take, durable: against Redis Streams, Ray's queue
+and bare pyzmq.
 
 `python -m benchmarks.buffer [--seconds 10] [--only ours,zmq,redis,ray,latency,open,clients]` prints one table and
 writes `benchmarks/results/buffer.json` and `buffer.png`. Groups of 8 samples of 1,000 tokens; every contender moves the
-same bytes. A contender that is not installed is named as absent, never left out silently.
+same bytes. A contender that is not installed is reported as absent.
 """
 
 import argparse
@@ -99,7 +100,7 @@ async def _put_with_open(address: str, print_: str, num_open: int, seconds: floa
             items += await samples.ask(min(1000, num_open + 64 - len(items))) or []
         began, number = time.perf_counter(), 0
         while number < 64 and time.perf_counter() - began < seconds:
-            put = Put(server=client.name, item=items[number].item, lease=items[number].lease, samples=packed())
+            put = Put(item=items[number].item, lease=items[number].lease, samples=packed())
             await client.expect(put, Stored)
             number += 1
         return (time.perf_counter() - began) / number
@@ -109,7 +110,7 @@ async def _put_with_open(address: str, print_: str, num_open: int, seconds: floa
 
 
 def rows(seconds: float, only: set[str]) -> Iterator[dict[str, Any]]:
-    """One row a measurement, ours first; later rows refer to it. Contenders take turns, ROUNDS each: medians."""
+    """One row per measurement, ours first; later rows refer to it. Contenders take turns, ROUNDS each: medians."""
     peers: dict[str, tuple[str, Callable[[float], float | str]]] = {
         "zmq": ("bare pyzmq PUSH/PULL (the limit, nothing durable)", bare_zmq),
         "redis": ("Redis Streams, appendfsync always, XACK, XDEL", redis_streams),
@@ -137,7 +138,7 @@ def rows(seconds: float, only: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def tokens_s(groups_s: Sequence[float | str]) -> float | str:
-    """The median as tokens a second; or the words in which a contender said that it is absent."""
+    """The median in tokens per second; or the reason why a contender is absent."""
     absent = next((rate for rate in groups_s if isinstance(rate, str)), None)
     return absent or SAMPLES * TOKENS * median(rate for rate in groups_s if not isinstance(rate, str))
 

@@ -1,7 +1,7 @@
-"""Both ends of the buffer for `benchmarks/buffer/__main__.py`: rollout servers and a learner without models, at full speed.
+"""Both ends of the buffer for `__main__.py`: rollout servers and a learner without models, at full speed.
 
-The servers are clients of one process; the learner is a process of its own (`python -m benchmarks.buffer.clients ADDRESS
-FINGERPRINT`), which prints a line `version groups` for each batch it got. Waits for the buffer; ends when killed.
+The servers are clients of one process; the learner is a process of its own (`python -m benchmarks.buffer.clients
+ADDRESS FINGERPRINT`), which prints a line `version groups` for each batch it got. It waits for the buffer until killed.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class GroupTraffic:
     """Seconds from Put to Stored."""
 
     async def run(self) -> float:
-        """Groups a second, Put to Take."""
+        """Groups per second, Put to Take."""
         words = ["-m", "benchmarks.buffer.clients", self.address, self.fingerprint]
         learner = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
         assert learner.stdout
@@ -85,28 +85,28 @@ class GroupTraffic:
             beating.cancel()
 
     async def put(self, samples: RolloutClient, item: WorkItem) -> None:
-        put = Put(server=samples.client.name, item=item.item, lease=item.lease, samples=packed(item.version))
+        put = Put(item=item.item, lease=item.lease, samples=packed(item.version))
         began = time.perf_counter()
         await samples.client.expect(put, Stored)
         samples.holding.discard(item.lease)
         self.puts.append(time.perf_counter() - began)
 
     async def listen(self, lines: asyncio.StreamReader) -> None:
-        """What the learner says."""
+        """Read the lines that the learner prints."""
         while line := await lines.readline():
             self.version, self.taken = map(int, line.split())
 
 
 async def learn(address: str, fingerprint: str) -> None:
-    """Take batch after batch, the word that one is trained under way meanwhile, as `buffer.client.LearnerClient` does."""
-    told, version, taken = None, 0, 0
+    """Take batch after batch without waiting for the answer to Trained, as `LearnerClient` does."""
+    trained, version, taken = None, 0, 0
     async with Connection(address, "learner-0", "learner", fingerprint) as client:
         while True:
             part = await client.expect(Take(version=version, rank=0, world=1), Part)
             version, taken = version + 1, taken + part.total_groups
-            if told:
-                await told
-            told = asyncio.create_task(client.expect(Trained(version=version - 1, oldest_kept=version - 1), Ack))
+            if trained:
+                await trained
+            trained = asyncio.create_task(client.expect(Trained(version=version - 1, oldest_kept=version - 1), Ack))
             print(version, taken, flush=True)
 
 

@@ -1,6 +1,6 @@
-"""What `benchmarks/buffer/__main__.py` compares with: bare pyzmq, Redis Streams, Ray's queue; and the groups that all move.
+"""What `__main__.py` compares with: bare pyzmq, Redis Streams, Ray's queue; and the groups that all of them move.
 
-Each contender runs for some seconds and returns groups a second, or in words why it is absent. Waits for its sender.
+Each contender runs for some seconds and returns groups per second, or why it is absent. Waits for its sender.
 """
 
 import shutil
@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import zmq
 
-from buffer.wire.protocol import Array, Sample
+from buffer.wire.message import Array
+from buffer.wire.sample import Sample
 
 SAMPLES, TOKENS, GROUPS = 8, 1000, 128
 IN_FLIGHT = 32
-"""Groups that a server has in the making, as `rollout.groups_in_flight`."""
+"""Groups in flight per server, as `rollout.groups_in_flight`."""
 
 
 @cache
 def arrays(version: int) -> dict[str, np.ndarray]:
-    """What a server has of a sample of half prompt, half answer."""
+    """The arrays of a sample of half prompt, half answer."""
     sampled = np.arange(TOKENS) >= TOKENS // 2
     return {
         "tokens": np.arange(TOKENS, dtype=np.int32),
@@ -54,7 +55,7 @@ def group(version: int = 0) -> list[Sample]:
 
 @cache
 def packed(version: int = 0) -> list[bytes]:
-    """The same, as it travels: packed once, so that every contender is timed on moving and keeping it."""
+    """The same, packed once, so that every contender is timed on moving and storing it."""
     return [sample.pack() for sample in group(version)]
 
 
@@ -108,7 +109,7 @@ def redis_streams(seconds: float) -> float | str:
 
 
 def redis_read(seconds: float) -> float | str:
-    """The same without consumer group, acknowledgement and removal: what is read may be lost, and memory only grows."""
+    """The same without consumer group, acknowledgement and deletion: groups can be lost, and memory only grows."""
     last = b"0"
 
     def take(client: Any) -> int:
@@ -172,7 +173,7 @@ def ray_queue(seconds: float) -> float | str:
 
 
 def _rate(take: Callable[[], int], seconds: float) -> float:
-    """Groups a second; `take` returns how many it took."""
+    """Groups per second; `take` returns how many it took."""
     take()
     began, number = time.monotonic(), 0
     while time.monotonic() - began < seconds:

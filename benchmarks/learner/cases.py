@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from buffer.wire.protocol import Array, Part, PartSample, Sample
+from buffer.wire.message import Array
+from buffer.wire.protocol import Part, PartSample
+from buffer.wire.sample import Sample
 from buffer.wire.split import cut
 
 LONGEST, MEDIAN, SIGMA, PROMPT = 8192, 1000, 0.8, 200

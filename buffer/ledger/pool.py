@@ -1,29 +1,33 @@
 """The open items as sets: which wait to be dispatched, which are stored, how many are open under each dispatch version.
 
-Part of the ledger (`buffer/ledger/state.py` moves the items); here they are counted and kept in order. Every operation costs
-the logarithm of the number of items, or the number of distinct dispatch versions.
+Part of the ledger (`state.py` moves the items); here they are counted and kept in order. Every operation costs the
+logarithm of the number of items, or the number of distinct dispatch versions or of servers.
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from buffer.ledger import schedule
-from buffer.ledger.types import OPEN, ItemState
+from buffer.ledger.types import OPEN, ItemState, server_name
 
 
 class Pool:
     """Open items are leased or stored; waiting ones were open and failed, or were taken back."""
 
-    def __init__(self, entries: Iterable[ItemState] = ()) -> None:
-        entries = list(entries)
-        self.open = Counter(entry.version for entry in entries if entry.state in OPEN)
+    def __init__(self, items: Iterable[ItemState] = ()) -> None:
+        items = list(items)
+        self.open = Counter(item.version for item in items if item.state in OPEN)
         """Open items by dispatch version."""
-        self._waiting = [entry.item for entry in entries if entry.state == "waiting"]
-        self._stored = [(entry.version, entry.item) for entry in entries if entry.state == "stored"]
-        heapq.heapify(self._waiting)
+        self._stored = [(item.version, item.number) for item in items if item.state == "stored"]
         heapq.heapify(self._stored)
         self._stored_by = Counter(version for version, _ in self._stored)
+        self._anywhere: list[int] = []
+        """Items that wait for any server, as a heap."""
+        self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
+        """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time."""
+        for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
+            self.wait(item)
 
     @property
     def num_open(self) -> int:
@@ -38,35 +42,64 @@ class Pool:
     @property
     def num_waiting(self) -> int:
         """Items to be dispatched again."""
-        return len(self._waiting)
+        return len(self._anywhere) + sum(map(len, self._elsewhere.values()))
 
-    def wait(self, item: int) -> None:
-        """The item waits to be dispatched again."""
-        heapq.heappush(self._waiting, item)
+    def num_elsewhere(self, server: str) -> int:
+        """Items that wait for another server than this one."""
+        return len(self._elsewhere.get(server_name(server), ()))
 
-    def next_waiting(self) -> int | None:
-        """Take out the waiting item that comes first."""
-        return heapq.heappop(self._waiting) if self._waiting else None
+    def wait(self, item: ItemState) -> None:
+        """The item waits to be dispatched again; up to `elsewhere_until` not to the server that had it last."""
+        if item.elsewhere_until:
+            held = self._elsewhere.setdefault(server_name(item.server), deque())
+            held.append((item.elsewhere_until, item.number))
+        else:
+            heapq.heappush(self._anywhere, item.number)
 
-    def opens(self, version: int) -> None:
+    @property
+    def next_wait_end(self) -> float | None:
+        """When the first item that waits for another server may go to any; None: no item does."""
+        return min((held[0][0] for held in self._elsewhere.values()), default=None)
+
+    def end_waits(self, now: float) -> None:
+        """Let the items whose time is up go to any server."""
+        for name, held in list(self._elsewhere.items()):
+            while held and now >= held[0][0]:
+                heapq.heappush(self._anywhere, held.popleft()[1])
+            if not held:
+                del self._elsewhere[name]
+
+    def next_waiting(self, server: str) -> int | None:
+        """Take out the waiting item that comes first of those that may go to `server`."""
+        fronts = {held[0][1]: name for name, held in self._elsewhere.items() if name != server_name(server)}
+        first = min([*fronts, *self._anywhere[:1]], default=None)
+        if first in fronts:
+            self._elsewhere[fronts[first]].popleft()
+            if not self._elsewhere[fronts[first]]:
+                del self._elsewhere[fronts[first]]
+        elif first is not None:
+            heapq.heappop(self._anywhere)
+        return first
+
+    def add_open(self, version: int) -> None:
         """An item was leased under `version`."""
         self.open[version] += 1
 
-    def closes(self, version: int) -> None:
-        """A leased item of `version` is open no more."""
-        _less(self.open, version)
+    def remove_open(self, version: int) -> None:
+        """A leased item of `version` is no longer open."""
+        _decrement(self.open, version)
 
-    def stores(self, version: int, item: int) -> None:
+    def store(self, version: int, item: int) -> None:
         """A leased item is stored."""
         heapq.heappush(self._stored, (version, item))
         self._stored_by[version] += 1
 
-    def takes(self, number: int) -> list[tuple[int, int]]:
-        """Take out the `number` stored items with the smallest (d, sequence), in that order."""
+    def take(self, number: int) -> list[tuple[int, int]]:
+        """Take out the `number` stored items with the smallest (d, item), in that order."""
         taken = [heapq.heappop(self._stored) for _ in range(number)]
         for version, _ in taken:
-            _less(self._stored_by, version)
-            _less(self.open, version)
+            _decrement(self._stored_by, version)
+            _decrement(self.open, version)
         return taken
 
     def ready(self, version: int, groups: int, staleness: int) -> bool:
@@ -77,7 +110,7 @@ class Pool:
         return schedule.feasible(left, version + 1, groups, staleness)
 
 
-def _less(counts: Counter[int], version: int) -> None:
+def _decrement(counts: Counter[int], version: int) -> None:
     counts[version] -= 1
     if not counts[version]:
         del counts[version]

@@ -1,70 +1,63 @@
 """Why the ledger waits, in one line for people: for a batch, for work, or not at all any more.
 
-Read-only views of the ledger; shown by `python -m buffer stats`, the display and the reason of every refused group.
+Read-only views of the ledger; shown by `python -m actors status`, the launcher's display and timeouts of the learner.
 """
 
 import heapq
 from collections import Counter
-from typing import TYPE_CHECKING
 
-from buffer.ledger.types import ItemState
-
-if TYPE_CHECKING:
-    from buffer.ledger.rules import Ledger
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
 
 
-def for_batch(ledger: "Ledger") -> str:
-    """Why batch v' is not ready, and who holds what it waits for."""
-    pool, version = ledger.book.pool, ledger.version
+def for_batch(ledger: Ledger) -> str:
+    """Why batch v' is not ready, who holds what it waits for, and what failed meanwhile."""
     if ledger.finished():
         return _finished(ledger)
     if ledger.ready():
-        return f"batch {version} is ready for the learner"
-    if pool.num_stored >= ledger.groups:
-        late = ", ".join(f"item {e.item} (version {e.version}) at {_name(e.server)}" for e in _stragglers(ledger))
-        return f"batch {version} has its {ledger.groups} groups, but without waiting for {late} those would get too old"
-    have = f"batch {version} has {pool.num_stored} of {ledger.groups} groups"
-    if pool.num_open > pool.num_stored:
-        return f"{have}; {pool.num_open - pool.num_stored} are open at {_holders(ledger)}"
-    if not ledger.book.servers:
-        return f"{have}; no rollout server has asked for work yet"
-    newest = max(server.version for server in ledger.book.servers.values())
-    return f"{have}; nothing is open: {_for_version(ledger, min(newest, ledger.book.ceiling))}"
+        return f"batch {ledger.version} is ready for the learner"
+    return _missing(ledger) + _failures(ledger)
 
 
-def for_work(ledger: "Ledger", server: str) -> str:
-    """Why nothing can be dispatched to `server`."""
+def for_work(ledger: Ledger, server: str) -> str:
+    """Why nothing can be dispatched to `server`, and what failed meanwhile."""
     if ledger.finished():
         return _finished(ledger)
-    known = ledger.book.servers.get(server)
-    return _for_version(ledger, min(known.version if known else 0, ledger.book.ceiling))
+    known = ledger.servers.get(server)
+    return _closed(ledger, min(known.version if known else 0, ledger.state.ceiling), server) + _failures(ledger)
 
 
-def moved_on(entry: ItemState, lease: int) -> str:
-    """Why the group of an ended lease is refused."""
-    now = {
-        "waiting": "the item waits to be dispatched again",
-        "leased": f"the item is with {_name(entry.server)} under lease {entry.lease}",
-        "stored": f"the item was delivered by {_name(entry.server)} under lease {entry.lease}",
-        "batched": f"the item is in batch {entry.batch}",
-        "dropped": f"the item was dropped: {entry.reason}",
-    }[entry.state]
-    reason = f" ({entry.reason})" if entry.reason and entry.state in ("waiting", "leased") else ""
-    return f"lease {lease} of item {entry.item} is over{reason}; {now}"
-
-
-def _finished(ledger: "Ledger") -> str:
+def _finished(ledger: Ledger) -> str:
     if ledger.versions is not None and ledger.version >= ledger.versions:
         return f"finished: all {ledger.versions} batches are formed (run.versions)"
     return f"finished: all {ledger.problems} problems of {ledger.epochs} epochs are used up (data.epochs)"
 
 
-def _for_version(ledger: "Ledger", version: int) -> str:
-    pool = ledger.book.pool
+def _missing(ledger: Ledger) -> str:
+    pool, version = ledger.state.pool, ledger.version
+    if pool.num_stored >= ledger.groups:
+        late = ", ".join(
+            f"item {item.number} (version {item.version}) at {server_name(item.server)}" for item in _stragglers(ledger)
+        )
+        return f"batch {version} has its {ledger.groups} groups, but without waiting for {late} those would get too old"
+    have = f"batch {version} has {pool.num_stored} of {ledger.groups} groups"
+    if pool.num_open > pool.num_stored:
+        return f"{have}; {pool.num_open - pool.num_stored} are open at {_holders(ledger)}"
+    if not ledger.servers:
+        return f"{have}; no rollout server has asked for work yet"
+    newest = max(server.version for server in ledger.servers.values())
+    return f"{have}; nothing is open: {_closed(ledger, min(newest, ledger.state.ceiling))}"
+
+
+def _closed(ledger: Ledger, version: int, server: str = "") -> str:
+    """Why a server at `version` gets no work."""
+    pool = ledger.state.pool
     if ledger.room(version):
-        if ledger.book.next_item and ledger.used_up():
+        if elsewhere := pool.num_elsewhere(server):
+            return f"{elsewhere} items failed here and go to another server, if one asks within {ledger.lease_s:g} s"
+        if ledger.state.next_item and ledger.used_up():
             return "all problems are dispatched (data.epochs)"
         return f"a server at version {version} may have {ledger.room(version)} groups"
     if ledger.versions is not None and pool.num_open >= (ledger.versions - ledger.version) * ledger.groups:
@@ -75,16 +68,21 @@ def _for_version(ledger: "Ledger", version: int) -> str:
     return f"{pool.num_open} groups are open, more cannot be trained {bound}: batch {ledger.version} must be taken"
 
 
-def _stragglers(ledger: "Ledger") -> list[ItemState]:
-    return heapq.nsmallest(SHOWN, ledger.leased(), key=lambda entry: (entry.version, entry.item))
+def _failures(ledger: Ledger) -> str:
+    """The living problem: what failed lately, not in the whole run."""
+    recent = ledger.state.recent_failures
+    if not recent:
+        return ""
+    since = "since the last batch" if ledger.state.num_formed else "since the start"
+    (most, _), *_ = recent.most_common(1)
+    return f"; {recent.total()} attempts failed {since}, most often {most}"
 
 
-def _holders(ledger: "Ledger") -> str:
-    held = Counter({name: len(server.leases) for name, server in ledger.book.servers.items() if server.leases})
-    shown = ", ".join(f"{_name(name)} ({number})" for name, number in held.most_common(SHOWN))
+def _stragglers(ledger: Ledger) -> list[ItemState]:
+    return heapq.nsmallest(SHOWN, ledger.leased(), key=lambda item: (item.version, item.number))
+
+
+def _holders(ledger: Ledger) -> str:
+    held = Counter({server_name(name): len(server.leases) for name, server in ledger.servers.items() if server.leases})
+    shown = ", ".join(f"{name} ({number})" for name, number in held.most_common(SHOWN))
     return shown + (f" and {len(held) - SHOWN} more" if len(held) > SHOWN else "")
-
-
-def _name(server: str) -> str:
-    """Servers may be known as NAME#TOKEN, to tell one start from the next; people know the name."""
-    return server.partition("#")[0]

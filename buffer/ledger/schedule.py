@@ -38,8 +38,8 @@ def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: in
 def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
     """How many more items of `dispatched` may be opened.
 
-    Items that sort before the new ones keep their places and are not looked at: the bound holds for them already, and a
-    straggler that missed a tighter target must not close admission for everybody.
+    Items that sort before the new ones keep their places and are not checked: the bound holds for them already, and a
+    straggler that missed a tighter target must not close admission for all.
     """
     end = sum(number for d, number in counts.items() if d <= dispatched)
     free = (dispatched + staleness - version + 1) * groups - end
@@ -50,7 +50,7 @@ def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, d
 
 
 def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: int) -> dict[int, int]:
-    """The open items that stay when a batch takes the `groups` stored ones with the smallest d."""
+    """The open items that remain when a batch takes the `groups` stored ones with the smallest d."""
     left, wanted = dict(counts), groups
     for d in sorted(stored):
         taken = min(stored[d], wanted)
@@ -60,7 +60,7 @@ def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: in
 
 
 def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
-    """For items in order: which to keep so that the kept ones are feasible, giving up as few as possible."""
+    """For each item in order: whether to keep it, so that the kept ones are feasible and as many as possible."""
     kept, verdicts = 0, []
     for d in dispatched:
         verdicts.append(d + staleness >= version + kept // groups)

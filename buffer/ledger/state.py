@@ -1,22 +1,61 @@
-"""The ledger's book: every item, lease and batch, and the elementary steps between their states.
+"""The ledger's state: every item, lease, batch and server, and the elementary steps between the states of an item.
 
-Each step keeps the counts right and notes what it changed, until `drain` hands that to the store. The book makes no
-decision: `buffer/ledger/rules.py` owns it, knows the rules and says which step is next.
+Each step keeps the counts right and notes what it changed, until `drain` hands that to the store. No decision is made
+here: `rules.py` owns the state, knows the rules and chooses the next step.
 """
 
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from buffer.ledger.pool import Pool
-from buffer.ledger.servers import ServerRecord
 from buffer.ledger.totals import Totals
-from buffer.ledger.types import Changes, FormedBatch, ItemState, Lengths, SampleStats, Saved
+from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
 COUNTERS = ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease")
+REMEMBERED = 1024
+"""Request and lease numbers kept of each server, so that repeated messages are recognised."""
+T = TypeVar("T")
+
+
+@dataclass
+class ServerRecord:
+    """One start of a rollout server. Its leases go on while it is heard of."""
+
+    heard: float
+    version: int = 0
+    leases: dict[int, int] = field(default_factory=dict)
+    """Item by lease."""
+    asked: dict[int, int] = field(default_factory=dict)
+    """By request number not yet answered: the version its Ask gave."""
+    answered: dict[int, None] = field(default_factory=dict)
+    """Request numbers that got work, latest last."""
+    done: dict[int, None] = field(default_factory=dict)
+    """Leases that ended with an accepted group, latest last."""
+
+    def record_ask(self, request: int, version: int, now: float) -> None:
+        """Note an Ask. One seen before (parked, or repeated) is no news: heartbeats since then know better."""
+        if request and self.asked.get(request) == version:
+            return
+        if request:
+            _remember(self.asked, request, version)
+        self.version, self.heard = version, now
+
+    def record_answer(self, request: int) -> None:
+        """The Ask of this number got work."""
+        if request:
+            self.asked.pop(request, None)
+            _remember(self.answered, request, None)
+
+    def record_delivery(self, lease: int) -> None:
+        """The lease ended with an accepted group."""
+        self.leases.pop(lease, None)
+        _remember(self.done, lease, None)
 
 
 class LedgerState:
-    """The state of a run's items; everything in it comes back with `restore`."""
+    """The state of a run; everything in it but servers and recent failures comes back with `restore`."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -27,163 +66,194 @@ class LedgerState:
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
         self.next_item, self.next_lease = 0, 1
-        self.entries: dict[int, ItemState] = {}
-        """Items by number: all but those not yet dispatched and those pruned."""
+        self.revision = 0
+        """Counts the changes that a parked request may wait for."""
+        self.items: dict[int, ItemState] = {}
+        """Items by number: all but those not yet dispatched, those dropped and those pruned."""
         self.servers: dict[str, ServerRecord] = {}
         self.batches: dict[int, FormedBatch] = {}
         self.pool = Pool()
-        self.audit = Totals()
-        self._dropped: deque[tuple[int, int]] = deque()  # (batch collected then, item), oldest first
+        self.totals = Totals()
+        self.recent_failures: Counter[str] = Counter()
+        """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
         self._changes, self._touched = Changes(), set[int]()
         self._written: dict[str, int] = {}  # counters as last drained
 
     @property
     def num_formed(self) -> int:
         """Groups that ever went into a batch."""
-        return self.audit.total("age").groups
+        return self.totals.groups("age")
 
     def create(self, row: int, epoch: int) -> ItemState:
         """The next item."""
-        entry = self.entries[self.next_item] = ItemState(self.next_item, row, epoch)
+        item = self.items[self.next_item] = ItemState(self.next_item, row, epoch)
         self.next_item += 1
-        return entry
+        return item
 
-    def dispatch(self, entry: ItemState, server: str, version: int, now: float, request: int) -> None:
+    def dispatch(self, item: ItemState, server: str, version: int, now: float, request: int) -> None:
         """New or waiting -> leased."""
-        entry.state, entry.server, entry.version, entry.request, entry.since = "leased", server, version, request, now
-        entry.lease, entry.attempts = self.next_lease, entry.attempts + 1
+        item.state, item.server, item.version, item.request, item.since = "leased", server, version, request, now
+        item.lease, item.attempts = self.next_lease, item.attempts + 1
         self.next_lease += 1
-        self.servers[server].leases[entry.lease] = entry.item
-        self.pool.opens(version)
-        self._touched.add(entry.item)
+        self.servers[server].leases[item.lease] = item.number
+        self.pool.add_open(version)
+        self._touched.add(item.number)
 
-    def redate(self, entry: ItemState, version: int) -> None:
-        """Leased under another version than was thought."""
-        self.pool.closes(entry.version)
-        self.pool.opens(version)
-        entry.version = version
-        self._touched.add(entry.item)
+    def redate(self, item: ItemState, version: int) -> None:
+        """The leased item counts as dispatched under another version."""
+        self.pool.remove_open(item.version)
+        self.pool.add_open(version)
+        item.version = version
+        self._touched.add(item.number)
 
-    def release(self, entry: ItemState, reason: str) -> None:
-        """Leased -> waiting: the dispatch failed."""
-        self._unlease(entry, reason)
-        self.pool.wait(entry.item)
+    def count_failure(self, kind: FailureKind, reason: str) -> None:
+        """An attempt failed."""
+        self.recent_failures[self.totals.add("failed", Lengths(groups=1), f"{kind}: {reason.strip()}")] += 1
 
-    def give_up(self, entry: ItemState, reason: str) -> None:
-        """Leased -> dropped: the last dispatch failed."""
-        self._unlease(entry, reason)
-        self._drop(entry, reason)
+    def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0) -> None:
+        """Leased -> waiting, until `elsewhere_until` for other servers: the attempt failed, or it was returned."""
+        self._unlease(item, reason)
+        item.elsewhere_until = elsewhere_until
+        self.pool.wait(item)
 
-    def _unlease(self, entry: ItemState, reason: str) -> None:
-        del self.servers[entry.server].leases[entry.lease]
-        self.pool.closes(entry.version)
-        entry.state, entry.reason = "waiting", reason
-        self._touched.add(entry.item)
+    def give_up(self, item: ItemState, reason: str) -> None:
+        """Leased -> dropped: the last attempt failed."""
+        self._unlease(item, reason)
+        self._drop(item, reason)
 
-    def accept(self, entry: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
+    def _unlease(self, item: ItemState, reason: str) -> None:
+        del self.servers[item.server].leases[item.lease]
+        self.pool.remove_open(item.version)
+        item.state, item.reason = "waiting", reason
+        self._touched.add(item.number)
+        self.revision += 1
+
+    def accept(self, item: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
         """Leased -> stored, or for an `unwanted` group -> dropped with that reason."""
         lengths = Lengths.of(samples)
-        _, entry.samples, entry.tokens, entry.sampled, entry.truncated = lengths
-        self.audit.add("generated", lengths)
-        self.servers[entry.server].delivers(entry.lease)
-        self._changes.facts[entry.item] = tuple(samples)
-        self._touched.add(entry.item)
+        _, item.samples, item.tokens, item.sampled, item.truncated = lengths
+        self.totals.add("generated", lengths)
+        self.servers[item.server].record_delivery(item.lease)
+        self._changes.sample_stats[item.number] = tuple(samples)
+        self._touched.add(item.number)
+        self.revision += 1
         if unwanted is None:
-            entry.state, entry.reason = "stored", ""
-            self.pool.stores(entry.version, entry.item)
+            item.state, item.reason = "stored", ""
+            self.pool.store(item.version, item.number)
         else:
-            self.pool.closes(entry.version)
-            self._drop(entry, unwanted)
+            self.pool.remove_open(item.version)
+            self._drop(item, unwanted)
 
-    def _drop(self, entry: ItemState, reason: str) -> None:
-        entry.state, entry.reason, entry.batch = "dropped", reason, self.version
-        self._dropped.append((self.version, entry.item))
-        lengths = entry.lengths if entry.samples else Lengths(groups=1)
-        self.audit.add("dropped", lengths, reason)
+    def _drop(self, item: ItemState, reason: str) -> None:
+        """The item leaves memory; its row in the store stays as the record."""
+        item.state, item.reason, item.batch = "dropped", reason, self.version
+        self.totals.add("dropped", item.lengths if item.samples else Lengths(groups=1), reason)
+        self._forget(item)
 
-    def take_back(self, entries: Sequence[ItemState], reason: str) -> None:
+    def _forget(self, item: ItemState) -> None:
+        del self.items[item.number]
+        if item.number in self._touched:
+            self._touched.remove(item.number)
+            self._changes.items[item.number] = item.row_values()
+
+    def dropped_since_drain(self, number: int) -> ItemState | None:
+        """An item that was dropped and is not in the store yet."""
+        row = self._changes.items.get(number)
+        item = ItemState(*row) if row and number not in self.items else None  # type: ignore[arg-type]
+        return item if item and item.state == "dropped" else None
+
+    def take_back(self, items: Sequence[ItemState], reason: str) -> None:
         """Leased or stored -> waiting, through no fault of the dispatch: it does not count as an attempt."""
-        for entry in entries:
-            if entry.state == "leased":
-                del self.servers[entry.server].leases[entry.lease]
+        for item in items:
+            if item.state == "leased":
+                del self.servers[item.server].leases[item.lease]
             else:
-                self.audit.add("discarded", entry.lengths, reason)
-                self._changes.facts.pop(entry.item, None)
-                self._changes.discarded.add(entry.item)
-                entry.samples = entry.tokens = entry.sampled = entry.truncated = 0
-            entry.state, entry.reason, entry.attempts = "waiting", reason, entry.attempts - 1
-            self._touched.add(entry.item)
-        self.pool = Pool(self.entries.values())
+                self.totals.add("discarded", item.lengths, reason)
+                self._changes.sample_stats.pop(item.number, None)
+                self._changes.discarded.add(item.number)
+                item.samples = item.tokens = item.sampled = item.truncated = 0
+            item.state, item.reason, item.attempts, item.elsewhere_until = "waiting", reason, item.attempts - 1, 0.0
+            self._touched.add(item.number)
+        self.pool = Pool(self.items.values())
+        self.revision += 1
 
     def form(self, groups: int) -> None:
         """Stored -> batched: batch v' takes up to `groups` groups, and v' is the next one."""
-        taken = self.pool.takes(min(groups, self.pool.num_stored))
-        for version, item in taken:
-            entry = self.entries[item]
-            entry.state, entry.batch = "batched", self.version
-            self.audit.add("age", entry.lengths, str(self.version - version))
-            self._touched.add(item)
+        taken = self.pool.take(min(groups, self.pool.num_stored))
+        for version, number in taken:
+            item = self.items[number]
+            item.state, item.batch = "batched", self.version
+            self.totals.add("age", item.lengths, str(self.version - version))
+            self._touched.add(number)
         self.batches[self.version] = _batch(self.version, taken)
         self._changes.batches[self.version] = False
+        self.recent_failures.clear()
         self.version += 1
+        self.revision += 1
+
+    def raise_ceiling(self, version: int) -> None:
+        """The learner has a batch from which it can make policy `version`."""
+        if version > self.ceiling:
+            self.ceiling = version
+            self.revision += 1
 
     def mark(self, last: int) -> None:
         """Batches up to `last` count as trained, and none after it."""
         first, end = sorted((self.last_trained + 1, last + 1))
         for version in range(first, end):
-            for item in self.batches[version].items:
-                self.audit.add("trained", self.entries[item].lengths, times=1 if version <= last else -1)
+            for number in self.batches[version].items:
+                self.totals.add("trained", self.items[number].lengths, times=1 if version <= last else -1)
             self._changes.batches[version] = version <= last
         self.last_trained = last
+        self.revision += 1
 
     def start_at(self, version: int) -> None:
         """Begin with batch `version`; only while no batch was ever formed."""
         self.version = self.oldest = self.ceiling = version
         self.last_trained = version - 1
 
-    def prune(self, oldest: int) -> list[int]:
-        """Forget batches before `oldest`, and what was dropped before it; returns their items."""
-        gone = [item for version in range(self.oldest, oldest) for item in self.batches.pop(version).items]
-        while self._dropped and self._dropped[0][0] < oldest:
-            gone.append(self._dropped.popleft()[1])
-        for item in gone:
-            entry = self.entries.pop(item)
-            if item in self._touched:
-                self._touched.remove(item)
-                self._changes.items[item] = entry.row_values()
+    def prune(self, oldest: int) -> None:
+        """Forget batches before `oldest`."""
+        for version in range(self.oldest, oldest):
+            for number in self.batches.pop(version).items:
+                self._forget(self.items[number])
         self.oldest = oldest
-        return gone
 
     def drain(self, fixed: Mapping[str, int]) -> Changes:
         """What changed since the last call; `fixed` are counters of the caller."""
-        for item in self._touched:
-            self._changes.items[item] = self.entries[item].row_values()
+        for number in self._touched:
+            self._changes.items[number] = self.items[number].row_values()
         changes, self._changes, self._touched = self._changes, Changes(), set()
         counters = {**fixed, **{name: getattr(self, name) for name in COUNTERS}}
         changes.scalars = {name: value for name, value in counters.items() if self._written.get(name) != value}
-        changes.totals, self._written = self.audit.drain(), counters
+        changes.totals, self._written = self.totals.drain(), counters
         return changes
 
     def restore(self, saved: Saved, now: float) -> None:
-        """Continue from what was saved; this book must be new. Leases begin anew at `now`."""
+        """Continue from what was saved; this state must be new. Leases begin anew at `now`."""
         for name in COUNTERS:
             setattr(self, name, saved.scalars[name])
         self._written = dict(saved.scalars)
-        self.audit.restore(saved.totals)
-        self.entries = {entry.item: entry for entry in saved.entries}
-        self.pool = Pool(saved.entries)
+        self.totals.restore(saved.totals)
+        self.items = {item.number: item for item in saved.items}
+        self.pool = Pool(saved.items)
         members: dict[int, list[tuple[int, int]]] = {version: [] for version in range(self.oldest, self.version)}
-        for entry in saved.entries:
-            if entry.state == "leased":
-                entry.since = now
-                holder = self.servers.setdefault(entry.server, ServerRecord(heard=now, version=entry.version))
-                holder.leases[entry.lease] = entry.item
-                holder.answers(entry.request)
-            elif entry.state == "batched":
-                members[entry.batch].append((entry.version, entry.item))
+        for item in saved.items:
+            if item.state == "leased":
+                item.since = now
+                holder = self.servers.setdefault(item.server, ServerRecord(heard=now, version=item.version))
+                holder.leases[item.lease] = item.number
+                holder.record_answer(item.request)
+            elif item.state == "batched":
+                members[item.batch].append((item.version, item.number))
         self.batches = {version: _batch(version, sorted(pairs)) for version, pairs in members.items()}
-        self._dropped = deque(sorted((e.batch, e.item) for e in saved.entries if e.state == "dropped"))
 
 
 def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
-    return FormedBatch(version, tuple(item for _, item in taken), tuple(dispatched for dispatched, _ in taken))
+    return FormedBatch(version, tuple(number for _, number in taken), tuple(dispatched for dispatched, _ in taken))
+
+
+def _remember(memory: dict[int, T], number: int, what: T) -> None:
+    memory[number] = what
+    if len(memory) > REMEMBERED:
+        del memory[next(iter(memory))]

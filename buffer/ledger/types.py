@@ -1,14 +1,15 @@
-"""The nouns of the ledger: what it is told, what it hands out, and the rows in which it is written down and read back.
+"""The nouns of the ledger: samples' figures, leases, batches, items, and what the store writes down and reads back.
 
-Plain data without behaviour of its own, passed between `buffer/ledger/rules.py`, `buffer/store/sqlite.py` and `buffer/wire/server.py`.
+Plain data, passed between `rules.py`, `buffer/store/sqlite.py` and `buffer/wire/handlers.py`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OPEN = ("leased", "stored")
-State = Literal["waiting", "leased", "stored", "batched", "dropped"]
+FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
+"""Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
 
 
 class LedgerError(ValueError):
@@ -33,7 +34,7 @@ class SampleStats:
 
 @dataclass(frozen=True)
 class Lease:
-    """An item handed to a server: `index` is the problem's row, `version` the dispatch version d."""
+    """An item dispatched to a server: `index` is the problem's row, `version` the dispatch version d."""
 
     item: int
     lease: int
@@ -44,7 +45,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class FormedBatch:
-    """Batch `version`: its items in order (d, sequence), and in `dispatched` the version d of each."""
+    """Batch `version`: its items in order (d, item), and in `dispatched` the version d of each."""
 
     version: int
     items: tuple[int, ...]
@@ -73,14 +74,14 @@ class Lengths(NamedTuple):
 
 @dataclass(slots=True)
 class ItemState:
-    """One item as the ledger knows it, and as the store's table `items` has it (the last field apart)."""
+    """One item as the ledger knows it, and as the store's table `items` has it (the last two fields apart)."""
 
-    item: int
+    number: int
     row: int
     epoch: int
-    state: State = "waiting"
+    state: Literal["waiting", "leased", "stored", "batched", "dropped"] = "waiting"
     reason: str = ""
-    """Why it was dropped, or why the last dispatch failed."""
+    """Why it was dropped, or why the last attempt failed."""
     version: int = -1
     """Dispatch version d; -1 before the first dispatch."""
     server: str = ""
@@ -97,21 +98,39 @@ class ItemState:
     truncated: int = 0
     since: float = 0.0
     """When the lease began, in the caller's clock; not written down."""
+    elsewhere_until: float = 0.0
+    """While it waits: until then it goes to another server than `server`, which failed at it; not written down."""
 
     def row_values(self) -> tuple[int | str, ...]:
         """What the store writes, in the order of the fields."""
-        now = (self.item, self.row, self.epoch, self.state, self.reason, self.version, self.server, self.lease)
+        now = (self.number, self.row, self.epoch, self.state, self.reason, self.version, self.server, self.lease)
         return (*now, self.request, self.attempts, self.batch, self.samples, self.tokens, self.sampled, self.truncated)
+
+    def as_lease(self) -> Lease:
+        """The current lease, as its server gets it."""
+        return Lease(self.number, self.lease, self.row, self.epoch, self.version)
 
     @property
     def lengths(self) -> Lengths:
-        """Of its group; all zero while it has none."""
+        """Of its group; no samples while it has none."""
         return Lengths(1, self.samples, self.tokens, self.sampled, self.truncated)
 
     @property
     def accepted(self) -> bool:
         """Its last lease ended with an accepted group."""
         return self.state in ("stored", "batched") or (self.state == "dropped" and self.samples > 0)
+
+    def lease_over(self, lease: int) -> str:
+        """Why a group under the ended `lease` is refused, in one line."""
+        now = {
+            "waiting": "the item waits to be dispatched again",
+            "leased": f"the item is with {server_name(self.server)} under lease {self.lease}",
+            "stored": f"the item was delivered by {server_name(self.server)} under lease {self.lease}",
+            "batched": f"the item is in batch {self.batch}",
+            "dropped": f"the item was dropped: {self.reason}",
+        }[self.state]
+        reason = f" ({self.reason})" if self.reason and self.state in ("waiting", "leased") else ""
+        return f"lease {lease} of item {self.number} is over{reason}; {now}"
 
 
 @dataclass
@@ -123,19 +142,19 @@ class Changes:
 
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
     """`ItemState.row_values()` by item."""
-    facts: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
+    sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
     """Samples of newly accepted groups, by item."""
     discarded: set[int] = field(default_factory=set)
     """Items whose stored samples are void."""
     batches: dict[int, bool] = field(default_factory=dict)
     """By batch: has it been trained?"""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
-    """Running totals by (what, of which kind): see `Ledger.audit`."""
+    """Running totals by (what, which), see `totals.py`."""
     scalars: dict[str, int] = field(default_factory=dict)
     """The ledger's counters by name."""
 
     def __bool__(self) -> bool:
-        return any((self.items, self.facts, self.discarded, self.batches, self.totals, self.scalars))
+        return any((self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars))
 
 
 @dataclass(frozen=True)
@@ -143,16 +162,21 @@ class Transaction:
     """What the store writes at once, or not at all."""
 
     changes: Changes
-    payloads: Mapping[int, Sequence[bytes]]
+    payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     """Samples (`Sample.pack()` each) of the groups accepted in `changes`, by item."""
-    void: Collection[int]
-    """Items whose samples may go."""
+    void_before: int | None = None
+    """The samples of batches before this version, and of what was dropped before it, are deleted."""
 
 
 @dataclass(frozen=True)
 class Saved:
     """What the store read back for `Ledger.restore`; empty for a new file."""
 
-    entries: tuple[ItemState, ...] = ()
+    items: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     scalars: dict[str, int] = field(default_factory=dict)
+
+
+def server_name(server: str) -> str:
+    """`NAME#TOKEN` -> `NAME`: the ledger knows each start of a server by its token, people know the name."""
+    return server.partition("#")[0]

@@ -1,6 +1,6 @@
-"""The groups that came in last, kept at hand: most are batched before they would have to be read back from the store.
+"""A cache of the groups that came in last: most are batched before they would have to be read back from the store.
 
-Pure; used by `buffer/wire/handlers.py`. Forgetting a group costs one read and nothing else.
+Pure Python; used by `buffer/wire/handlers.py`. Forgetting a group costs one read and nothing else.
 """
 
 from collections.abc import Collection
@@ -8,10 +8,10 @@ from collections.abc import Collection
 from buffer.ledger.types import SampleStats
 
 Group = list[tuple[bytes, SampleStats]]
-"""The packed samples of a group, in order, each with its facts."""
+"""The packed samples of a group, in order, each with its figures."""
 
 
-class Recent:
+class GroupCache:
     """At most `max_bytes` of samples; the oldest groups make room."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -27,7 +27,7 @@ class Recent:
             self.forget(next(iter(self._groups)))
 
     def get(self, item: int) -> Group | None:
-        """None if it is not at hand."""
+        """None if it is not cached."""
         return self._groups.get(item)
 
     def keep(self, items: Collection[int]) -> None:
@@ -36,7 +36,7 @@ class Recent:
             self.forget(item)
 
     def forget(self, item: int) -> None:
-        """An item that is not at hand changes nothing."""
+        """An item that is not cached changes nothing."""
         self.bytes -= _size(self._groups.pop(item, []))
 
 

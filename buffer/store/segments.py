@@ -1,11 +1,11 @@
-"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where. Used by `buffer/store/sqlite.py`.
+"""Segments: the files that hold the samples' bytes, beside the SQLite file that says where. Used by `sqlite.py`.
 
-Samples are appended, and on disk, before the transaction that names them is committed; what no committed row names
-does not count and is written over. So each byte is written once, where SQLite would write it to its log, again into its
-file, and again when a page next to it moves; and room is laid out ahead, where a file that grows by each write is
-synced at a fifth of the speed. Once nothing in it is named any more a segment is removed, or written over as another.
+Samples are appended and synced before the transaction that names them is committed; bytes that no committed row names
+do not count and are overwritten. So each byte is written once, where SQLite would write it to its log, again into its
+file, and again when a page next to it moves. Space is allocated ahead, because a file that grows with each write is
+synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment.
 
-Plain files: the samples of a group stand one behind the other, nothing between them. Blocks for the disk.
+Plain files: the samples of a group are contiguous, without separators. Calls block for the disk.
 """
 
 import errno
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
-"""Size at which the next segment is begun, and room that is laid out at a time."""
+"""Size at which the next segment is begun, and the space allocated at a time."""
 SPARES = 2
-"""Segments that are kept to be written over: their blocks are laid out, and mostly in memory."""
+"""Empty segments kept to be reused: their blocks are allocated, and mostly in the page cache."""
 BLOCK_BYTES = 4096
-"""A commit begins at a multiple: no write touches a block that holds what is committed already."""
+"""A commit begins at a multiple of this, so that no write touches a block with committed bytes."""
 BUFFERS = 512
-"""Of one system call; Linux takes 1024."""
+"""Buffers per system call; Linux takes 1024."""
 
 Groups = Mapping[int, Sequence[bytes]]
 """Samples by item."""
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Segments:
-    """In `folder`; goes on at `end` of segment `number`. With `fsync` what is appended is on disk."""
+    """Those in `folder`; continues at byte `end` of segment `number`. With `fsync` appended bytes are on disk."""
 
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
@@ -46,13 +46,13 @@ class Segments:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
         """Number and descriptor of the segment written last."""
-        self._room = 0
-        """Up to where it is laid out."""
+        self._allocated = 0
+        """Up to where its space is allocated."""
         self._spare: list[Path] = []
 
     @contextmanager
     def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
-        """Write `groups`; they count if the block ends without an error. Raises OSError, a full disk too."""
+        """Write `groups`; they count if the block ends without an error. Raises OSError, also for a full disk."""
         before = self.number, self.end
         try:
             yield self._append(groups)
@@ -70,7 +70,7 @@ class Segments:
         return samples
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
-        """A file of `ends`, by number, that is not there or shorter than its end; None if all are sound."""
+        """The first file of `ends`, by number, that does not exist or is shorter than its end; None: all are sound."""
         for number, end in ends.items():
             path = path_of(self.folder, number)
             if not path.is_file() or path.stat().st_size < end:
@@ -78,16 +78,16 @@ class Segments:
         return None
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Remove all segments but these and the one being written: what a killed process left behind."""
+        """Delete all segments but these and the one being written: leftovers of a killed process."""
         kept = {path_of(self.folder, number) for number in (*numbers, self.number)}
         for path in [*self.folder.glob("[0-9]*.samples"), *self.folder.glob("[0-9]*.spare")]:
             if path not in kept:
                 path.unlink()
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Segments of which nothing is named any more: some are kept to be written over, the others removed.
+        """Segments of which nothing is named any more: some are kept to be reused, the others deleted.
 
-        What the disk does not let go of is removed at the next start: the transaction is committed and must not fail.
+        A file that cannot be deleted is deleted at the next start: the transaction is committed and must not fail.
         """
         for number in numbers:
             path = path_of(self.folder, number)
@@ -98,16 +98,16 @@ class Segments:
                     self._spare.append(path.rename(path.with_suffix(".spare")))
 
     def close(self) -> None:
-        """Give back the room laid out ahead, and what was kept to be written over."""
-        self._leave()
+        """Free the space that was allocated ahead, and the spare segments."""
+        self._close_file()
         while self._spare:
             self._spare.pop().unlink(missing_ok=True)
 
-    def _leave(self) -> None:
-        """Be done with the segment written last."""
+    def _close_file(self) -> None:
+        """Close the file written last."""
         if self._open:
             number, descriptor = self._open
-            with suppress(OSError):  # it may be on a disk that is gone; nothing written is in it
+            with suppress(OSError):  # its disk may be gone; the bytes it cuts off were never written
                 if number == self.number:
                     os.ftruncate(descriptor, self.end)
             os.close(descriptor)
@@ -121,7 +121,7 @@ class Segments:
             size = sum(map(len, samples))
             if self.end and self.end + size > SEGMENT_BYTES:
                 self._write(begin, waiting)
-                self._leave()
+                self._close_file()
                 self.number, self.end, begin, waiting = self.number + 1, 0, 0, []
             places[item] = Place(self.number, self.end)
             waiting += samples
@@ -130,36 +130,36 @@ class Segments:
         return places
 
     def _write(self, position: int, samples: Sequence[bytes]) -> None:
-        """On disk once it returns."""
+        """The bytes are on disk when it returns."""
         if not samples:
             return
         descriptor = self._descriptor()
-        if self.end > self._room:
-            with suppress(OSError):  # no room ahead, or a file system that lays out none: the write will tell
+        if self.end > self._allocated:
+            with suppress(OSError):  # no space, or no support for it: the write itself will raise
                 os.posix_fallocate(descriptor, position, self.end - position + AHEAD_BYTES)
-            self._room = self.end + AHEAD_BYTES
+            self._allocated = self.end + AHEAD_BYTES
         for start in range(0, len(samples), BUFFERS):
             position = _written(descriptor, samples[start : start + BUFFERS], position)
         if self._fsync:
             os.fdatasync(descriptor)
 
     def _descriptor(self) -> int:
-        """Of the segment that is being written, which is made if it is not there."""
+        """File descriptor of the segment being written, which is created if it does not exist."""
         if self._open and self._open[0] == self.number:
             return self._open[1]
-        self._leave()
+        self._close_file()
         path = path_of(self.folder, self.number)
         if self._spare and not path.exists():
             self._spare.pop().rename(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._open, self._room = (self.number, descriptor), os.fstat(descriptor).st_size
+        self._open, self._allocated = (self.number, descriptor), os.fstat(descriptor).st_size
         if self._fsync:
             _sync_folder(self.folder)
         return descriptor
 
 
 class InMemory:
-    """The same for a ledger without a file."""
+    """The same interface for a ledger without a file."""
 
     number, end = 1, 0
 
@@ -190,7 +190,7 @@ class InMemory:
             self._groups.pop(Place(number, 0), None)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
 
 def folder_of(file: Path) -> Path:
@@ -211,7 +211,7 @@ def read(folder: Path, place: Place, size: int) -> bytes:
         data = os.pread(descriptor, size, place.position)
     finally:
         os.close(descriptor)
-    path.stat()  # it would have another name if it had been written over meanwhile
+    path.stat()  # raises if it was renamed, to be reused, meanwhile
     if len(data) != size:
         found = f"{len(data)} bytes from {place.position} on, {size} were written"
         raise OSError(errno.EIO, found, str(path))
@@ -219,7 +219,7 @@ def read(folder: Path, place: Place, size: int) -> bytes:
 
 
 def _written(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
-    """Write all of `buffers`; returns the position behind them."""
+    """Write all of `buffers`; returns the position after them."""
     rest = [memoryview(buffer) for buffer in buffers]
     while rest:
         number = os.pwritev(descriptor, rest, position)
@@ -232,7 +232,7 @@ def _written(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file is there after a power cut only once its folder is on disk."""
+    """A new file survives a power cut only once its folder is synced."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

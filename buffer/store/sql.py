@@ -1,10 +1,10 @@
-"""The tables of the ledger's SQLite file, and the statements that write them. Pure text, for `buffer/store/sqlite.py`.
+"""The tables of the ledger's SQLite file, and the statements that write them. Text only, for `sqlite.py`.
 
 Readable with any SQLite tool, also while the buffer runs:
 `sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
 
     items     item, row, epoch     number for life, row of the data set, pass over the data set
-              state, reason        waiting, leased, stored, batched, trained, dropped; why dropped, or failed last
+              state, reason        waiting, leased, stored, batched, trained, dropped; why dropped or failed last
               version, server      dispatch version and server of the last lease
               lease, request       number of the last lease; number of the Ask that was answered with it
               attempts             dispatches so far
@@ -14,7 +14,7 @@ Readable with any SQLite tool, also while the buffer runs:
               bytes                size of its samples here; 0 once removed
     samples   item, idx, tokens, sampled, reward, truncated
               segment, position, bytes   where it is: in the file `buffer.sqlite-samples/SEGMENT.samples` (six digits),
-                                         from byte `position` on, MessagePack of `buffer.protocol.Sample`
+                                         from byte `position` on, MessagePack of `buffer.wire.sample.Sample`
     segments  segment, size, live  those files: bytes that count of each, bytes that are still named
     batches   version, trained, formed_at, trained_at
     problems  row, problem         JSON of each problem that was dispatched
@@ -22,7 +22,7 @@ Readable with any SQLite tool, also while the buffer runs:
     meta      name, value          counters of the ledger, fingerprint of the run's config, digest of its data
 """
 
-APPLICATION, SCHEMA = 0x48445243, 2
+APPLICATION, SCHEMA = 0x48445243, 3
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL);
@@ -34,12 +34,15 @@ CREATE TABLE items (
     leased_at REAL, stored_at REAL, changed_at REAL, bytes INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX items_by_batch ON items (batch);
+CREATE INDEX items_with_samples ON items (batch) WHERE bytes > 0;
 CREATE TABLE samples (
     item INTEGER NOT NULL, idx INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
-    reward REAL NOT NULL, truncated INTEGER NOT NULL, segment INTEGER, position INTEGER, bytes INTEGER,
+    reward REAL NOT NULL, truncated INTEGER NOT NULL,
+    segment INTEGER NOT NULL, position INTEGER NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (item, idx)
 ) WITHOUT ROWID;
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, size INTEGER NOT NULL, live INTEGER NOT NULL);
+CREATE INDEX empty_segments ON segments (segment) WHERE live = 0;
 CREATE TABLE batches (version INTEGER PRIMARY KEY, trained INTEGER NOT NULL, formed_at REAL, trained_at REAL);
 CREATE TABLE totals (
     what TEXT NOT NULL, which TEXT NOT NULL, groups INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
@@ -55,10 +58,15 @@ ON CONFLICT (item) DO UPDATE SET
     leased_at = CASE WHEN lease = ?8 THEN leased_at ELSE ?16 END,
     stored_at = CASE WHEN ?12 THEN COALESCE(stored_at, ?16) END, changed_at = ?16
 """
-KEPT = """
+ITEM_STATE = """
 SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
-    request, attempts, batch, samples, tokens, sampled, truncated FROM items WHERE batch = -1 OR batch >= ?
+    request, attempts, batch, samples, tokens, sampled, truncated FROM items
 """
+"""In the order of the fields of `ItemState`."""
+KEPT = f"{ITEM_STATE} WHERE state <> 'dropped' AND (batch = -1 OR batch >= ?)"
+DROPPED = f"{ITEM_STATE} WHERE item = ? AND state = 'dropped'"
+UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
+VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
 GROUP = """
 SELECT segment, position, bytes, tokens, sampled, reward, truncated FROM samples WHERE item = ? ORDER BY idx
 """
@@ -67,6 +75,11 @@ SEGMENT = """
 INSERT INTO segments VALUES (?1, ?2, ?3)
 ON CONFLICT (segment) DO UPDATE SET size = MAX(size, ?2), live = live + ?3
 """
+FREE = """
+UPDATE segments SET live = live - (SELECT bytes FROM items WHERE item = ?1)
+WHERE segment = (SELECT segment FROM samples WHERE item = ?1 LIMIT 1)
+"""
+EMPTY = "SELECT segment FROM segments WHERE live = 0 AND segment <> ?"
 TOTAL = "INSERT OR REPLACE INTO totals VALUES (?, ?, ?, ?, ?, ?, ?)"
 BATCH = """
 INSERT INTO batches VALUES (?1, ?2, ?3, CASE WHEN ?2 THEN ?3 END)

@@ -1,7 +1,7 @@
-"""The store: the ledger in one SQLite file, a transaction each transition, its samples beside it in segments.
+"""The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-Used by `buffer/wire/handlers.py`; the tables are in `buffer/store/sql.py`, the samples' files in `buffer/store/segments.py`. Only one
-process may write: it holds a lock on FILE.lock until it ends, however it ends.
+Used by `buffer/wire/handlers.py`; the tables are in `sql.py`, the samples' files in `segments.py`. Only one process may
+write: it holds a lock on FILE.lock until it ends, however it ends.
 """
 
 import fcntl
@@ -9,20 +9,14 @@ import json
 import os
 import sqlite3
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, SampleStats, Saved
-from buffer.store import segments
+from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, SampleStats, Saved, Transaction
+from buffer.store import segments, sql
 from buffer.store.segments import Groups, InMemory, Place, Segments
-from buffer.store.sql import APPLICATION, BATCH, GROUP, ITEM, KEPT, SAMPLE, SCHEMA, SEGMENT, TABLES, TOTAL, TRAINED
-
-if TYPE_CHECKING:
-    from buffer.problems import Problems  # imports pyarrow, which readers of the file can do without
 
 LOG_PAGES = 4096
 """The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
@@ -35,8 +29,9 @@ class StoreError(LedgerError):
 class Store:
     """`path` None keeps everything in memory. With `fsync` a commit waits for the disk. Context manager.
 
-    Raises StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `fingerprint` or other
-    `problems` (if given) or is in use by another process. Problems are written down as they are dispatched.
+    `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file. Raises
+    StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `fingerprint` or `digest` (if
+    given) or is in use by another process.
     """
 
     def __init__(
@@ -44,7 +39,8 @@ class Store:
         path: Path | None,
         fsync: bool = True,
         fingerprint: str = "",
-        problems: "Problems | None" = None,
+        problems: Sequence[Mapping[str, Any]] = (),
+        digest: str = "",
     ) -> None:
         self.path, self._problems = path, problems
         with ExitStack() as ends, _explained(path):
@@ -52,40 +48,37 @@ class Store:
                 ends.callback(os.close, _locked(path))
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
             ends.callback(self._db.close)
-            self._open(fsync, fingerprint)
-            self._live = Counter[int]()
-            """Bytes of each segment that are named."""
+            self._open(fsync)
+            self._require_same("fingerprint", fingerprint, "config")
+            self._require_same("problems_sha256", digest, "problems")
             self._segments = self._opened_segments(fsync)
-            self._last = self._segments.number
             ends.callback(self._segments.close)
             self._known_rows = {row for (row,) in self._db.execute("SELECT row FROM problems")}
-            ends.callback(self._shorten)
+            ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
 
-    def _open(self, fsync: bool, fingerprint: str) -> None:
+    def _open(self, fsync: bool) -> None:
         db, where = self._db, self.path
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         new = not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        if not new and application != APPLICATION:
+        if not new and application != sql.APPLICATION:
             raise StoreError(f"buffer.path {where}: an SQLite file of another program; name another file")
         if not new:
-            _of_schema(schema, where)
-        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would write zeros over what is removed
+            _require_schema(schema, where)
+        db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         if new:
             with self._transaction():
-                for statement in TABLES.split(";"):
+                for statement in sql.TABLES.split(";"):
                     db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION}")
-                db.execute(f"PRAGMA user_version = {SCHEMA}")
-        self._belongs("fingerprint", fingerprint, "config")
-        self._belongs("problems_sha256", self._problems.digest if self._problems else "", "problems")
+                db.execute(f"PRAGMA application_id = {sql.APPLICATION}")
+                db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
 
-    def _belongs(self, name: str, value: str, what: str) -> None:
-        """Refuse a file that was begun with another `value`; an empty one is not asked about."""
+    def _require_same(self, name: str, value: str, what: str) -> None:
+        """Refuse a file that was begun with another `value`; an empty value is not compared."""
         known = self._db.execute("SELECT value FROM meta WHERE name = ?", [name]).fetchone()
         if known and value and known[0] != value:
             raise StoreError(
@@ -96,12 +89,11 @@ class Store:
             self._db.execute("INSERT INTO meta VALUES (?, ?)", [name, value])
 
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
-        """Raises StoreError where samples are named that are not there."""
+        """Raises StoreError if a file that holds named samples is missing."""
         if not self.path:
             return InMemory()
         known = {number: (size, live) for number, size, live in self._db.execute("SELECT * FROM segments")}
         number = max(known, default=1)
-        self._live.update({each: live for each, (_, live) in known.items()})
         found = Segments(segments.folder_of(self.path), number, known.get(number, (0, 0))[0], fsync)
         if lost := found.missing({number: size for number, (size, live) in known.items() if live}):
             raise StoreError(
@@ -115,117 +107,92 @@ class Store:
         """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with _explained(self.path):
             scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
-            entries = tuple(ItemState(*row) for row in self._db.execute(KEPT, [scalars.get("oldest", 0)]))
+            items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
-        return Saved(entries, totals, scalars)
+        return Saved(items, totals, scalars)
 
-    def commit(
-        self, changes: Changes, payloads: Mapping[int, Sequence[bytes]] | None = None, void: Collection[int] = ()
-    ) -> None:
-        """Write `changes`, name the samples (`Sample.pack()` each) of the groups accepted in them, and no more those of
-        the items in `void`: all of it or, with sqlite3.Error or OSError raised, nothing."""
-        groups = {item: payloads[item] for item in changes.facts if item in payloads} if payloads else {}
+    def dropped(self, item: int) -> ItemState | None:
+        """An item that was dropped, which the ledger does not keep in memory."""
+        row = self._db.execute(sql.DROPPED, [item]).fetchone()
+        return ItemState(*row) if row else None
+
+    def commit(self, transaction: Transaction) -> None:
+        """Write the changes, name the samples of the groups accepted in them, and no longer those that are void: all of
+        it or, with sqlite3.Error or OSError raised, nothing."""
+        changes, payloads = transaction.changes, transaction.payloads
+        groups = {item: payloads[item] for item in changes.sample_stats if item in payloads}
         with self._segments.appended(groups) as places, self._transaction():
-            live, empty = self._write(changes, groups, places, void)
-        self._live.update(live)
-        self._last = self._segments.number
-        self._segments.remove(empty)
-        if self._problems is not None:
+            self._write(changes, groups, places)
+            if transaction.void_before is not None:
+                self._remove(item for (item,) in self._db.execute(sql.VOID, [transaction.void_before]).fetchall())
+            empty = self._db.execute(sql.EMPTY, [self._segments.number]).fetchall()
+            self._db.executemany("DELETE FROM segments WHERE segment = ?", empty)
+        self._segments.remove([number for (number,) in empty])
+        if self._problems:
             self._known_rows.update(row[1] for row in changes.items.values())
 
-    def _write(
-        self, changes: Changes, groups: Groups, places: Mapping[int, Place], void: Collection[int]
-    ) -> tuple[Counter[int], list[int]]:
-        """Returns the change of the bytes named by segment, and the segments of which nothing is named any more."""
+    def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()
-        live = self._remove(changes.discarded)
-        db.executemany(ITEM, [(*row, now) for row in changes.items.values()])
+        self._remove(changes.discarded)
+        db.executemany(sql.ITEM, [(*row, now) for row in changes.items.values()])
         db.executemany("INSERT OR REPLACE INTO problems VALUES (?, ?)", self._new_problems(changes))
-        live.update(self._write_groups(changes.facts, groups, places))
+        rows, ends, sizes = list[tuple[Any, ...]](), list[tuple[int, int, int]](), list[tuple[int, int]]()
+        for item, samples in groups.items():
+            segment, position = places[item]
+            for index, (stats, data) in enumerate(zip(changes.sample_stats[item], samples, strict=True)):
+                rows.append((item, index, *stats.row_values(), segment, position, len(data)))
+                position += len(data)
+            size = position - places[item].position
+            ends.append((segment, position, size))
+            sizes.append((size, item))
+        db.executemany(sql.SAMPLE, rows)
+        db.executemany(sql.SEGMENT, ends)
+        db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
         for version, trained in sorted(changes.batches.items()):
-            db.execute(BATCH, (version, trained, now))
-            db.execute(TRAINED, (version, trained, now))
-        db.executemany(TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
+            db.execute(sql.BATCH, (version, trained, now))
+            db.execute(sql.TRAINED, (version, trained, now))
+        db.executemany(sql.TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
-        live.update(self._remove(void))
-        ends = {place.segment: place.position + sum(map(len, groups[item])) for item, place in places.items()}
-        return live, self._count(live, ends)
 
-    def samples(self, item: int) -> list[bytes]:
-        """The packed samples of a group, in order; empty if it has none or they were removed."""
-        return [data for data, _ in self.group(item)]
+    def _remove(self, items: Iterable[int]) -> None:
+        """Name their samples no longer."""
+        rows = [(item,) for item in items]
+        for statement in (sql.FREE, "DELETE FROM samples WHERE item = ?", "UPDATE items SET bytes = 0 WHERE item = ?"):
+            self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[tuple[bytes, SampleStats]]:
-        """The packed samples of a group, in order, each with its facts; empty as above. Raises OSError."""
-        rows = self._db.execute(GROUP, [item]).fetchall()
-        if not rows or rows[0][0] is None:
+        """The packed samples of a group, in order, each with its figures; empty if it has none or they were removed.
+
+        Raises OSError.
+        """
+        rows = self._db.execute(sql.GROUP, [item]).fetchall()
+        if not rows:
             return []
         samples = self._segments.read(Place(*rows[0][:2]), [row[2] for row in rows])
-        facts = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
-        return list(zip(samples, facts, strict=True))
+        stats = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
+        return list(zip(samples, stats, strict=True))
 
-    def sizes(self) -> dict[int, int]:
-        """Bytes of samples by item."""
-        query = "SELECT item, bytes FROM items WHERE bytes AND (batch = -1 OR batch >= ?)"
-        oldest = self._db.execute("SELECT value FROM meta WHERE name = 'oldest'").fetchone() or (0,)
-        return dict(self._db.execute(query, oldest))
+    def untrained_bytes(self) -> dict[int, int]:
+        """Bytes of samples that are yet to be trained, by item."""
+        return dict(self._db.execute(sql.UNTRAINED))
 
     def close(self) -> None:
-        """Leave one complete file behind and let go of it."""
+        """Leave one complete file behind and release the lock."""
         self._ends.close()
 
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _shorten(self) -> None:
-        # with a reader there, or a full disk, the log stays and is as good
+    def _shorten_log(self) -> None:
+        # with a reader, or a full disk, the log stays, which is as good
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _remove(self, items: Collection[int]) -> Counter[int]:
-        """Name their samples no more; returns by how many bytes less each segment is named (negative)."""
-        rows, freed = [(item,) for item in items], Counter[int]()
-        for row in rows:
-            for segment, size in self._db.execute("SELECT segment, bytes FROM samples WHERE item = ?", row):
-                if segment is not None:
-                    freed[segment] -= size
-        self._db.executemany("DELETE FROM samples WHERE item = ?", rows)
-        self._db.executemany("UPDATE items SET bytes = 0 WHERE item = ?", rows)
-        return freed
-
-    def _write_groups(
-        self, facts: Mapping[int, Sequence[SampleStats]], groups: Groups, places: Mapping[int, Place]
-    ) -> Counter[int]:
-        """Name the samples of `facts`, at their places if they came with any; returns the bytes by segment."""
-        rows, sizes, named = list[tuple[Any, ...]](), list[tuple[int, int]](), Counter[int]()
-        for item, samples in facts.items():
-            segment, position = places.get(item, (None, None))
-            lengths: Sequence[int | None] = [len(data) for data in groups.get(item, ())] or [None] * len(samples)
-            for index, (fact, length) in enumerate(zip(samples, lengths, strict=True)):
-                rows.append((item, index, *fact.row_values(), segment, position, length))
-                if segment is not None and position is not None and length is not None:
-                    named[segment] += length
-                    position += length
-            sizes.append((sum(length or 0 for length in lengths), item))
-        self._db.executemany(SAMPLE, rows)
-        self._db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
-        return named
-
-    def _count(self, live: Counter[int], ends: Mapping[int, int]) -> list[int]:
-        """Write down what has changed of the segments; returns those of which nothing is named any more."""
-        self._db.executemany(SEGMENT, [(number, ends.get(number, 0), live[number]) for number in {*live, *ends}])
-        closed = {*live, self._last} - {self._segments.number}
-        empty = [number for number in closed if not self._live[number] + live[number]]
-        self._db.executemany("DELETE FROM segments WHERE segment = ?", [(number,) for number in empty])
-        return empty
-
     def _new_problems(self, changes: Changes) -> list[tuple[int, str]]:
-        if self._problems is None:
+        if not self._problems:
             return []
         rows = {int(row[1]) for row in changes.items.values()} - self._known_rows
         return [(row, json.dumps(self._problems[row], ensure_ascii=False, default=repr)) for row in rows]
@@ -253,18 +220,21 @@ def reading(path: Path) -> sqlite3.Connection:
         db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
         with ExitStack() as refused:
             refused.callback(db.close)
-            if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+            if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
                 raise StoreError(f"{path}: not the file of a Headrace buffer")
-            _of_schema(db.execute("PRAGMA user_version").fetchone()[0], path)
+            _require_schema(db.execute("PRAGMA user_version").fetchone()[0], path)
             refused.pop_all()
     folder = segments.folder_of(path)
     db.create_function("data_of", 3, lambda segment, *at: segment and _data(folder, segment, *at))
     return db
 
 
-def _of_schema(schema: int, path: Path | None) -> None:
-    if schema != SCHEMA:
-        raise StoreError(f"buffer.path {path}: schema {schema}, known is {SCHEMA}; use the Headrace that wrote it")
+def _require_schema(schema: int, path: Path | None) -> None:
+    if schema != sql.SCHEMA:
+        raise StoreError(
+            f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
+            "the Headrace that wrote it, or choose another run.name"
+        )
 
 
 def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:
@@ -277,7 +247,7 @@ def _data(folder: Path, segment: int, position: int, size: int) -> bytes | None:
 
 @contextmanager
 def _explained(path: Path | None) -> Iterator[None]:
-    """Say in words what SQLite finds wrong with a file when it is opened or read back."""
+    """Turn SQLite's errors about a file into a StoreError with the remedy."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -286,7 +256,7 @@ def _explained(path: Path | None) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Keep other buffers out; ends with the process. Beside the file, as closing that would end SQLite's own locks."""
+    """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
     beside = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

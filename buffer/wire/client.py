@@ -1,7 +1,8 @@
-"""The asking ends of the samples wire: `RolloutClient` for a rollout server (async), `LearnerClient` for a learner rank (blocking).
+"""The clients of the samples wire: `RolloutClient` for a rollout server (async), `LearnerClient` for a learner rank
+(blocking).
 
-Both wait for the buffer only, which parks what it cannot answer yet; `Connection` (buffer/wire/connection.py) repeats,
-reconnects and warns. Used by `python -m rollout` and `python -m learner`.
+Both wait for the buffer only, which parks what it cannot answer yet; `Connection` (`connection.py`) repeats, reconnects
+and warns. Used by `python -m rollout` and `python -m learner`.
 """
 
 import asyncio
@@ -9,57 +10,38 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
-from types import TracebackType
 from typing import Any, TypeVar
 
+from buffer.curve import ClientKeys
+from buffer.ledger.types import FailureKind
+from buffer.wire import protocol
 from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.curve import ClientKeys
-from buffer.wire.protocol import (
-    Ack,
-    Ask,
-    Fail,
-    FailureKind,
-    Finished,
-    Heartbeat,
-    Part,
-    Put,
-    Revoked,
-    Rewind,
-    Rewound,
-    Sample,
-    State,
-    Status,
-    Stored,
-    Take,
-    Trained,
-    WeightsAddress,
-    Where,
-    Work,
-    WorkItem,
-)
+from buffer.wire.protocol import Part, WorkItem
+from buffer.wire.sample import Sample
 
 __all__ = ["Connection", "LearnerClient", "RefusedError", "RolloutClient", "heartbeats"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-LAST_WORD_S = 30.0
+CLOSE_S = 30.0
+"""How long `LearnerClient.close` waits for the answer to the last Trained."""
 
 
 class RolloutClient:
-    """A rollout server's view of the buffer. `server_version` tells the policy version the engine runs now."""
+    """A rollout server's connection to the buffer. `server_version` returns the policy version the engine runs now."""
 
     def __init__(self, client: Connection, server_version: Callable[[], int]) -> None:
         self.client, self._version = client, server_version
         self.holding: set[int] = set()
         """Leases this server works on."""
         self.nudged = asyncio.Event()
-        """Set it to have `heartbeats` beat at once, as after a policy swap."""
+        """Set it to have `heartbeats` send one at once, as after a policy swap."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
     async def ask(self, room: int) -> list[WorkItem] | None:
         """Up to `room` items to make groups of, at least one; None: there will be no more. One call at a time.
 
-        A cancelled call loses nothing: what it was given is returned by the next one.
+        A cancelled call loses nothing: its items are returned by the next one.
         """
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(room))
@@ -69,19 +51,19 @@ class RolloutClient:
 
     async def _ask(self, room: int) -> list[WorkItem] | None:
         self._requests += 1
-        ask = Ask(server=self.client.name, request=self._requests, version=self._version(), room=room)
+        ask = protocol.Ask(request=self._requests, version=self._version(), room=room)
         answer = await self.client.request(ask)
-        if isinstance(answer, Finished):
+        if isinstance(answer, protocol.Finished):
             return None
-        assert isinstance(answer, Work)
+        assert isinstance(answer, protocol.Work)
         self.holding.update(item.lease for item in answer.items)
         return answer.items
 
-    async def put(self, item: WorkItem, samples: Sequence[Sample]) -> Stored:
-        """Hand over a finished group; waits while the buffer is full. Not `accepted`: the lease had moved on."""
+    async def put(self, item: WorkItem, samples: Sequence[Sample]) -> protocol.Stored:
+        """Hand over a finished group; waits while the buffer is full. Not `accepted`: the lease was over."""
         packed = [sample.pack() for sample in samples]
-        put = Put(server=self.client.name, item=item.item, lease=item.lease, samples=packed)
-        stored = await self.client.expect(put, Stored)
+        put = protocol.Put(item=item.item, lease=item.lease, samples=packed)
+        stored = await self.client.expect(put, protocol.Stored)
         self.holding.discard(item.lease)
         return stored
 
@@ -93,23 +75,24 @@ class RolloutClient:
         returned: bool = False,
         kind: FailureKind = "infrastructure",
     ) -> None:
-        """The item could not become a group; it is tried again elsewhere unless `permanent`."""
-        name, reported = self.client.name, {"permanent": permanent, "returned": returned}
-        fail = Fail(server=name, item=item.item, lease=item.lease, reason=reason, kind=kind, **reported)
-        await self.client.expect(fail, Ack)
+        """The item could not become a group; it is tried again, elsewhere if there is another server, unless
+        `permanent`. `returned`: this server gives it back without having failed at it."""
+        failure = {"reason": reason, "failure_kind": kind, "permanent": permanent, "returned": returned}
+        fail = protocol.Fail(item=item.item, lease=item.lease, **failure)  # type: ignore[arg-type]
+        await self.client.expect(fail, protocol.Ack)
         self.holding.discard(item.lease)
 
     async def beat(self, stats: Mapping[str, float]) -> list[int]:
-        """Tell the buffer that the server lives and which version it runs; returns leases to abort, each once."""
+        """Tell the buffer that the server is alive and which version it runs; returns leases to abort, each once."""
         holding, version = sorted(self.holding), self._version()
-        beat = Heartbeat(server=self.client.name, version=version, holding=holding, stats=dict(stats))
-        revoked = (await self.client.expect(beat, Revoked)).revoked
+        beat = protocol.Heartbeat(version=version, holding=holding, stats=dict(stats))
+        revoked = (await self.client.expect(beat, protocol.Revoked)).revoked
         self.holding.difference_update(revoked)
         return revoked
 
     async def where(self, known: str | None) -> str:
         """Address of the learner's weights wire; waits until there is one other than `known`."""
-        return (await self.client.expect(Where(who=self.client.name, known=known), WeightsAddress)).address
+        return (await self.client.expect(protocol.Where(known=known), protocol.WeightsAddress)).address
 
 
 async def heartbeats(
@@ -118,7 +101,8 @@ async def heartbeats(
     stats: Callable[[], Mapping[str, float]],
     revoke: Callable[[list[int]], None],
 ) -> None:
-    """Beat every `every_s` seconds, and at once when `samples.nudged` is set; hand leases held in vain to `revoke`."""
+    """Send a heartbeat every `every_s` seconds, and at once when `samples.nudged` is set; pass leases that are over to
+    `revoke`."""
     while True:
         revoke(await samples.beat(stats()))
         try:
@@ -130,7 +114,7 @@ async def heartbeats(
 
 
 class LearnerClient:
-    """A learner rank's view of the buffer: blocking calls from any thread; the connection lives in a thread of its own.
+    """A learner rank's connection to the buffer, in a thread of its own: blocking calls from any thread.
 
     Raises RefusedError when the buffer refuses the rank, TimeoutError after `timeout_s` (None: never) without an
     answer.
@@ -152,42 +136,43 @@ class LearnerClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="batches", daemon=True)
         self._thread.start()
         self._client: Connection | None = None
-        self._told: Future[Ack] | None = None
+        self._trained: Future[protocol.Ack] | None = None
+        """The answer to the last Trained."""
+
+        async def connect() -> Connection:
+            return await Connection(address, name, "learner", fingerprint, serves, keys=keys).__aenter__()
+
         try:
-            self._client = self._wait(self._connect(address, name, fingerprint, serves, keys), "Hello")
+            self._client = self._wait(connect(), "Hello")
         except BaseException:
             self.close()
             raise
 
-    async def _connect(
-        self, address: str, name: str, print_: str, serves: str | None, keys: ClientKeys | None
-    ) -> Connection:
-        return await Connection(address, name, "learner", print_, serves, keys=keys).__aenter__()
-
     def rewind(self, version: int) -> int:
         """The learner restored `version`; returns how many batches will be served again as they were."""
-        return self._wait(self.client.expect(Rewind(version=version), Rewound), "Rewind").replay
+        return self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind").replay
 
     def take(self, version: int) -> Part | None:
         """This rank's part of batch `version`; None: there will be none (problems or versions are used up)."""
-        self._hear()
-        answer = self._wait(self.client.request(Take(version=version, rank=self.rank, world=self.world)), "Take")
-        assert isinstance(answer, Part | Finished)
+        self._raise_refusal()
+        take = protocol.Take(version=version, rank=self.rank, world=self.world)
+        answer = self._wait(self.client.request(take), "Take")
+        assert isinstance(answer, Part | protocol.Finished)
         return answer if isinstance(answer, Part) else None
 
     def trained(self, version: int, oldest_kept: int) -> None:
         """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
 
         Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
-        `close`, raises what the buffer said against this one.
+        `close`, raises what the buffer refused about this one.
         """
-        self._hear()
-        trained = Trained(version=version, oldest_kept=oldest_kept)
-        self._told = asyncio.run_coroutine_threadsafe(self.client.expect(trained, Ack), self._loop)
+        self._raise_refusal()
+        trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
+        self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
-    def _hear(self) -> None:
-        if self._told and self._told.done():
-            self._told.result()
+    def _raise_refusal(self) -> None:
+        if self._trained and self._trained.done():
+            self._trained.result()
 
     @property
     def client(self) -> Connection:
@@ -196,25 +181,25 @@ class LearnerClient:
         return self._client
 
     def close(self) -> None:
-        """End the connection and its thread; the last word to the buffer gets LAST_WORD_S to be heard."""
+        """End the connection and its thread; waits up to CLOSE_S for the answer to the last Trained."""
         if not self._thread.is_alive():
             return
-        told, self._told = self._told, None
-        heard = bool(told and wait([told], LAST_WORD_S).done)
-        if told and not heard:
-            log.warning("the buffer at %s did not hear that the last batch was trained", self.address)
+        trained, self._trained = self._trained, None
+        answered = bool(trained and wait([trained], CLOSE_S).done)
+        if trained and not answered:
+            log.warning("the buffer at %s did not confirm that the last batch was trained", self.address)
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self._client = None
-        if told and heard:
-            told.result()
+        if trained and answered:
+            trained.result()
 
     async def _end(self) -> None:
         given_up = asyncio.all_tasks() - {asyncio.current_task()}
         if self._client:
-            await self._client.__aexit__(None, None, None)
+            await self._client.__aexit__()
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
@@ -222,9 +207,7 @@ class LearnerClient:
     def __enter__(self) -> "LearnerClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
@@ -241,10 +224,11 @@ class LearnerClient:
     def _reason(self, what: str) -> str:
         if not self._client:
             return "is it running? (`python -m buffer CONFIG`)"
-        asked = asyncio.run_coroutine_threadsafe(self._client.expect(Status(), State), self._loop)
+        status = self._client.expect(protocol.Status(), protocol.State)
+        answer = asyncio.run_coroutine_threadsafe(status, self._loop)
         try:
-            state = asked.result(2.0)
+            state = answer.result(2.0)
         except (TimeoutError, RefusedError):
-            asked.cancel()
-            return "it answers nothing at all: is it running?"
+            answer.cancel()
+            return "it does not answer at all: is it running?"
         return next((waiter.why for waiter in state.waiters if waiter.kind == what), "it does not say why")

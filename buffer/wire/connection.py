@@ -1,8 +1,8 @@
-"""`Connection`: one process's connection to the buffer. Used through `Samples` and `Batches` of `buffer/wire/client.py`.
+"""`Connection`: one process's connection to the buffer. `RolloutClient` and `LearnerClient` of `client.py` use it.
 
 A request is sent, and sent again, until it is answered: on a new connection, when the buffer has restarted (it answers
-`NotRegistered`), and every now and then in between. Several may be out at once. Waits for the buffer's answers, which take
-as long as the buffer pleases; while the buffer cannot be reached it warns at growing intervals and goes on trying.
+`NotRegistered`), and every now and then in between. Several may be pending at once. Waits for the buffer's answers
+without a timeout; while the buffer cannot be reached it warns at growing intervals and keeps trying.
 """
 
 import asyncio
@@ -10,22 +10,22 @@ import logging
 import struct
 import time
 import uuid
-from types import TracebackType
 from typing import Literal, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from buffer.wire.curve import ClientKeys
-from buffer.wire.protocol import ANSWERS, PROTOCOL, Frame, Hello, Message, NotRegistered, Refused, Welcome, pack, unpack
+from buffer.curve import ClientKeys
+from buffer.wire.message import Frame, Message, pack, unpack
+from buffer.wire.protocol import ANSWERS, PROTOCOL, Hello, NotRegistered, Refused, Welcome
 
 log = logging.getLogger(__name__)
-SLOWEST = 12
-"""An unanswered request is repeated at growing intervals, at most `SLOWEST * retry_s` apart."""
+MAX_RETRY = 12
+"""An unanswered request is repeated at growing intervals, at most `MAX_RETRY * retry_s` apart."""
 Answer = TypeVar("Answer", bound=Message)
 
 OPTIONS = {
-    zmq.IMMEDIATE: 1,  # queue nothing without a connection: what is unanswered is sent anew on the next one
+    zmq.IMMEDIATE: 1,  # queue nothing while unconnected: unanswered requests are sent again on the next connection
     zmq.LINGER: 0,
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
@@ -36,8 +36,8 @@ OPTIONS = {
 }
 LOST = {
     zmq.EVENT_DISCONNECTED: "the connection broke",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it want other keys (<run>/keys), or none?",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it wants keys, or none: compare buffer.address and <run>/keys",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake: does it expect other keys (<run>/keys), or none?",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one end uses keys: compare buffer.address and <run>/keys",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key: copy <run>/keys from the buffer's machine",
 }
 
@@ -69,7 +69,7 @@ class Connection:
     ) -> None:
         self.address, self.name, self.retry_s, self.keys = address, name, retry_s, keys
         self.late_s = late_s
-        """Silence of the buffer after which a first warning is due; each further one after twice the time."""
+        """Silence of the buffer before the first warning; each further one after twice the time."""
         self.token = uuid.uuid4().hex
         self.welcome: Welcome | None = None
         self._hello = Hello(
@@ -79,7 +79,7 @@ class Connection:
         self._pending: dict[int, tuple[Frame, asyncio.Future[Message]]] = {}
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
-        """What was last seen to be wrong with the connection."""
+        """What was last wrong with the connection."""
         self._fatal: BaseException | None = None
 
     async def __aenter__(self) -> "Connection":
@@ -95,40 +95,50 @@ class Connection:
         self._monitor = self._socket.get_monitor_socket(sum(LOST) | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._lost.set()
         self._socket.connect(self.address)
-        self._tasks = [asyncio.create_task(task) for task in (self._read(), self._watch(), self._keep())]
+        self._tasks = [
+            asyncio.create_task(task) for task in (self._read(), self._watch_connection(), self._repeat_hello())
+        ]
         for task in self._tasks:
-            task.add_done_callback(self._died)
+            task.add_done_callback(self._on_task_end)
         try:
             await self._welcomed.wait()
             if self._fatal:
                 raise self._fatal
         except BaseException:
-            await self._close()
+            await self.__aexit__()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._close()
+    async def __aexit__(self, *error: object) -> None:
+        for _, answer in self._pending.values():
+            answer.cancel()  # there is no one to answer it; whoever still waits for it is cancelled too
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+            self._context.term()
 
     async def request(self, message: Message) -> Message:
         """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason."""
         if self._fatal:
             raise self._fatal
-        frame = pack(self._next(), message)
+        frame = pack(number := self._next(), message)
         if self.welcome and len(frame) > self.welcome.max_message:
             limit = self.welcome.max_message / 2**20
             size = f"{type(message).__name__} of {len(frame) / 2**20:.1f} MiB"
             raise RefusedError(f"{size} exceeds buffer.max_message_mib ({limit:g}): raise it, or make answers shorter")
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        number, wait_s = self._number, self.retry_s
+        wait_s = self.retry_s
         self._pending[number] = frame, answer
         try:
             if self._welcomed.is_set():  # else it goes out after Welcome
                 self._send(frame)
             while not (await asyncio.wait({answer}, timeout=wait_s))[0]:
-                wait_s = min(2 * wait_s, SLOWEST * self.retry_s)
+                wait_s = min(2 * wait_s, MAX_RETRY * self.retry_s)
                 if self._welcomed.is_set():
                     self._send(frame)
             return answer.result()
@@ -153,8 +163,8 @@ class Connection:
         if error and not isinstance(error, zmq.Again):  # Again: not connected
             raise error
 
-    def _hail(self) -> None:
-        """Say Hello: on a new connection, to a buffer that calls us a stranger, or again since nothing was heard."""
+    def _say_hello(self) -> None:
+        """On a new connection, to a buffer that does not know us, or again since no answer came."""
         self._welcomed.clear()
         self._lost.set()
         self._hello_number = self._next()
@@ -164,10 +174,10 @@ class Connection:
         while True:
             number, answer = unpack(await self._socket.recv(), ANSWERS)
             if number == self._hello_number:
-                self._greeted(answer)
+                self._on_hello_answer(answer)
             elif isinstance(answer, NotRegistered):
-                if self._welcomed.is_set():  # else we are introducing ourselves already
-                    self._hail()
+                if self._welcomed.is_set():  # else a Hello is pending already
+                    self._say_hello()
             elif number in self._pending and not self._pending[number][1].done():
                 waiting = self._pending[number][1]
                 if isinstance(answer, Refused):
@@ -175,7 +185,7 @@ class Connection:
                 else:
                     waiting.set_result(answer)
 
-    def _greeted(self, answer: Message) -> None:
+    def _on_hello_answer(self, answer: Message) -> None:
         if isinstance(answer, Refused):
             raise RefusedError(answer.reason)
         assert isinstance(answer, Welcome)
@@ -185,18 +195,18 @@ class Connection:
         for frame, _ in self._pending.values():
             self._send(frame)
 
-    async def _watch(self) -> None:
+    async def _watch_connection(self) -> None:
         while True:
             (event, _) = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._hail()
+                self._say_hello()
             else:
                 if event != zmq.EVENT_DISCONNECTED or self._welcomed.is_set():  # else an earlier event says more
                     self.problem = LOST[event]
                 self._welcomed.clear()
                 self._lost.set()
 
-    async def _keep(self) -> None:
+    async def _repeat_hello(self) -> None:
         """Repeat an unanswered Hello, and warn."""
         while True:
             await self._lost.wait()
@@ -206,32 +216,19 @@ class Connection:
                     async with asyncio.timeout(self.retry_s):
                         await self._welcomed.wait()
                 except TimeoutError:
-                    self._hail()
+                    self._say_hello()
                     if (silent_s := time.monotonic() - since) >= due_s:
                         log.warning("buffer %s out of reach for %.0f s: %s", self.address, silent_s, self.problem)
                         due_s = silent_s + min(silent_s, 600.0)
 
-    def _died(self, task: asyncio.Task[None]) -> None:
-        """One of our tasks ended, with the refusal of our Hello or a broken answer: so does every request."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A task ended with the refusal of our Hello or a broken answer: every request ends with the same error."""
         if task.cancelled() or not (error := task.exception()):
             return
         self._fatal = error
         for other in self._tasks:
             other.cancel()
-        self._welcomed.set()  # whoever waits at the door is told
+        self._welcomed.set()  # wakes `__aenter__`, which raises it
         for _, answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(error)
-
-    async def _close(self) -> None:
-        for _, answer in self._pending.values():
-            answer.cancel()  # nobody is left to hear it; who still waits is cancelled too
-        for task in self._tasks:
-            task.cancel()
-        try:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-        finally:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close(0)
-            self._context.term()

@@ -1,48 +1,27 @@
-"""What each request means: the samples wire's verbs as calls on ledger and store. Driven by `buffer/wire/requests.py`.
+"""What each request means: the samples wire's messages as calls on ledger and store. Driven by `requests.py`.
 
-`answer` returns the answer, or None: not yet, ask again once `stirred`. Whoever asks wrongly gets a ValueError in one
-line. Nothing returned may be sent before the `changes` until then are written.
+`answer` returns the answer, or None: not yet, try again when `revision` has moved. A wrong request raises ValueError
+with one line. Nothing returned may be sent before the `changes` until then are committed.
 """
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import Transaction
-from buffer.store.cache import Group, Recent
+from buffer.store.cache import Group, GroupCache
 from buffer.store.sqlite import Store
-from buffer.wire.protocol import (
-    PROTOCOL,
-    Ack,
-    Ask,
-    Fail,
-    Finished,
-    Heartbeat,
-    Hello,
-    Message,
-    Part,
-    Put,
-    Revoked,
-    Rewind,
-    Rewound,
-    State,
-    Stored,
-    Take,
-    Trained,
-    Waiter,
-    WeightsAddress,
-    Welcome,
-    Where,
-    Work,
-    WorkItem,
-)
+from buffer.wire import protocol
+from buffer.wire.message import Message
 from buffer.wire.sample import sample_stats
 from buffer.wire.split import parts
 
-RECENT_BYTES = 256 * 2**20
-"""Of samples that stay at hand until they are trained; others are read back from the store."""
+CACHE_BYTES = 256 * 2**20
+"""Of samples that stay in memory until they are trained; others are read back from the store."""
+OBSERVER_S = 60
+"""An observer not heard of for so long is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -61,112 +40,114 @@ class Limits:
 class Peer:
     """A process that said Hello."""
 
-    hello: Hello
+    hello: protocol.Hello
     heard: float
     beat: int = 0
-    """Number of its latest Heartbeat; one that arrives after a later one is not believed."""
+    """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """Name under which the ledger knows this start of a server."""
+        """Name under which the ledger knows this start of a server (`server_name` undoes it)."""
         return f"{self.hello.name}#{self.hello.token}"
 
 
 class Handlers:
     """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
 
-    def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], rules: Limits) -> None:
-        self.ledger, self.store, self.problems, self.rules = ledger, store, problems, rules
+    def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
+        self.ledger, self.store, self.problems, self.limits = ledger, store, problems, limits
         self.peers: dict[bytes, Peer] = {}
-        self.stirred = False
-        """Something changed that parked requests may have waited for."""
-        self.hungry = False
-        """A learner waits for a batch: groups are taken in beyond `max_bytes` until it is served."""
+        """By ZeroMQ identity."""
+        self.learner_waiting = False
+        """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
         self.weights: str | None = None
-        """The learner's weights wire."""
-        self._token = uuid.uuid4().hex
+        """Address of the learner's weights wire."""
+        self._revision = 0
         self._replaced: set[str] = set()
+        """Tokens of processes whose name another one has taken over."""
         self._payloads: dict[int, list[bytes]] = {}
         """Samples by item, of groups accepted since the last transaction."""
-        self._recent = Recent(RECENT_BYTES)
-        self._void: set[int] = set()
-        self.bytes_stored = 0
+        self._cache = GroupCache(CACHE_BYTES)
+        self._void_before: int | None = None
+        self._bytes: dict[int, int] = store.untrained_bytes()
+        self.bytes_stored = sum(self._bytes.values())
         """Of samples accepted and not yet trained."""
-        self._bytes: dict[int, int] = store.sizes()
-        self._untrain()
-        self._cut: tuple[tuple[int, int], list[Part]] | None = None
-        self._verbs: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
-            Where: self._where, Ask: self._ask, Put: self._put, Fail: self._fail, Rewind: self._rewind,
-            Take: self._take, Trained: self._trained,
+        self._split: tuple[tuple[int, int], list[protocol.Part]] | None = None
+        self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
+            protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
+            protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
         }  # fmt: skip
 
-    def hello(self, identity: bytes, hello: Hello, now: float) -> Welcome:
+    @property
+    def revision(self) -> int:
+        """Moves whenever something changed that a parked request may wait for."""
+        return self.ledger.revision + self._revision
+
+    def set_learner_waiting(self, waiting: bool) -> None:
+        """Whether a Take is parked."""
+        self._revision += waiting and not self.learner_waiting  # it lets Puts in
+        self.learner_waiting = waiting
+
+    def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
         """Let a process in, in place of an earlier one of its name. Raises ValueError with both values that differ."""
-        rules = self.rules
-        if hello.protocol != PROTOCOL:
+        limits = self.limits
+        if hello.protocol != protocol.PROTOCOL:
             raise ValueError(
-                f"protocol {hello.protocol}, the buffer's is {PROTOCOL}: install the same Headrace everywhere"
+                f"protocol {hello.protocol}, the buffer's is {protocol.PROTOCOL}: install the same Headrace everywhere"
             )
-        if hello.role != "observer" and hello.fingerprint != rules.fingerprint:
+        if hello.role != "observer" and hello.fingerprint != limits.fingerprint:
             raise ValueError(
-                f"{hello.name} has config {hello.fingerprint}, run {rules.run} {rules.fingerprint}: start it with the "
-                "run's own config.yaml, or restart the buffer with the changed one"
+                f"{hello.name} has config {hello.fingerprint}, run {limits.run} {limits.fingerprint}: start it with "
+                "the run's own config.yaml, or restart the buffer with the changed one"
             )
         if hello.token in self._replaced:
             raise ValueError(
-                f"another process has taken over the name {hello.name}: stop one of the two, or name it anew"
+                f"another process has taken over the name {hello.name}: stop one of the two, or rename one of them"
             )
         self._replace(hello, now)
         known = self.peers.get(identity)
         self.peers[identity] = Peer(hello, now, known.beat if known else 0, known.stats if known else {})
         if hello.serves:
             self.weights = hello.serves
-        self.stirred = True
-        return Welcome(run=rules.run, token=self._token, max_message=rules.max_message)
+        self._revision += 1
+        return protocol.Welcome(max_message=limits.max_message)
 
     def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
         """The answer to a request of `peer`, or None: not yet."""
-        claimed = getattr(message, "server", None)
-        if claimed not in (None, peer.hello.name):
-            raise ValueError(f"a message of server {claimed[:40]!r} came from {peer.hello.name!r}")
-        if isinstance(message, Heartbeat):
+        if isinstance(message, protocol.Heartbeat):
             return self._heartbeat(peer, number, message, now)
-        return self._verbs[type(message)](peer, message, now)
-
-    def expire(self, now: float) -> float | None:
-        """End the leases of servers silent for too long; returns when to call again."""
-        num_open = self.ledger.book.pool.num_open
-        deadline = self.ledger.expire(now)
-        self.stirred |= num_open != self.ledger.book.pool.num_open
-        return deadline
+        return self._handlers[type(message)](peer, message, now)
 
     def changes(self) -> Transaction | None:
-        """What changed since the last call, to be written before anything else is asked; None: nothing."""
+        """What changed since the last call, to be committed before anything else is handled; None: nothing."""
         changes = self.ledger.drain()
-        payloads = {item: self._payloads[item] for item in changes.facts}  # of what was not discarded since
-        void, self._void, self._payloads = self._void, set(), {}
-        return Transaction(changes, payloads, void) if changes or void else None
+        payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
+        void_before, self._void_before, self._payloads = self._void_before, None, {}
+        return Transaction(changes, payloads, void_before) if changes else None
 
-    def why(self, peer: Peer, message: Message) -> str:
-        """What a parked request of `peer` waits for."""
-        if isinstance(message, Take):
-            return self.ledger.waiting_reason()
-        if isinstance(message, Ask):
-            return self.ledger.dispatch_reason(peer.key)
-        if isinstance(message, Put):
-            used, limit = self.bytes_stored / 2**30, self.rules.max_bytes / 2**30
+    def why_parked(self, peer: Peer, message: Message) -> str:
+        """What a parked request of `peer` waits for, in one line."""
+        if isinstance(message, protocol.Take):
+            return reasons.for_batch(self.ledger)
+        if isinstance(message, protocol.Ask):
+            return reasons.for_work(self.ledger, peer.key)
+        if isinstance(message, protocol.Put):
+            used, limit = self.bytes_stored / 2**30, self.limits.max_bytes / 2**30
             return f"{used:.3g} GiB of untrained samples, buffer.max_gib is {limit:.3g}: the learner has to train some"
         return f"no weights wire other than {self.weights}" if self.weights else "no learner has said Hello"
 
-    def state(self, waiters: list[Waiter], errors: int, now: float) -> State:
+    def state(self, waiters: list[protocol.Waiter], errors: int, now: float) -> protocol.State:
         """The ledger in numbers, with the parked requests as `waiters`."""
-        return State(
-            version=self.ledger.version,
-            trained=self.ledger.last_trained,
-            counts=self.ledger.counts(),
-            dropped=self.ledger.dropped(),
-            ages=self.ledger.ages(),
+        ledger = self.ledger
+        return protocol.State(
+            version=ledger.version,
+            trained=ledger.last_trained,
+            counts=ledger.counts(),
+            dropped=ledger.dropped(),
+            failed=ledger.failed(),
+            lengths={name: list(lengths) for name, lengths in ledger.lengths().items()},
+            ages=ledger.ages(),
             bytes_stored=self.bytes_stored,
             servers={
                 peer.hello.name: self._server(peer, now) for peer in self.peers.values() if peer.hello.role == "rollout"
@@ -176,114 +157,104 @@ class Handlers:
         )
 
     def _server(self, peer: Peer, now: float) -> dict[str, Any]:
-        known = self.ledger.book.servers.get(peer.key)
+        known = self.ledger.servers.get(peer.key)
         leases, version = (len(known.leases), known.version) if known else (0, None)
         return {"version": version, "leases": leases, "silent_s": round(now - peer.heard, 1), "stats": peer.stats}
 
-    def _replace(self, hello: Hello, now: float) -> None:
+    def _replace(self, hello: protocol.Hello, now: float) -> None:
+        """Forget who had this name and role before, and observers that are gone."""
         for identity, peer in list(self.peers.items()):
             same = (peer.hello.name, peer.hello.role) == (hello.name, hello.role)
             if hello.role == "observer":
-                if peer.hello.role == "observer" and now - peer.heard > 60:
+                if peer.hello.role == "observer" and now - peer.heard > OBSERVER_S:
                     del self.peers[identity]
             elif same and peer.hello.token != hello.token:
                 del self.peers[identity]
                 self._replaced.add(peer.hello.token)
                 if peer.hello.role == "rollout":
-                    self.ledger.leave(peer.key, f"{peer.hello.name} was restarted", now)
+                    self.ledger.leave(peer.key, "its server was restarted", now)
 
-    def _where(self, peer: Peer, where: Where, now: float) -> Message | None:
-        return WeightsAddress(address=self.weights) if self.weights and self.weights != where.known else None
+    def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
+        if self.weights is None or self.weights == where.known:
+            return None
+        return protocol.WeightsAddress(address=self.weights)
 
-    def _ask(self, peer: Peer, ask: Ask, now: float) -> Message | None:
-        leased = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
-        if not leased and ask.request not in self.ledger.book.servers[peer.key].answered:
-            return Finished() if self.ledger.finished() else None
-        return Work(
+    def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
+        leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
+        if not leases and not self.ledger.answered(peer.key, ask.request):
+            return protocol.Finished() if self.ledger.finished() else None
+        return protocol.Work(
             items=[
-                WorkItem(item=it.item, lease=it.lease, version=it.version, problem=dict(self.problems[it.index]))
-                for it in leased
+                protocol.WorkItem(
+                    item=it.item, lease=it.lease, version=it.version, problem=dict(self.problems[it.index])
+                )
+                for it in leases
             ]
         )
 
-    def _put(self, peer: Peer, put: Put, now: float) -> Message | None:
-        if len(put.samples) != self.rules.samples:
+    def _put(self, peer: Peer, put: protocol.Put, now: float) -> Message | None:
+        if len(put.samples) != self.limits.samples:
             raise ValueError(
-                f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.rules.samples}"
+                f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.limits.samples}"
             )
-        facts = [sample_stats(data) for data in put.samples]
-        if self.bytes_stored >= self.rules.max_bytes and not self.hungry:
+        stats = [sample_stats(data) for data in put.samples]
+        if self.bytes_stored >= self.limits.max_bytes and not self.learner_waiting:
             return None
-        entry = self.ledger.book.entries.get(put.item)
-        fresh = entry is not None and entry.state == "leased"
-        refusal = self.ledger.put(peer.key, put.item, put.lease, facts, now)
-        if entry and fresh and refusal is None:
+        leased = self.ledger.state_of(put.item) == "leased"
+        refusal = self.ledger.put(peer.key, put.item, put.lease, stats, now)
+        if leased and refusal is None:  # else it is a repetition
             self._payloads[put.item] = put.samples
-            self._recent.add(put.item, list(zip(put.samples, facts, strict=True)))
-            if entry.state == "stored":  # else a filter left it out
+            if self.ledger.state_of(put.item) == "stored":  # else a filter left it out
+                self._cache.add(put.item, list(zip(put.samples, stats, strict=True)))
                 self._bytes[put.item] = sum(map(len, put.samples))
                 self.bytes_stored += self._bytes[put.item]
-        self.stirred |= entry is not None and fresh and entry.state != "leased"
-        return Stored(accepted=refusal is None, reason=refusal or "")
+        return protocol.Stored(accepted=refusal is None, reason=refusal or "")
 
-    def _fail(self, peer: Peer, fail: Fail, now: float) -> Message:
-        self.ledger.fail(peer.key, fail.item, fail.lease, fail.reason, now, fail.permanent, fail.returned)
-        self.stirred = True
-        return Ack()
+    def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
+        self.ledger.fail(
+            peer.key, fail.item, fail.lease, fail.reason, now, fail.permanent, fail.returned, fail.failure_kind
+        )
+        return protocol.Ack()
 
-    def _heartbeat(self, peer: Peer, number: int, beat: Heartbeat, now: float) -> Message:
+    def _heartbeat(self, peer: Peer, number: int, beat: protocol.Heartbeat, now: float) -> Message:
         if number < peer.beat:
-            return Revoked(revoked=[])
+            return protocol.Revoked(revoked=[])
         peer.beat, peer.stats = number, beat.stats
-        server = self.ledger.book.servers.get(peer.key)
-        before = server and (server.version, len(server.leases), now < server.heard + self.ledger.lease_s)
-        revoked = self.ledger.heartbeat(peer.key, beat.version, beat.holding, now)
-        server = self.ledger.book.servers[peer.key]
-        self.stirred |= before != (server.version, len(server.leases), True)
-        return Revoked(revoked=revoked)
+        return protocol.Revoked(revoked=self.ledger.heartbeat(peer.key, beat.version, beat.holding, now))
 
-    def _rewind(self, peer: Peer, rewind: Rewind, now: float) -> Message:
-        replay = self.ledger.rewind(rewind.version)
-        self.stirred = True
-        return Rewound(version=rewind.version, replay=replay)
+    def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
+        return protocol.Rewound(replay=self.ledger.rewind(rewind.version))
 
-    def _take(self, peer: Peer, take: Take, now: float) -> Message | None:
+    def _take(self, peer: Peer, take: protocol.Take, now: float) -> Message | None:
         if take.rank >= take.world:
             raise ValueError(f"Take of rank {take.rank} of {take.world}: ranks count from 0")
-        formed = self.ledger.version
         batch = self.ledger.take(take.version)
         if batch is None:
-            return Finished() if self.ledger.finished() else None
-        self.stirred |= self.ledger.version != formed
+            return protocol.Finished() if self.ledger.finished() else None
         key = take.version, take.world
-        if self._cut is None or self._cut[0] != key:
+        if self._split is None or self._split[0] != key:
             groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            self._cut = key, parts(*key, groups)
-        return self._cut[1][take.rank]
+            failed, dropped = sum(self.ledger.failed().values()), sum(self.ledger.dropped().values())
+            self._split = key, parts(*key, groups, failed, dropped)
+        return self._split[1][take.rank]
 
     def _group(self, item: int) -> Group:
-        if known := self._recent.get(item):
+        if known := self._cache.get(item):
             return known
         if item in self._payloads:
             return [(data, sample_stats(data)) for data in self._payloads[item]]
         return self.store.group(item)
 
-    def _trained(self, peer: Peer, trained: Trained, now: float) -> Message:
+    def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
         self.ledger.trained(trained.version)
-        pruned = self.ledger.prune(trained.oldest_kept)
-        if self.rules.keep == "checkpoints":
-            self._void.update(pruned)
-        self._cut = None
-        self._untrain()
-        self.stirred = True
-        return Ack()
-
-    def _untrain(self) -> None:
-        """Count the bytes of what is yet to be trained only."""
-        entries, last = self.ledger.book.entries, self.ledger.last_trained
-        waiting = {item for item, entry in entries.items() if entry.state == "stored" or entry.batch > last}
-        self._bytes = {item: size for item, size in self._bytes.items() if item in waiting}
-        self._recent.keep(waiting)
+        oldest = self.ledger.prune(trained.oldest_kept)
+        if self.limits.keep == "checkpoints":
+            self._void_before = oldest
+        self._split = None
+        untrained = self.ledger.untrained()
+        self._bytes = {item: size for item, size in self._bytes.items() if item in untrained}
+        self._cache.keep(untrained)
         self.bytes_stored = sum(self._bytes.values())
+        return protocol.Ack()

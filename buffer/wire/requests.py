@@ -1,34 +1,20 @@
-"""The desk: takes each request to its answer, parks those that have none yet, commits before it answers.
+"""The pending requests: each one is taken to its answer, or parked until something changed that it may wait for.
 
-No sockets; driven by `buffer/wire/server.py`: `receive` applies one message, `settle` tries parked requests again if
-something changed that they may have waited for, `changes` is what is to be written then, `answers` what is to be sent
-only after that. What a request means is in `buffer/wire/handlers.py`; who waits here for what, and why, is `State.waiters`.
+No sockets; driven by `server.py`: `receive` applies one message, `retry` tries the parked requests again, `changes` is
+to be committed then, and only after that `answers` are to be sent. What a request means is in `handlers.py`; who waits
+here for what, and why, is `State.waiters`.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from buffer.ledger.types import Transaction
-from buffer.wire.handlers import Handlers, Peer
-from buffer.wire.protocol import (
-    REQUESTS,
-    Ask,
-    Frame,
-    Hello,
-    Message,
-    NotRegistered,
-    Refused,
-    State,
-    Status,
-    Take,
-    Waiter,
-    Work,
-    number_of,
-    pack,
-    unpack,
-)
+from buffer.wire import protocol
+from buffer.wire.handlers import Handlers
+from buffer.wire.message import Frame, Message, number_of, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +35,19 @@ class PendingRequest:
     @property
     def key(self) -> tuple[bytes, str | int]:
         """A server has one Ask at a time; everything else is told apart by its number."""
-        return self.identity, "Ask" if isinstance(self.message, Ask) else self.number
+        return self.identity, "Ask" if isinstance(self.message, protocol.Ask) else self.number
 
 
 class PendingRequests:
     """One per buffer."""
 
-    def __init__(self, answers: Handlers, max_message: int) -> None:
-        self.means, self.max_message = answers, max_message
+    def __init__(self, handlers: Handlers, max_message: int) -> None:
+        self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
         """Refused messages since the start, by kind; `malformed` for what was none."""
         self._parked: dict[tuple[bytes, str | int], PendingRequest] = {}
+        self._tried = -1
+        """Revision at which the parked requests were tried last."""
         self._out: list[tuple[bytes, Frame]] = []
 
     def receive(self, frames: Sequence[Frame], now: float) -> None:
@@ -67,40 +55,40 @@ class PendingRequests:
         identity, data = bytes(frames[0]), frames[-1]
         try:
             self._check(frames)
-            number, message = unpack(data, REQUESTS)
+            number, message = unpack(data, protocol.REQUESTS)
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error))
             return
-        parked = PendingRequest(identity, number, message, now)
-        if isinstance(message, Hello):
-            self._hello(parked, message, now)
-        elif peer := self.means.peers.get(identity):
+        if peer := self.handlers.peers.get(identity):
             peer.heard = now
-            self._try(self._renew(parked), peer, now)
-        else:
-            self._answer(parked, NotRegistered())
+        self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
 
     def expire(self, now: float) -> float | None:
-        """End the leases of servers silent for too long; returns when to call again."""
-        return self.means.expire(now)
+        """End what ends by the clock; returns when to call again."""
+        return self.handlers.ledger.expire(now)
 
-    def settle(self, now: float) -> None:
+    def retry(self, now: float) -> None:
         """Try the parked requests, oldest first, until none changes anything for the others."""
-        while self.means.stirred:
-            self.means.stirred = False
-            for parked in list(self._parked.values()):
-                if peer := self.means.peers.get(parked.identity):
-                    self._try(parked, peer, now)
+        while self._tried != self.handlers.revision:
+            self._tried = self.handlers.revision
+            for request in list(self._parked.values()):
+                if request.identity in self.handlers.peers:
+                    self._try(request, now)
                 else:
-                    self._unpark(parked)  # its process was replaced
+                    self._unpark(request)  # its process was replaced
 
     def changes(self) -> Transaction | None:
         """What changed since the last call; None: nothing. To be committed before `answers` are sent."""
-        return self.means.changes()
+        return self.handlers.changes()
 
     def commit(self, transaction: Transaction) -> None:
         """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
-        self.means.store.commit(transaction.changes, transaction.payloads, transaction.void)
+        self.handlers.store.commit(transaction)
+
+    @property
+    def path(self) -> Path | None:
+        """The file that `commit` writes; None: in memory."""
+        return self.handlers.store.path
 
     def answers(self) -> list[tuple[bytes, Frame]]:
         """(identity, frame), to be sent once the `changes` taken with them are written."""
@@ -114,62 +102,64 @@ class PendingRequests:
             limit = self.max_message / 2**20
             raise ValueError(f"message of {len(frames[1]) / 2**20:.1f} MiB exceeds buffer.max_message_mib ({limit:g})")
 
-    def _hello(self, parked: PendingRequest, hello: Hello, now: float) -> None:
-        try:
-            self._answer(parked, self.means.hello(parked.identity, hello, now))
-        except ValueError as error:
-            self._refuse(parked.identity, parked.number, "Hello", str(error))
+    def _replace_older(self, request: PendingRequest) -> PendingRequest:
+        """A repeated request keeps its place; a newer Ask takes the place of the older one, which gets empty Work."""
+        older = self._parked.get(request.key)
+        if older is None:
+            return request
+        if older.number == request.number:
+            return older
+        assert isinstance(older.message, protocol.Ask) and isinstance(request.message, protocol.Ask)
+        if older.message.request > request.message.request:
+            older, request = request, older
+        self._answer(older, protocol.Work(items=[]))
+        return request
 
-    def _renew(self, parked: PendingRequest) -> PendingRequest:
-        """A repeated request keeps its place; a newer Ask takes the place of the older one, which ends empty-handed."""
-        before = self._parked.get(parked.key)
-        if before is None:
-            return parked
-        if before.number == parked.number:
-            return before
-        assert isinstance(before.message, Ask) and isinstance(parked.message, Ask)
-        if before.message.request > parked.message.request:
-            before, parked = parked, before
-        self._answer(before, Work(items=[]))
-        return parked
-
-    def _try(self, parked: PendingRequest, peer: Peer, now: float) -> None:
+    def _try(self, request: PendingRequest, now: float) -> None:
         try:
-            if isinstance(parked.message, Status):
-                answer: Message | None = self._state(now)
-            else:
-                answer = self.means.answer(peer, parked.number, parked.message, now)
+            answer = self._handle(request, now)
         except ValueError as error:
-            self._unpark(parked)
-            self._refuse(parked.identity, parked.number, parked.kind, str(error))
+            self._unpark(request)
+            self._refuse(request.identity, request.number, request.kind, str(error))
             return
         if answer is None:
-            self._park(parked)
+            self._park(request)
         else:
-            self._unpark(parked)
-            self._answer(parked, answer)
+            self._unpark(request)
+            self._answer(request, answer)
 
-    def _park(self, parked: PendingRequest) -> None:
-        self._parked[parked.key] = parked
-        if isinstance(parked.message, Take) and not self.means.hungry:
-            self.means.hungry = self.means.stirred = True  # it lets groups in
+    def _handle(self, request: PendingRequest, now: float) -> Message | None:
+        if isinstance(request.message, protocol.Hello):
+            return self.handlers.hello(request.identity, request.message, now)
+        peer = self.handlers.peers.get(request.identity)
+        if peer is None:
+            return protocol.NotRegistered()
+        if isinstance(request.message, protocol.Status):
+            return self._state(now)
+        return self.handlers.answer(peer, request.number, request.message, now)
 
-    def _unpark(self, parked: PendingRequest) -> None:
-        if self._parked.pop(parked.key, None) and isinstance(parked.message, Take):
-            self.means.hungry = any(isinstance(other.message, Take) for other in self._parked.values())
+    def _park(self, request: PendingRequest) -> None:
+        self._parked[request.key] = request
+        if isinstance(request.message, protocol.Take):
+            self.handlers.set_learner_waiting(True)
 
-    def _answer(self, parked: PendingRequest, answer: Message) -> None:
-        self._out.append((parked.identity, pack(parked.number, answer)))
+    def _unpark(self, request: PendingRequest) -> None:
+        if self._parked.pop(request.key, None) and isinstance(request.message, protocol.Take):
+            waiting = any(isinstance(other.message, protocol.Take) for other in self._parked.values())
+            self.handlers.set_learner_waiting(waiting)
+
+    def _answer(self, request: PendingRequest, answer: Message) -> None:
+        self._out.append((request.identity, pack(request.number, answer)))
 
     def _refuse(self, identity: bytes, number: int, what: str, reason: str) -> None:
         self.errors[what] += 1
         log.warning("refused %s: %s", what, reason)
-        self._out.append((identity, pack(number, Refused(reason=reason))))
+        self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
-    def _state(self, now: float) -> State:
+    def _state(self, now: float) -> protocol.State:
         waiters = []
-        for parked in self._parked.values():
-            if peer := self.means.peers.get(parked.identity):
-                why = self.means.why(peer, parked.message)
-                waiters.append(Waiter(who=peer.hello.name, kind=parked.kind, why=why, seconds=now - parked.since))
-        return self.means.state(waiters, self.errors.total(), now)
+        for request in self._parked.values():
+            if peer := self.handlers.peers.get(request.identity):
+                why, seconds = self.handlers.why_parked(peer, request.message), now - request.since
+                waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
+        return self.handlers.state(waiters, self.errors.total(), now)

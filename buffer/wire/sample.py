@@ -1,37 +1,94 @@
-"""From a packed sample to what the ledger needs of it: each sample is opened once in the buffer, here, when it arrives.
+"""A sample, and what the ledger needs of one: each sample is opened once in the buffer, here, when it arrives.
 
-`Sample` of `buffer/wire/protocol.py` says what a sample is, and in words what is wrong with one. To validate each through it
-would take most of the buffer's time at full load; but all that `Sample.pack` writes for so many tokens differs only in
-the numbers, so a sample is compared with what it must look like, and only what does not match goes through `Sample`.
-Pure; used by `buffer/wire/handlers.py`.
+`Sample` says what a sample is, and what is wrong with one. Validating each through it would take most of the buffer's
+time at full load; but everything that `Sample.pack` writes for a given number of tokens differs only in the numbers, so
+`sample_stats` compares a sample with that layout, and only what does not match is validated by `Sample`. Pure functions
+of bytes; used by `handlers.py`.
 """
 
 from functools import lru_cache
 from math import isfinite
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
-from buffer.wire.protocol import LIMITS, Sample, in_words
+from buffer.wire.message import LIMITS, Array, Message, in_words, open_map
+
+
+class Sample(Message):
+    """One completion of a problem, prompt included. The four arrays are [tokens] long.
+
+    Example: prompt of 2 tokens, answer of 2, sampled under versions 6 and 7:
+    `tokens` int32 [5, 9, 12, 2], `sampled` uint8 [0, 0, 1, 1], `behaviour_logprobs` float32 [0, 0, -0.7, -0.1],
+    `versions` int32 [-1, -1, 6, 7], `reward` 1.0, `finish` "stop".
+    """
+
+    tokens: Array
+    """int32: token ids of prompt, answer and, in several turns, of what the environment said."""
+    sampled: Array
+    """uint8: 1 where the policy sampled the token, 0 where it was given."""
+    behaviour_logprobs: Array
+    """float32: behaviour log-probability of each sampled token under the sampling temperature; 0 elsewhere."""
+    versions: Array
+    """int32: policy version that sampled each token; -1 elsewhere."""
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    finish: Literal["stop", "length"]
+    """`length`: cut at `sampling.max_tokens`."""
+    answer: str = ""
+    """The sampled text, for people."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Further numbers of the reward function or task, averaged into the metrics of the batch."""
+
+    DTYPES: ClassVar[dict[str, str]] = {
+        "tokens": "int32",
+        "sampled": "uint8",
+        "behaviour_logprobs": "float32",
+        "versions": "int32",
+    }
+
+    @model_validator(mode="after")
+    def _alike(self) -> "Sample":
+        for name, dtype in self.DTYPES.items():
+            array: Array = getattr(self, name)
+            if array.dtype != dtype or array.shape != self.tokens.shape or len(array.shape) != 1:
+                raise ValueError(
+                    f"{name} must be {dtype}{self.tokens.shape}, one-dimensional; is {array.dtype}{array.shape}"
+                )
+        if not self.sampled.numpy().any():
+            raise ValueError("a sample without a sampled token")
+        return self
+
+    def pack(self) -> bytes:
+        """The sample as bytes: what `Put` carries, the store keeps and `Part` delivers, unopened."""
+        return bytes(msgpack.packb(self.model_dump()))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Sample":
+        """Undo `pack`; raises ValueError for anything else."""
+        return cls.model_validate(open_map(data))
+
 
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
-"""What follows the arrays."""
-BYTES_A_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
+"""The fields that follow the arrays."""
+BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
 def sample_stats(data: bytes) -> SampleStats:
-    """Raises ValueError, in one line, for what is not a sample, or has a sampled token of no policy version."""
+    """Tokens, reward and oldest version of a packed sample.
+
+    Raises ValueError, in one line, for what is not a sample, or has a sampled token without a policy version.
+    """
     return _parse_fast(data) or _parse_checked(data)
 
 
 def _parse_fast(data: bytes) -> SampleStats | None:
-    """The same for what `Sample.pack` wrote. None says nothing."""
-    number = _number(data)
-    frame, places, end = _layout(number)
-    for position, fixed in frame:
+    """The same for what `Sample.pack` wrote; None: look closer."""
+    number = _num_tokens(data)
+    headers, places, end = _layout(number)
+    for position, fixed in headers:
         if not data.startswith(fixed, position):
             return None
     flags = data[places["sampled"] : places["sampled"] + number]
@@ -59,7 +116,7 @@ def _parse_checked(data: bytes) -> SampleStats:
 
 
 def _sound(rest: dict[str, Any]) -> bool:
-    """Whether these are a sample's scalars, type for type."""
+    """Whether these are the scalar fields of a sample, each of its type."""
     metrics, reward = rest.get("metrics"), rest.get("reward")
     return (
         list(rest) == SCALARS
@@ -72,17 +129,17 @@ def _sound(rest: dict[str, Any]) -> bool:
     )
 
 
-def _number(data: bytes) -> int:
-    """How many tokens it says it has; 0 where that cannot be told, or cannot be."""
-    if len(data) < AT + 5:
+def _num_tokens(data: bytes) -> int:
+    """The number of tokens that it states; 0 where it states none, or more than its bytes can hold."""
+    if len(data) < NUM_TOKENS_AT + 5:
         return 0
-    size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(data[AT], 0)
-    number = int.from_bytes(data[AT + 1 : AT + 1 + size]) if size else data[AT]
-    return number if number * BYTES_A_TOKEN < len(data) else 0
+    size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(data[NUM_TOKENS_AT], 0)
+    number = int.from_bytes(data[NUM_TOKENS_AT + 1 : NUM_TOKENS_AT + 1 + size]) if size else data[NUM_TOKENS_AT]
+    return number if number * BYTES_PER_TOKEN < len(data) else 0
 
 
-def _array(name: str, number: int) -> bytes:
-    """What precedes the bytes of an array."""
+def _array_header(name: str, number: int) -> bytes:
+    """The bytes before the data of an array."""
     dtype = Sample.DTYPES[name]
     size = number * np.dtype(dtype).itemsize
     field = msgpack.packb({name: {"dtype": dtype, "shape": [number], "data": bytes(size)}})
@@ -91,17 +148,17 @@ def _array(name: str, number: int) -> bytes:
 
 @lru_cache(4096)
 def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    """Of a sample of `number` tokens: what stands where between the arrays, where each begins, where the last ends."""
-    frame, places, position = list[tuple[int, bytes]](), dict[str, int](), 1
-    frame.append((0, msgpack.Packer().pack_map_header(len(Sample.model_fields))))
+    """Of a sample of `number` tokens: headers by position, where each array's data begins, where the last one ends."""
+    places, position = dict[str, int](), 1
+    headers = [(0, msgpack.Packer().pack_map_header(len(Sample.model_fields)))]
     for name, dtype in Sample.DTYPES.items():
-        before = _array(name, number)
-        frame.append((position, before))
+        before = _array_header(name, number)
+        headers.append((position, before))
         places[name] = position + len(before)
         position = places[name] + number * np.dtype(dtype).itemsize
-    return frame, places, position
+    return headers, places, position
 
 
 HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(SCALARS))
-AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
-"""Position of the number of tokens: behind the header of the map and that of `shape`."""
+NUM_TOKENS_AT = 1 + len(msgpack.packb({"tokens": {"dtype": Sample.DTYPES["tokens"], "shape": None}})[1:-1]) + 1
+"""Position of the number of tokens: after the header of the map and that of `shape`."""

@@ -1,10 +1,10 @@
-"""The buffer's socket: a ZeroMQ ROUTER in one event loop, in front of `buffer/wire/requests.py`. Run by `python -m buffer`.
+"""The buffer's socket: a ZeroMQ ROUTER in one event loop, in front of `requests.py`. Run by `python -m buffer`.
 
-Waits for messages, for the desk's next deadline, or for the disk. Takes all messages that are there, has the desk apply
-them, commits what they changed in one transaction, and only then sends the answers: what is acknowledged is on disk.
-What arrives meanwhile waits in ZeroMQ's queues for the next one: in a thread of its own the commit was slower, for what
-it does between two waits for the disk takes Python's lock. While the disk is full, nothing is received or answered; the
-commit is tried again until there is room.
+Waits for messages, for the next lease to end, or for the disk. It reads all messages that are there, applies them to
+the pending requests, commits what they changed in one transaction, and only then sends the answers: what is
+acknowledged is on disk. Messages that arrive meanwhile wait in ZeroMQ's queues for the next commit. The commit runs in
+the event loop: in a thread of its own it was slower, because between two waits for the disk it holds the GIL. While the
+disk is full, nothing is received or answered, and the commit is tried again until there is room.
 """
 
 import asyncio
@@ -12,26 +12,25 @@ import errno
 import logging
 import sqlite3
 import time
-from types import TracebackType
 
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from buffer.wire.curve import ServerKeys, is_loopback, split
-from buffer.wire.protocol import Frame
+from buffer.curve import ServerKeys, is_loopback, split
+from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 
 log = logging.getLogger(__name__)
-MESSAGES, BYTES = 1024, 64 * 2**20
-"""What one commit gathers at most."""
-COPIED = 2**16
-"""Answers beyond this are sent from where they are."""
+MAX_MESSAGES, MAX_BYTES = 1024, 64 * 2**20
+"""Of one commit, at most."""
+COPY_BELOW = 2**16
+"""Bytes; larger answers are sent without a copy."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
-PASSING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-"""Errors of a commit that end by themselves, or once somebody makes room: SQLite's, the system's."""
+TRANSIENT = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a commit that end by themselves, or once there is room on the disk: SQLite's, the system's."""
 
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
@@ -60,32 +59,30 @@ class BufferServer:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        """The same socket, for what is done without waiting: a future for each message would cost more than it."""
+        """The same socket for calls that do not wait: a future for each message would cost more than the message."""
         self._auth: AsyncioAuthenticator | None = None
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # the desk refuses, in words, from max_message on
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_message)  # above max_message it is refused in words
 
     async def __aenter__(self) -> "BufferServer":
         try:
             if self.keys:
-                self._lock(self.keys)
+                self._require_key(self.keys)
             self._bind()
         except BaseException:
-            await self.__aexit__(None, None, None)
+            await self.__aexit__()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self._auth:
             self._auth.stop()
         self._socket.close()
         self._context.term()
 
-    def _lock(self, keys: ServerKeys) -> None:
+    def _require_key(self, keys: ServerKeys) -> None:
         self._auth = AsyncioAuthenticator(self._context)
         self._auth.start()
         self._auth.configure_curve_callback("*", keys)
@@ -106,32 +103,32 @@ class BufferServer:
             raise ListenError(f"buffer.address {self.address}: {error.strerror}; {advice}") from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    async def serve(self, desk: PendingRequests) -> None:
-        """Serve until cancelled. It has committed and answered everything it received then, unless the disk is full."""
-        deadline: float | None = None
+    async def serve(self, requests: PendingRequests) -> None:
+        """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
+        due: float | None = None
         while True:
-            await self._wake(deadline)
+            await self._wake(due)
             received, more = self._receive()
             now = time.monotonic()
             for frames in received:
-                desk.receive(frames, now)
-            if not more:  # a server is silent only if nothing of it waits to be read
-                deadline = desk.expire(now)
-            desk.settle(now)
-            await self._commit(desk)
+                requests.receive(frames, now)
+            if not more:  # a server is silent only if no message of it waits to be read
+                due = requests.expire(now)
+            requests.retry(now)
+            await self._commit(requests)
 
-    async def _wake(self, deadline: float | None) -> None:
-        """Wait for a message or for `deadline`."""
+    async def _wake(self, due: float | None) -> None:
+        """Wait for a message or until `due`."""
         if self._plain.poll(0):
-            return await asyncio.sleep(0)  # signals want to be heard too
-        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return await asyncio.sleep(0)  # signal handlers run in the loop too
+        wait_s = None if due is None else max(0.0, due - time.monotonic())
         await self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
 
     def _receive(self) -> tuple[list[list[Frame]], bool]:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""
         received: list[list[Frame]] = []
         gathered = 0
-        while len(received) < MESSAGES and gathered < BYTES:
+        while len(received) < MAX_MESSAGES and gathered < MAX_BYTES:
             try:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -140,26 +137,27 @@ class BufferServer:
             gathered += sum(map(len, rest))
         return received, True
 
-    async def _commit(self, desk: PendingRequests) -> None:
+    async def _commit(self, requests: PendingRequests) -> None:
         """Write what changed, then answer."""
         wait_s, longest_s = RETRY_S
-        transaction = desk.changes()
+        transaction = requests.changes()
         while transaction:
             try:
-                desk.commit(transaction)
+                requests.commit(transaction)
                 break
             except (sqlite3.OperationalError, OSError) as error:
-                if not _passing(error):
+                if not _transient(error):
                     raise
-                where = desk.means.store.path
-                log.error("%s: %s; nothing is acknowledged until this ends: make room on its disk", where, error)
+                log.error(
+                    "%s: %s; nothing is acknowledged until this ends: make room on its disk", requests.path, error
+                )
                 await asyncio.sleep(wait_s)  # no event tells of free space
                 wait_s = min(2 * wait_s, longest_s)
-        for answer in desk.answers():
-            self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPIED)
+        for answer in requests.answers():
+            self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPY_BELOW)
 
 
-def _passing(error: sqlite3.OperationalError | OSError) -> bool:
+def _transient(error: sqlite3.OperationalError | OSError) -> bool:
     if isinstance(error, OSError):
-        return error.errno in NO_ROOM
-    return bool({error.sqlite_errorcode, error.sqlite_errorcode & 0xFF} & PASSING)
+        return error.errno in DISK_FULL
+    return bool({error.sqlite_errorcode, error.sqlite_errorcode & 0xFF} & TRANSIENT)  # extended and primary code

@@ -1,4 +1,4 @@
-"""Cutting a batch into one part for each learner rank, balanced by tokens. Pure; used by `buffer/wire/handlers.py`."""
+"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `handlers.py`."""
 
 import heapq
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from buffer.wire.protocol import Part
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
     """Positions of samples for each of `world` ranks: longest first, each to the rank with the fewest tokens so far.
 
-    The same input gives every rank, at every repetition, the same cut. No rank exceeds the mean by more than one
+    The same input gives every rank, at every repetition, the same split. No rank exceeds the mean by more than one
     sample. Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`
     """
     ranks: list[list[int]] = [[] for _ in range(world)]
@@ -24,10 +24,14 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
 
 
 def parts(
-    version: int, world: int, groups: Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
+    version: int,
+    world: int,
+    groups: Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]],
+    failed: int = 0,
+    dropped: int = 0,
 ) -> list[Part]:
-    """The parts of batch `version`: `groups` are (item, dispatch version, samples, packed and their facts), in the
-    batch's order."""
+    """The parts of batch `version`: `groups` are (item, dispatch version, packed samples with their figures), in the
+    batch's order; `failed` attempts and `dropped` items are those of the run so far."""
     samples: list[dict[str, Any]] = []
     facts: list[SampleStats] = []
     for item, dispatched, group in groups:
@@ -48,6 +52,8 @@ def parts(
                 "total_samples": len(samples),
                 "total_tokens": sum(fact.tokens for fact in facts),
                 "total_sampled": sum(fact.sampled for fact in facts),
+                "failed": failed,
+                "dropped": dropped,
             }
         )
         for rank, positions in enumerate(cut([fact.tokens for fact in facts], world))

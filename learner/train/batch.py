@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.wire.protocol import Part, PartSample, Sample
+from buffer.wire.protocol import Part, PartSample
+from buffer.wire.sample import Sample
 from learner import collectives
 
 

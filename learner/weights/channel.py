@@ -198,7 +198,9 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
             error = raised
         with suppress(RuntimeError):  # the loop may be over by now
             loop.call_soon_threadsafe(settle, result, error)
-        del error  # it references this frame, whose objects are to be freed by this thread, not by the garbage collector
+        del (
+            error
+        )  # it references this frame, whose objects are to be freed by this thread, not by the garbage collector
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -198,8 +198,7 @@ def pack(message: Message) -> bytes:
 
 def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
     """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
-    fields = open_map(data)
-    return validate(fields.pop("kind", None), fields, kinds)
+    return validate(open_map(data), kinds)
 
 
 def router(context: zmq.asyncio.Context, host: str, keys: ServerKeys | None) -> tuple[zmq.asyncio.Socket, str]:

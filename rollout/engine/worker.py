@@ -78,7 +78,9 @@ class WorkerExtension:
         if loads_plainly(model, self.vllm_config, self.device):
             return self._rl_load(weights)
         try:
-            return self._rl_load((name, tensor.clone()) for name, tensor in weights)  # vLLM keeps them until a layer is complete
+            return self._rl_load(
+                (name, tensor.clone()) for name, tensor in weights
+            )  # vLLM keeps them until a layer is complete
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 

@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from buffer.wire.protocol import Array, Sample, WorkItem
+from buffer.wire.message import Array
+from buffer.wire.protocol import WorkItem
+from buffer.wire.sample import Sample
 from rollout.interfaces import Prompts, Rewards, Sampler, Samples
 from rollout.rewards import Answer, RewardError, Score
 

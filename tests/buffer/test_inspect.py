@@ -1,4 +1,4 @@
-"""`python -m buffer stats|tail|show|export`, of a live run and of a dead one."""
+"""`python -m buffer tail|show|export`, of a live run and of a dead one, and what a live one says of itself."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from buffer import inspect
 from buffer.wire.client import RolloutClient
-from buffer.wire.protocol import Part, Take
+from buffer.wire.protocol import Part, State, Status, Take
 from configs.load import fingerprint, load
 from tests.harness.buffer_process import Process, client, group, process
 
@@ -29,45 +29,37 @@ def traffic(tmp_path):
                 items = await samples.ask(7)
                 for item in items[:5]:
                     await samples.put(item, group(item.item, tokens=6))
-                await samples.fail(items[5], "prompt too long", permanent=True)
+                await samples.fail(items[5], "prompt too long", permanent=True, kind="prompt")
                 async with client(it.address, "learner-0", "learner", fingerprint=print_) as learner:
                     await learner.expect(Take(version=0, rank=0, world=1), Part)
                     waiting = asyncio.create_task(learner.request(Take(version=1, rank=0, world=1)))
                     await asyncio.sleep(0.1)
-                    lines["live"] = await asyncio.to_thread(run, it, "stats", str(it.run))
+                    async with client(it.address, "status", "observer", fingerprint="") as observer:
+                        states.append(await observer.expect(Status(), State))
                     waiting.cancel()
                     await asyncio.wait({waiting})
 
-        lines: dict[str, str] = {}
+        states: list[State] = []
         asyncio.run(make())
-        yield it, lines
+        yield it, states[0]
 
 
-def run(it: Process, *words: str) -> str:
-    command = [it.arguments()[0], "-m", "buffer", *words]
+def test_the_state_of_a_live_run_has_its_figures(traffic):
+    _, state = traffic
+    assert state.counts == dict(leased=1, stored=1, waiting=0, batched=4, trained=0, dropped=1)
+    assert state.dropped == {"prompt too long": 1} and state.failed == {"prompt: prompt too long": 1}
+    assert state.ages == {0: 4} and state.servers["rollout-0"]["leases"] == 1
+    assert state.lengths == {"generated": [5, 10, 65, 35, 0], "dropped: prompt too long": [1, 0, 0, 0, 0]}
+    (waiter,) = state.waiters
+    assert (waiter.who, waiter.kind) == ("learner-0", "Take") and "batch 1 has 1 of 4 groups" in waiter.why
+    assert "failed" not in waiter.why, "not since the last batch"
+
+
+def test_stats_is_the_status_of_the_actors(tmp_path):
+    command = [*Process(tmp_path).arguments()[:3], "stats", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_stats_of_a_live_run_and_then_of_its_remains(traffic, capsys):
-    it, lines = traffic
-    for expected in (
-        "batched: 4, dropped: 1, leased: 1, stored: 1",
-        "dropped      1: prompt too long",
-        "ages         0: 4",
-        "leases       1 at rollout-0",
-        "generated: 5 groups, 10 samples, mean 6.5 tokens, 3.5 sampled",
-        "live         yes",
-        "rollout-0: version 0, 1 leases",
-        "waits        learner-0 for Take",
-        "batch 1 has 1 of 4 groups",
-    ):
-        assert expected in lines["live"]
-    it.kill()
-    assert inspect.main(["stats", str(it.run)]) == 0
-    dead = capsys.readouterr().out
-    assert "batched: 4, dropped: 1, leased: 1, stored: 1" in dead and "live         no" in dead
+    assert done.returncode == 2 and done.stdout == ""
+    assert "`python -m actors status RUN`" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsys, tmp_path):
@@ -82,6 +74,9 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     shown = capsys.readouterr().out
     for expected in ("problem 4", "state        stored", "answer 4", "reward 1, stop, 7 tokens", "-0.5000", "given"):
         assert expected in shown
+    assert inspect.main(["show", "5", str(it.run)]) == 0
+    dropped = capsys.readouterr().out
+    assert "state        dropped" in dropped and "reason       prompt too long" in dropped
     assert inspect.main(["show", "99", str(it.run)]) == 2
     assert "item 99" in capsys.readouterr().err
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from buffer.curve import ServerKeys
 from buffer.ledger.rules import Ledger
 from buffer.store.sqlite import Store
 from buffer.wire.client import Connection, RolloutClient
-from buffer.wire.curve import ServerKeys
 from buffer.wire.handlers import Handlers, Limits
-from buffer.wire.protocol import Array, Sample
+from buffer.wire.message import Array
 from buffer.wire.requests import PendingRequests
+from buffer.wire.sample import Sample
 from buffer.wire.server import BufferServer
 
 PROBLEMS = [{"prompt": f"problem {row}", "answer": str(row)} for row in range(1000)]
@@ -57,28 +58,33 @@ def group(item: int, version: int = 0, samples: int = 2, tokens: int = 4) -> lis
     return [sample(float(index % 2), tokens + index, version, mark=item) for index in range(samples)]
 
 
-def rules(**changes: Any) -> Limits:
+def make_limits(**changes: Any) -> Limits:
     fields = dict(run="test", fingerprint="f" * 16, samples=2, max_bytes=2**30, max_message=2**20, keep="checkpoints")
     return Limits(**fields | changes)
 
 
-def desk(
+def make_requests(
     path: Path | None = None, max_staleness: int = 2, groups: int = 2, store: Store | None = None, **changes: Any
 ) -> PendingRequests:
-    """A desk over a new or reopened store; further keywords go to Ledger or Limits."""
+    """Pending requests over a new or reopened store; further keywords go to Ledger or Limits."""
     names = Limits.__dataclass_fields__
     ledger_changes = {name: value for name, value in changes.items() if name not in names}
-    ledger = Ledger(len(PROBLEMS), groups, max_staleness, shuffle=False, **ledger_changes)
     store = store or Store(path, fsync=False)
+    ledger = Ledger(len(PROBLEMS), groups, max_staleness, shuffle=False, recall=store.dropped, **ledger_changes)
     ledger.restore(store.load(), time.monotonic())
-    the_rules = rules(**{name: value for name, value in changes.items() if name in names})
-    return PendingRequests(Handlers(ledger, store, PROBLEMS, the_rules), the_rules.max_message)
+    limits = make_limits(**{name: value for name, value in changes.items() if name in names})
+    return PendingRequests(Handlers(ledger, store, PROBLEMS, limits), limits.max_message)
 
 
-def committed(the_desk: PendingRequests) -> None:
+def samples_of(store: Store, item: int) -> list[bytes]:
+    """The packed samples of a group."""
+    return [data for data, _ in store.group(item)]
+
+
+def committed(requests: PendingRequests) -> None:
     """Write what changed."""
-    if transaction := the_desk.changes():
-        the_desk.commit(transaction)
+    if transaction := requests.changes():
+        requests.commit(transaction)
 
 
 @dataclass
@@ -86,24 +92,24 @@ class Buffer:
     """A buffer in this process."""
 
     address: str
-    desk: PendingRequests
+    requests: PendingRequests
 
 
 @asynccontextmanager
 async def buffer(
-    the_desk: PendingRequests | None = None, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None
+    requests: PendingRequests | None = None, address: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None
 ) -> AsyncIterator[Buffer]:
-    the_desk = the_desk or desk()
-    async with BufferServer(address, the_desk.max_message, keys) as server:
-        serving = asyncio.create_task(server.serve(the_desk))
+    requests = requests or make_requests()
+    async with BufferServer(address, requests.max_message, keys) as server:
+        serving = asyncio.create_task(server.serve(requests))
         try:
-            yield Buffer(server.address, the_desk)
+            yield Buffer(server.address, requests)
         finally:
             if serving.done():
                 serving.result()
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            the_desk.means.store.close()
+            requests.handlers.store.close()
 
 
 def client(address: str, name: str = "rollout-0", role: str = "rollout", **changes: Any) -> Connection:

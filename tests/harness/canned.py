@@ -5,21 +5,8 @@ from types import TracebackType
 
 import zmq
 
-from buffer.wire.protocol import (
-    ANSWERS,
-    REQUESTS,
-    Ack,
-    Hello,
-    Message,
-    Refused,
-    Rewind,
-    Rewound,
-    Take,
-    Trained,
-    Welcome,
-    pack,
-    unpack,
-)
+from buffer.wire.message import Message, pack, unpack
+from buffer.wire.protocol import ANSWERS, REQUESTS, Ack, Hello, Refused, Rewind, Rewound, Take, Trained, Welcome
 from tests.harness.world import cut, make_samples
 
 
@@ -64,9 +51,9 @@ class Canned:
 
     def _answer(self, message: Message) -> Message | None:
         if isinstance(message, Hello):
-            return Welcome(run="canned", token="canned", max_message=1 << 20)
+            return Welcome(max_message=1 << 20)
         if isinstance(message, Rewind):
-            return Rewound(version=message.version, replay=0)
+            return Rewound(replay=0)
         if isinstance(message, Trained):
             return Ack()
         if isinstance(message, Take):

@@ -1,12 +1,12 @@
-"""Kills a writing process at each of its system calls, one after the other, and looks at what it left.
+"""Kills a writing process at each of its system calls, one after the other, and checks what it left.
 
     python tests/harness/crash.py FOLDER     prints JSON: by transition, how often the old and the new state were found
 
-Run by test_store.py, in a process of its own because it forks. The process under test lets itself be traced (ptrace)
-from the moment its transition begins: it stops at every entry into the kernel, and at the n-th it dies by SIGKILL,
-before the call is made. n goes up until the transition gets through. So every state of the files that a killed
-process can leave is looked at, not a sample of them. What a power cut would leave in addition (writes the disk lost or
-reordered) is not tested here: that is what `fsync` is for.
+Run by tests/buffer/store/test_sqlite.py, in a process of its own because it forks. The process under test lets itself
+be traced (ptrace) from the beginning of its transition: it stops at every entry into the kernel, and at the n-th it
+dies by SIGKILL, before the call is made. n goes up until the transition completes. So every state of the files that a
+killed process can leave is checked, not a sample of them. What a power cut would leave in addition (writes the disk
+lost or reordered) is not tested here: that is what `fsync` is for.
 """
 
 import ctypes
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from buffer.ledger.rules import Ledger, SampleStats
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import SampleStats, Transaction
 from buffer.store.segments import folder_of
 from buffer.store.sqlite import Store
 
@@ -107,16 +108,16 @@ def begin(path: Path) -> None:
     ledger.trained(0)
     one, *_ = ledger.ask("a", 2, 4, 0.0, request=2)
     ledger.fail("a", one.item, one.lease, "engine died", 0.0)
-    store.commit(ledger.drain(), {it.item: payload(it.item) for it in work})
+    store.commit(Transaction(ledger.drain(), {it.item: payload(it.item) for it in work}))
     os._exit(0)  # as if killed: nothing is closed
 
 
 def putting(store: Store, ledger: Ledger) -> Callable[[], None]:
     """A group is accepted."""
     it = next(ledger.leased())
-    assert ledger.put("a", it.item, it.lease, GROUP, 0.0) is None
-    changes = ledger.drain()
-    return lambda: store.commit(changes, {it.item: payload(it.item)})
+    assert ledger.put("a", it.number, it.lease, GROUP, 0.0) is None
+    transaction = Transaction(ledger.drain(), {it.number: payload(it.number)})
+    return lambda: store.commit(transaction)
 
 
 def many(store: Store, ledger: Ledger) -> Callable[[], None]:
@@ -124,13 +125,13 @@ def many(store: Store, ledger: Ledger) -> Callable[[], None]:
     ledger.ask("b", 2, 1, 0.0, request=1)
     done = list(ledger.leased())
     for it in done:
-        assert ledger.put(it.server, it.item, it.lease, GROUP, 0.0) is None
+        assert ledger.put(it.server, it.number, it.lease, GROUP, 0.0) is None
     assert ledger.take(2)
     ledger.trained(1)
-    void = ledger.prune(1)
+    ledger.prune(1)
     ledger.rewind(1)
-    changes = ledger.drain()
-    return lambda: store.commit(changes, {it.item: payload(it.item) for it in done}, void)
+    transaction = Transaction(ledger.drain(), {it.number: payload(it.number) for it in done}, void_before=1)
+    return lambda: store.commit(transaction)
 
 
 def closing(store: Store, ledger: Ledger) -> Callable[[], None]:

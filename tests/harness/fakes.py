@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.supervise.keeper import Event, Keeper, Process
-from buffer.wire.protocol import Sample, WorkItem
+from buffer.wire.protocol import WorkItem
+from buffer.wire.sample import Sample
 from rollout.episodes.episode import Completion, EpisodeError
 from rollout.rewards import Answer, RewardError, Score
 

@@ -17,7 +17,9 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from buffer.wire.protocol import Array, Part, PartSample, Sample
+from buffer.wire.message import Array
+from buffer.wire.protocol import Part, PartSample
+from buffer.wire.sample import Sample
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer

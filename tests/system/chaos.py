@@ -163,7 +163,7 @@ class Chaos:
         timer.start()
 
     def stats(self) -> str:
-        command = [sys.executable, "-m", "buffer", "stats", str(self.run.file)]
+        command = [sys.executable, "-m", "actors", "status", str(self.run.file)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         return done.stdout + done.stderr
 

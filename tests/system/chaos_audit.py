@@ -16,7 +16,7 @@ import numpy as np
 
 from buffer.store.segments import folder_of
 from buffer.store.sqlite import reading
-from buffer.wire.protocol import Sample
+from buffer.wire.sample import Sample
 from configs.schema import Config
 from tests.system.chaos_learner import digest_of, following
 from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.wire.protocol import Sample
+from buffer.wire.sample import Sample
 from tests.harness.toy import ROOT, Run, Toy, python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

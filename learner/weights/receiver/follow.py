@@ -272,4 +272,3 @@ class Receiver:
             self._in_place.set_result(True)
         else:
             self._policies.put_nowait(StagedPolicy(go, self.engine, self.say, self.release_staging, self.timeout_s))
-

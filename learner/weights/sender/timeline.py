@@ -7,8 +7,8 @@ import logging
 import time
 
 from learner.weights.protocol import Loaded
-from learner.weights.sender.members import Member
 from learner.weights.sender.double_buffer import PublishedPolicy
+from learner.weights.sender.members import Member
 
 log = logging.getLogger(__name__)
 SERVER_TIMINGS = ("stop_s", "settle_s", "load_s", "resume_s", "pause_s", "verify_s")

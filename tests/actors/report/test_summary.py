@@ -13,7 +13,8 @@ from actors.watch.curve import braille
 from actors.watch.metrics_log import Records, moving_mean
 from buffer.store.segments import Segments, folder_of
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
-from buffer.wire.protocol import Array, Sample
+from buffer.wire.message import Array
+from buffer.wire.sample import Sample
 from configs.load import load, write
 
 

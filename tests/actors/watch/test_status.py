@@ -11,11 +11,12 @@ import zmq
 
 from actors.watch import status
 from actors.watch.status import Wait, silent, waits
-from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome, pack, unpack
+from buffer.wire.message import pack, unpack
+from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome
 from configs.load import load, write
 from configs.schema import Config
 
-WELCOME = Welcome(run="toy", token="t", max_message=1 << 20)
+WELCOME = Welcome(max_message=1 << 20)
 WAITERS = [
     Waiter(who="learner", kind="Take", why="batch 7 has 20 of 32 groups", seconds=3.25),
     Waiter(who="rollout-1", kind="Ask", why="batch 7 must be formed first", seconds=8.0),

@@ -1,10 +1,13 @@
-"""The ledger's promises, one by one. That they hold together in any order of events is in test_ledger_properties.py."""
+"""The ledger's promises, one by one. That they hold together in any order of events is in test_rules_properties.py."""
 
+import pickle
 import time
 
 import pytest
 
-from buffer.ledger.rules import FormedBatch, Lease, Ledger, LedgerError, SampleStats
+from buffer.ledger import reasons
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import FormedBatch, Lease, LedgerError, SampleStats, Transaction
 from buffer.store.sqlite import Store
 
 GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
@@ -22,9 +25,9 @@ def items(leased: list[Lease]) -> list[int]:
 
 def reopened(ledger: Ledger, store: Store, now: float = 0.0, **changes: int) -> Ledger:
     """What a restarted buffer has after `ledger` was written to `store`."""
-    store.commit(ledger.drain())
+    store.commit(Transaction(ledger.drain()))
     fields = ("problems", "groups", "max_staleness", "versions", "epochs", "attempts", "lease_s")
-    again = Ledger(**{name: getattr(ledger, name) for name in fields} | changes)
+    again = Ledger(**{name: getattr(ledger, name) for name in fields} | changes, recall=store.dropped)
     again.restore(store.load(), now)
     return again
 
@@ -87,7 +90,7 @@ def test_a_batch_waits_for_the_straggler_that_would_get_too_old() -> None:
     assert first and first.items == (1, 2), "nothing forces batch 0 to wait: item 0 may go into batch 1"
     put(ledger, "b", *ledger.ask("b", 1, 9, 0.0))
     assert ledger.take(1) is None
-    assert "item 0 (version 0) at slow" in ledger.waiting_reason()
+    assert "item 0 (version 0) at slow" in reasons.for_batch(ledger)
     put(ledger, "slow", slow)
     second = ledger.take(1)
     assert second and second.items == (0, 3)
@@ -109,8 +112,8 @@ def test_a_failed_straggler_is_dispatched_anew_and_holds_nobody_up() -> None:
 def test_nothing_is_dispatched_that_could_never_be_trained() -> None:
     ledger = Ledger(100, groups=2, max_staleness=4, versions=3)
     assert len(ledger.ask("a", 0, 100, 0.0)) == 6
-    assert "run.versions 3" in ledger.dispatch_reason("a")
-    put(ledger, "a", *ledger.holders()["a"])
+    assert "run.versions 3" in reasons.for_work(ledger, "a")
+    put(ledger, "a", *[item.as_lease() for item in ledger.leased()])
     for version in range(3):
         assert not ledger.finished()
         assert ledger.take(version)
@@ -131,7 +134,7 @@ def test_the_last_batch_takes_what_is_left() -> None:
     last = ledger.take(2)
     assert last and last.items == (4,)
     assert ledger.finished() and ledger.take(3) is None
-    assert "data.epochs" in ledger.waiting_reason()
+    assert "data.epochs" in reasons.for_batch(ledger)
 
 
 def test_epochs_have_orders_of_their_own_and_items_keep_their_numbers() -> None:
@@ -149,7 +152,7 @@ def test_zero_variance_groups_make_room_for_others() -> None:
     assert ledger.put("a", 0, work[0].lease, FLAT, 0.0) is None
     assert ledger.dropped() == {"zero variance": 1}
     assert items(ledger.ask("a", 0, 9, 0.0)) == [2]
-    assert ledger.audit()["dropped: zero variance"] == ledger.audit()["generated"] == (1, 2, 22, 14, 0)
+    assert ledger.lengths()["dropped: zero variance"] == ledger.lengths()["generated"] == (1, 2, 22, 14, 0)
 
 
 # leases
@@ -235,7 +238,7 @@ def test_a_late_group_is_answered_not_trusted() -> None:
     ledger.trained(0)
     put(ledger, "b", again)
     assert ledger.put("b", late.item, again.lease + 5, GROUP, 10.0)
-    assert ledger.audit()["trained"].groups == ledger.audit()["generated"].groups == 1
+    assert ledger.lengths()["trained"].groups == ledger.lengths()["generated"].groups == 1
     ledger.prune(1)
     assert "not known here" in str(ledger.put("b", again.item, again.lease, GROUP, 10.0))
     assert "not known here" in str(ledger.put("b", 12345, 1, GROUP, 10.0))
@@ -266,6 +269,119 @@ def test_reasons_are_bounded_in_number() -> None:
     assert len(ledger.dropped()) == 65 and sum(ledger.dropped().values()) == 200
 
 
+# failures
+
+
+def test_failures_are_counted_by_kind_and_reason_and_named_while_they_last() -> None:
+    ledger = Ledger(100, groups=1, max_staleness=0, attempts=2)
+    for _ in range(3):
+        (it,) = ledger.ask("a", 0, 1, 0.0)
+        ledger.fail("a", it.item, it.lease, "ZeroDivisionError: no\ntraceback", 0.0, kind="reward")
+    (it,) = ledger.ask("a", 0, 1, 0.0)
+    ledger.fail("a", it.item, it.lease, "draining", 0.0, returned=True)
+    assert ledger.failed() == {"reward: ZeroDivisionError: no": 3} and ledger.counts()["dropped"] == 1
+    told = "; 3 attempts failed since the start, most often reward: ZeroDivisionError: no"
+    assert reasons.for_batch(ledger).endswith(told) and reasons.for_work(ledger, "a").endswith(told)
+    assert ledger.finished() is False and "dropped" in str(ledger.put("a", 0, it.lease - 2, GROUP, 0.0))
+    put(ledger, "a", *ledger.ask("a", 0, 1, 0.0))
+    ledger.take(0)
+    assert "failed" not in reasons.for_batch(ledger), "the sentence names a living problem, not the whole run"
+    (it,) = ledger.ask("a", 1, 1, 0.0)
+    ledger.leave("a", "its server was restarted", 0.0)
+    assert reasons.for_batch(ledger).endswith(
+        "; 1 attempts failed since the last batch, most often infrastructure: its server was restarted"
+    )
+    assert ledger.failed()["infrastructure: its server was restarted"] == 1
+
+
+def test_every_end_of_a_lease_but_a_return_is_a_failed_attempt() -> None:
+    ledger = Ledger(100, groups=4, max_staleness=0, lease_s=10.0)
+    ledger.ask("silent", 0, 1, 0.0)
+    (lost,) = ledger.ask("forgetful", 0, 1, 5.0)
+    ledger.expire(10.0)
+    ledger.heartbeat("forgetful", 0, [], 15.0)
+    assert ledger.failed() == {
+        "infrastructure: its server was not heard of for 10 s": 1,
+        "infrastructure: lost: its server does not know of it": 1,
+    }
+    assert ledger.items[lost.item].state == "waiting"
+
+
+def test_an_attempt_that_failed_is_repeated_by_another_server() -> None:
+    ledger = Ledger(100, groups=4, max_staleness=0, lease_s=10.0)
+    one, *_ = ledger.ask("a#1", 0, 2, 0.0)
+    ledger.heartbeat("b#1", 0, [], 0.0)
+    ledger.fail("a#1", one.item, one.lease, "broke", 1.0)
+    assert items(ledger.ask("a#1", 0, 1, 1.0)) == [2], "a gets other work"
+    assert items(ledger.ask("a#2", 0, 1, 1.0)) == [3], "also after a restart"
+    assert items(ledger.ask("b#1", 0, 1, 1.0)) == [one.item]
+
+
+def test_with_one_server_the_attempt_is_repeated_there() -> None:
+    ledger = Ledger(100, groups=4, max_staleness=0, lease_s=10.0)
+    ledger.heartbeat("gone", 0, [], 0.0)
+    one, *_ = ledger.ask("a", 0, 2, 20.0)
+    ledger.fail("a", one.item, one.lease, "broke", 20.0)
+    assert items(ledger.ask("a", 0, 1, 20.0)) == [one.item], "`gone` was not heard of for longer than a lease"
+
+
+def test_an_item_waits_for_another_server_no_longer_than_a_lease() -> None:
+    ledger = Ledger(1, groups=1, max_staleness=0, lease_s=10.0, epochs=1)
+    (one,) = ledger.ask("a", 0, 1, 0.0)
+    ledger.heartbeat("b", 0, [], 5.0)  # alive, but it never asks
+    ledger.fail("a", one.item, one.lease, "broke", 5.0)
+    assert ledger.ask("a", 0, 1, 6.0, request=1) == [] and not ledger.finished()
+    assert "1 items failed here and go to another server, if one asks within 10 s" in reasons.for_work(ledger, "a")
+    ledger.heartbeat("a", 0, [], 14.0)
+    assert ledger.expire(14.0) == 15.0, "the parked Ask is woken by the clock"
+    before = ledger.revision
+    assert ledger.expire(15.0) is None and ledger.revision > before
+    assert items(ledger.ask("a", 0, 1, 15.0, request=1)) == [one.item]
+
+
+def test_an_item_that_was_returned_goes_to_any_server() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=0)
+    one, _ = ledger.ask("a", 0, 2, 0.0)
+    ledger.heartbeat("b", 0, [], 0.0)
+    ledger.fail("a", one.item, one.lease, "draining", 0.0, returned=True)
+    assert items(ledger.ask("a", 0, 1, 0.0)) == [one.item]
+
+
+def test_a_dropped_item_is_answered_from_the_store_also_after_a_restart() -> None:
+    with Store(None) as store:
+        ledger = Ledger(100, groups=2, max_staleness=0, skip_zero_variance=True, recall=store.dropped)
+        flat, bad = ledger.ask("a", 0, 2, 0.0)
+
+        def answers(now: Ledger) -> None:
+            assert now.put("a", flat.item, flat.lease, FLAT, 0.0) is None, "it was accepted, and left out"
+            assert "lease" in str(now.put("b", flat.item, flat.lease, FLAT, 0.0)), "another server's is not"
+            assert "dropped: prompt too long" in str(now.put("a", bad.item, bad.lease, GROUP, 0.0))
+            now.fail("a", bad.item, bad.lease, "again", 0.0)
+            assert now.counts()["dropped"] == 2 and not now.items
+
+        assert ledger.put("a", flat.item, flat.lease, FLAT, 0.0) is None
+        ledger.fail("a", bad.item, bad.lease, "prompt too long", 0.0, permanent=True)
+        answers(ledger)
+        store.commit(Transaction(ledger.drain()))
+        answers(ledger)
+        answers(reopened(ledger, store))
+
+
+def test_drops_cost_no_memory() -> None:
+    ledger = Ledger(10**6, groups=4, max_staleness=0, attempts=1, shuffle=False)
+
+    def size_after(number: int) -> int:
+        for _ in range(number):
+            (it,) = ledger.ask("a", 0, 1, 0.0, request=ledger.state.next_item + 1)
+            ledger.fail("a", it.item, it.lease, f"no {it.item}", 0.0, kind="reward")
+            ledger.drain()
+        return len(pickle.dumps(ledger.state))
+
+    before = size_after(5_000)
+    assert size_after(100_000) - before < 10_000, "bytes of everything the ledger holds"
+    assert not ledger.items and ledger.counts()["dropped"] == 105_000
+
+
 # learner
 
 
@@ -277,7 +393,7 @@ def test_the_learner_is_served_the_same_batches_after_a_rewind() -> None:
     assert ledger.last_trained == 1 and ledger.counts()["trained"] == 4 and ledger.counts()["batched"] == 6
     assert [ledger.take(version) for version in range(2, 5)] == before[2:]
     ledger.trained(2)
-    assert ledger.audit()["trained"] == (6, 12, 132, 84, 6)
+    assert ledger.lengths()["trained"] == (6, 12, 132, 84, 6)
     assert ledger.rewind(5) == 0 and ledger.last_trained == 4, "a checkpoint of version 5 has trained batch 4"
 
 
@@ -306,7 +422,7 @@ def test_a_group_that_went_back_with_the_learner_counts_from_its_oldest_token() 
     assert late.version == 3
     ledger.rewind(1)  # and with it the policy of the server, in the middle of the group
     assert ledger.put("slow", late.item, late.lease, sampled_under(1), 0.0) is None
-    assert ledger.entries[late.item].version == 1
+    assert ledger.items[late.item].version == 1
     for version in range(1, 3):
         ledger.take(version)
     assert late.item in train(ledger, 3).items and ledger.ages()[2] == 1
@@ -362,7 +478,7 @@ def test_contradictions_of_the_learner_are_refused_with_a_remedy() -> None:
         train(ledger, version)
     with pytest.raises(LedgerError, match=r"version 7, but the buffer's next batch is 4.*run\.name"):
         ledger.rewind(7)
-    assert ledger.prune(3) == [0, 1, 2]
+    assert ledger.prune(3) == 3 and list(ledger.items) == [3]
     for refused in (lambda: ledger.rewind(2), lambda: ledger.take(2)):
         with pytest.raises(LedgerError, match="batch 2 is gone, the buffer keeps those from 3 on"):
             refused()
@@ -374,7 +490,7 @@ def test_only_trained_batches_are_pruned() -> None:
     put(ledger, "a", *ledger.ask("a", 0, 3, 0.0))
     ledger.take(0), ledger.take(1)
     ledger.trained(0)
-    assert ledger.prune(9) == [0] and ledger.prune(9) == []
+    assert ledger.prune(9) == 1 and ledger.prune(9) == 1 and sorted(ledger.items) == [1, 2]
     assert ledger.take(1)
 
 
@@ -388,7 +504,7 @@ def test_a_new_ledger_takes_up_at_any_version() -> None:
     assert "lease 1 of item 0 is over" in str(ledger.put("a", 0, 1, GROUP, 0.0))
     again = ledger.ask("a", 40, 9, 0.0)
     assert items(again) == items(work) and {it.version for it in again} == {40}
-    assert ledger.audit()["discarded: could not be trained within 2 versions of 40"].groups == 3
+    assert ledger.lengths()["discarded: could not be trained within 2 versions of 40"].groups == 3
     put(ledger, "a", *again)
     assert ledger.rewind(30) == 0, "as long as no batch was formed"
     assert ledger.version == 30
@@ -418,7 +534,7 @@ def test_a_reopened_ledger_goes_on_where_it_was() -> None:
         ledger.fail("a", two.item, two.lease, "no", 0.0)
         again = reopened(ledger, store, now=1000.0)
         assert (again.version, again.last_trained, again.counts()) == (3, 2, ledger.counts())
-        assert again.audit() == ledger.audit() and again.ages() == ledger.ages()
+        assert again.lengths() == ledger.lengths() and again.ages() == ledger.ages()
         assert again.ask("a", 3, 3, 1000.0, request=5) == [three]
         assert again.expire(1000.0) == 1010.0, "leases go on"
         put(again, "a", three, one)
@@ -436,7 +552,7 @@ def test_a_reopened_ledger_has_forgotten_what_was_pruned() -> None:
         last = [train(ledger, version) for version in range(5)][-1]
         ledger.prune(4)
         again = reopened(ledger, store)
-        assert again.take(4) == last and len(again.entries) == 2
+        assert again.take(4) == last and len(again.items) == 2
         with pytest.raises(LedgerError, match="batch 3 is gone"):
             again.take(3)
         assert again.counts() == ledger.counts()
@@ -447,8 +563,8 @@ def test_changes_that_were_pruned_before_they_were_written_are_written() -> None
     with Store(None) as store:
         ledger = Ledger(100, groups=1, max_staleness=2)
         train(ledger, 0)
-        void = ledger.prune(1)
-        store.commit(ledger.drain(), {}, void)
+        ledger.prune(1)
+        store.commit(Transaction(ledger.drain(), void_before=1))
         assert store._db.execute("SELECT item, state, batch FROM items").fetchall() == [(0, "trained", 0)]
 
 
@@ -492,7 +608,7 @@ def test_ten_thousand_open_groups_are_read_back_quickly() -> None:
         ledger = Ledger(10**5, groups=100, max_staleness=99)
         for server in range(100):
             put(ledger, str(server), *ledger.ask(str(server), 0, 100, 0.0)[:50])
-        store.commit(ledger.drain())
+        store.commit(Transaction(ledger.drain()))
         began = time.process_time()
         again = reopened(ledger, store)
         assert time.process_time() - began < 1

@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffer.ledger.rules import FormedBatch, Lease, Ledger, SampleStats
+from buffer.ledger import reasons
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import FormedBatch, Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store
 
 LEASE_S = 10.0
@@ -83,12 +85,19 @@ class Run(RuleBasedStateMachine):
         self.leases: set[int] = set()
         self.oldest: dict[int, int] = {}
         """By item: version of the oldest token of its accepted group."""
+        self.failed: dict[int, tuple[str, float]] = {}
+        """By item that failed while another server was alive: at which server, and when."""
+        self.heard: dict[str, float] = {}
+        self.asked: dict[str, tuple[int, int, int]] = {}
+        """By server with a parked Ask: its number and version, and the revision at which it got nothing."""
+        self.took: int | None = None
+        """Revision at which the learner's Take was parked."""
 
     def new(self) -> Ledger:
-        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, **self.settings)  # type: ignore[arg-type]
+        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.dropped, **self.settings)  # type: ignore[arg-type]
 
     def commit(self) -> None:
-        self.store.commit(self.ledger.drain())
+        self.store.commit(Transaction(self.ledger.drain()))
 
     # servers
 
@@ -96,8 +105,15 @@ class Run(RuleBasedStateMachine):
     def ask(self, name: str, room: int, lost: bool, repeated: bool) -> None:
         rollout = self.rollouts[name]
         rollout.requests += 1
+        self.heard[name] = self.now
         work = self.ledger.ask(name, rollout.version, room, self.now, rollout.requests)
         self.commit()
+        self.asked.pop(name, None)
+        if not work:
+            self.asked[name] = rollout.requests, rollout.version, self.ledger.revision
+        for it in work:
+            where, when = self.failed.pop(it.item, ("", 0.0))
+            assert name != where or self.now >= when + LEASE_S, "an attempt that failed is repeated elsewhere"
         if repeated:
             assert self.ledger.ask(name, rollout.version, room, self.now, rollout.requests) == work
         assert len(work) <= room
@@ -126,14 +142,25 @@ class Run(RuleBasedStateMachine):
         for _ in range(repeats):
             assert self.ledger.put(name, it.item, it.lease, facts, self.now) == answer
 
-    @rule(name=names, which=st.integers(0, 99), permanent=st.booleans())
-    def fail(self, name: str, which: int, permanent: bool) -> None:
+    def alive(self, name: str) -> bool:
+        return self.now < self.heard.get(name, -LEASE_S) + LEASE_S
+
+    @rule(name=names, which=st.integers(0, 99), how=st.sampled_from(["once", "for good", "returned"]))
+    def fail(self, name: str, which: int, how: str) -> None:
         rollout = self.rollouts[name]
-        if rollout.work:
-            it = rollout.work.pop(sorted(rollout.work)[which % len(rollout.work)])
-            reason = "prompt too long" if permanent else "engine died"
-            self.ledger.fail(name, it.item, it.lease, reason, self.now, permanent)
-            self.commit()
+        if not rollout.work:
+            return
+        it = rollout.work.pop(sorted(rollout.work)[which % len(rollout.work)])
+        reason = "prompt too long" if how == "for good" else "engine died"
+        known, before = self.ledger.items.get(it.item), sum(self.ledger.failed().values())
+        mine = known is not None and (known.server, known.lease, known.state) == (name, it.lease, "leased")
+        permanent, returned = how == "for good", how == "returned"
+        self.ledger.fail(name, it.item, it.lease, reason, self.now, permanent, returned, "reward")
+        counted = sum(self.ledger.failed().values()) - before
+        assert counted == (mine and not returned)
+        if counted and any(self.alive(other) for other in NAMES if other != name):
+            self.failed[it.item] = name, self.now
+        self.commit()
 
     @rule(name=names, which=st.integers(0, 99), how=st.sampled_from(["put", "fail"]))
     def old_message(self, name: str, which: int, how: str) -> None:
@@ -153,6 +180,7 @@ class Run(RuleBasedStateMachine):
     def heartbeat(self, name: str, forgets: bool) -> None:
         rollout = self.rollouts[name]
         held = set(rollout.work) if not forgets else set()
+        self.heard[name] = self.now
         for lease in self.ledger.heartbeat(name, rollout.version, sorted(held), self.now):
             rollout.old.append(rollout.work.pop(lease))
         self.commit()
@@ -167,6 +195,8 @@ class Run(RuleBasedStateMachine):
         self.ledger.leave(name, "left", self.now)
         self.commit()
         self.rollouts[name] = Rollout()
+        self.heard.pop(name, None)
+        self.asked.pop(name, None)
 
     @rule(seconds=st.floats(0.1, 12))
     def wait(self, seconds: float) -> None:
@@ -181,6 +211,7 @@ class Run(RuleBasedStateMachine):
     def train(self) -> None:
         batch = self.ledger.take(self.learner)
         self.commit()
+        self.took = self.ledger.revision if batch is None else None
         if batch is None:
             return
         assert self.batches.setdefault(self.learner, batch) == batch, "a batch once formed never changes"
@@ -191,18 +222,18 @@ class Run(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3))
     def checkpoint(self, back: int) -> None:
         self.kept = max(self.kept, self.learner - back)
-        gone = self.ledger.prune(self.kept)
-        self.store.commit(self.ledger.drain(), {}, gone)
+        oldest = self.ledger.prune(self.kept)
+        self.store.commit(Transaction(self.ledger.drain(), void_before=oldest))
         for version, batch in self.batches.items():
             if version < self.kept:
-                assert not set(batch.items) & set(self.ledger.entries)
+                assert not set(batch.items) & set(self.ledger.items)
 
     @rule(data=st.data())
     def learner_dies(self, data: st.DataObject) -> None:
         to = data.draw(st.integers(self.kept, self.learner))
         assert self.ledger.rewind(to) == self.ledger.version - to
         self.commit()
-        self.learner = to
+        self.learner, self.took = to, None
         for rollout in self.rollouts.values():
             rollout.swaps(min(rollout.version, to))
 
@@ -217,6 +248,8 @@ class Run(RuleBasedStateMachine):
         self.ledger.drain()
         self.ledger = self.new()
         self.ledger.restore(self.store.load(), self.now)
+        self.failed, self.asked, self.took = {}, {}, None
+        self.heard = {name: self.now for name in self.ledger.servers}
         assert before in (None, self.ledger.counts())
 
     # promises
@@ -224,10 +257,10 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def open_items_can_be_trained_in_time(self) -> None:
         _, groups, staleness = self.sizes
-        entries = self.ledger.entries.values()
-        opened = sorted(entry.version for entry in entries if entry.state in ("leased", "stored"))
+        items = self.ledger.items.values()
+        opened = sorted(item.version for item in items if item.state in ("leased", "stored"))
         assert all(d + staleness >= self.ledger.version + i // groups for i, d in enumerate(opened))
-        assert Counter(opened) == self.ledger.book.pool.open
+        assert Counter(opened) == self.ledger.state.pool.open
 
     @invariant()
     def batches_are_young_and_apart(self) -> None:
@@ -243,16 +276,31 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def every_item_is_somewhere(self) -> None:
-        assert sum(self.ledger.counts().values()) == self.ledger.book.next_item
+        assert sum(self.ledger.counts().values()) == self.ledger.state.next_item
         assert {reason for reason in self.ledger.dropped() if not reason.startswith(TOO_OLD)} <= REASONS
-        assert self.ledger.waiting_reason() and self.ledger.dispatch_reason("a")
+        assert reasons.for_batch(self.ledger) and reasons.for_work(self.ledger, "a")
+
+    @invariant()
+    def what_a_parked_request_waits_for_moves_the_revision(self) -> None:
+        if self.took == self.ledger.revision:
+            assert not self.ledger.ready()
+        for name, (request, version, revision) in self.asked.items():
+            if revision == self.ledger.revision:
+                assert self.ledger.ask(name, version, 1, self.now, request) == []
+
+    @invariant()
+    def what_is_dropped_is_not_in_memory(self) -> None:
+        assert all(item.state != "dropped" for item in self.ledger.items.values())
+        assert sum(self.ledger.failed().values()) >= sum(
+            number for reason, number in self.ledger.dropped().items() if reason != "zero variance"
+        )
 
     @precondition(lambda self: self.sizes[2] == 0)
     @invariant()
     def synchronous_when_the_bound_is_0(self) -> None:
-        entries = self.ledger.entries.values()
-        opened = [entry for entry in entries if entry.state in ("leased", "stored")]
-        assert {entry.version for entry in opened} <= {self.ledger.version}
+        items = self.ledger.items.values()
+        opened = [item for item in items if item.state in ("leased", "stored")]
+        assert {item.version for item in opened} <= {self.ledger.version}
         assert len(opened) <= self.sizes[1]
 
     def teardown(self) -> None:
@@ -262,7 +310,7 @@ class Run(RuleBasedStateMachine):
         steps = 0
         while not (self.ledger.finished() and self.learner == self.ledger.version):
             steps += 1
-            assert steps < 300, self.ledger.waiting_reason()
+            assert steps < 300, reasons.for_batch(self.ledger)
             self.now += LEASE_S
             self.ledger.expire(self.now)
             self.now += LEASE_S

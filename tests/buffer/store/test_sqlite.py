@@ -6,15 +6,18 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from buffer.ledger.rules import Ledger, SampleStats
-from buffer.ledger.types import ItemState, Lengths, Saved
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import ItemState, Lengths, SampleStats, Saved, Transaction
 from buffer.problems import Problems
 from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES
+from buffer.store.sql import APPLICATION, SCHEMA
 from buffer.store.sqlite import LOG_PAGES, Store, StoreError, reading
+from tests.harness.buffer_process import samples_of
 
 ROOT = Path(__file__).parents[3]
 GROUP = (SampleStats(10, 6, 0.0), SampleStats(12, 8, 1.0, True))
@@ -32,7 +35,7 @@ def accept(store: Store, ledger: Ledger, number: int, size: int = 5, version: in
     work = ledger.ask("a", version, number, 0.0)
     for it in work:
         assert ledger.put("a", it.item, it.lease, GROUP, 0.0) is None
-    store.commit(ledger.drain(), {it.item: packed(it.item, size) for it in work})
+    store.commit(Transaction(ledger.drain(), {it.item: packed(it.item, size) for it in work}))
     return [it.item for it in work]
 
 
@@ -43,7 +46,7 @@ def packed(item: int, size: int = 5) -> list[bytes]:
 def test_a_new_store_is_empty(tmp_path: Path) -> None:
     for path in (None, tmp_path / "deep" / "buffer.sqlite"):
         with Store(path) as store:
-            assert store.load() == Saved() and store.sizes() == {} and store.samples(0) == []
+            assert store.load() == Saved() and store.untrained_bytes() == {} and samples_of(store, 0) == []
 
 
 @pytest.mark.parametrize("place", ["file", "memory"])
@@ -51,8 +54,8 @@ def test_samples_come_back_in_order(tmp_path: Path, place: str) -> None:
     with Store(tmp_path / "buffer.sqlite" if place == "file" else None) as store:
         ledger = ledger_of(store)
         for item in accept(store, ledger, 6):
-            assert store.samples(item) == packed(item)
-        assert store.sizes() == {item: 10 for item in range(6)}
+            assert samples_of(store, item) == packed(item)
+        assert store.untrained_bytes() == {item: 10 for item in range(6)}
 
 
 def test_everything_is_read_back_from_the_file(tmp_path: Path) -> None:
@@ -62,18 +65,18 @@ def test_everything_is_read_back_from_the_file(tmp_path: Path) -> None:
         accept(store, ledger, 5)
         ledger.take(0), ledger.trained(0), ledger.take(1)
         ledger.ask("a", 1, 1, 0.0, request=4)
-        store.commit(ledger.drain())
+        store.commit(Transaction(ledger.drain()))
         saved = store.load()
     with Store(path) as store:
         assert store.load() == saved
         again = ledger_of(store)
         assert again.counts() == ledger.counts() == dict(leased=1, stored=1, waiting=0, batched=2, trained=2, dropped=0)
-        assert {e.item: e.row_values() for e in saved.entries} == {
-            e.item: e.row_values() for e in ledger.entries.values()
+        assert {e.number: e.row_values() for e in saved.items} == {
+            e.number: e.row_values() for e in ledger.items.values()
         }
-    states = {entry.item: entry.state for entry in saved.entries}
+    states = {entry.number: entry.state for entry in saved.items}
     assert states == {0: "batched", 1: "batched", 2: "batched", 3: "batched", 4: "stored", 5: "leased"}
-    assert isinstance(saved.entries[0], ItemState) and saved.totals[("trained", "")] == Lengths(2, 4, 44, 28, 2)
+    assert isinstance(saved.items[0], ItemState) and saved.totals[("trained", "")] == Lengths(2, 4, 44, 28, 2)
 
 
 def test_void_samples_are_removed_and_the_record_of_the_item_stays(tmp_path: Path) -> None:
@@ -81,13 +84,33 @@ def test_void_samples_are_removed_and_the_record_of_the_item_stays(tmp_path: Pat
         ledger = ledger_of(store)
         accept(store, ledger, 4)
         ledger.take(0), ledger.trained(0)
-        void = ledger.prune(1)
-        store.commit(ledger.drain(), {}, void)
-        assert [store.samples(item) for item in range(4)] == [[], [], packed(2), packed(3)]
-        assert store.sizes() == {2: 10, 3: 10}
+        ledger.prune(1)
+        store.commit(Transaction(ledger.drain(), {}, void_before=1))
+        assert [samples_of(store, item) for item in range(4)] == [[], [], packed(2), packed(3)]
+        assert store.untrained_bytes() == {2: 10, 3: 10}
         row = store._db.execute("SELECT state, tokens, bytes FROM items WHERE item = 0").fetchone()
         assert row == ("trained", 22, 0)
-        assert [entry.item for entry in store.load().entries] == [2, 3]
+        assert [item.number for item in store.load().items] == [2, 3]
+
+
+def test_samples_of_dropped_groups_go_with_the_batches_before_them() -> None:
+    flat = (SampleStats(10, 6, 1.0), SampleStats(12, 8, 1.0))
+    with Store(None) as store:
+        ledger = Ledger(100, groups=1, max_staleness=0, shuffle=False, skip_zero_variance=True)
+        for version in range(2):
+            (it,) = ledger.ask("a", version, 1, 0.0)
+            assert ledger.put("a", it.item, it.lease, flat, 0.0) is None
+            store.commit(Transaction(ledger.drain(), {it.item: packed(it.item)}))
+            accept(store, ledger, 1, version=version)
+            assert ledger.take(version)
+            ledger.trained(version)
+        assert store.untrained_bytes() == {3: 10} and sorted(ledger.items) == [1, 3]
+        ledger.prune(1)
+        store.commit(Transaction(ledger.drain(), void_before=1))
+        assert [samples_of(store, item) for item in range(4)] == [[], [], packed(2), packed(3)]
+        dropped = store.dropped(2)
+        assert dropped and dropped.accepted and dropped.reason == "zero variance" and store.dropped(3) is None
+        assert [item.number for item in store.load().items] == [3]
 
 
 def test_a_group_put_and_pruned_in_one_commit_leaves_nothing(tmp_path: Path) -> None:
@@ -96,9 +119,9 @@ def test_a_group_put_and_pruned_in_one_commit_leaves_nothing(tmp_path: Path) -> 
         for it in ledger.ask("a", 0, 2, 0.0):
             ledger.put("a", it.item, it.lease, GROUP, 0.0)
         ledger.take(0), ledger.trained(0)
-        void = ledger.prune(1)
-        store.commit(ledger.drain(), {0: packed(0), 1: packed(1)}, void)
-        assert store.sizes() == {} and store.samples(0) == []
+        ledger.prune(1)
+        store.commit(Transaction(ledger.drain(), {0: packed(0), 1: packed(1)}, void_before=1))
+        assert store.untrained_bytes() == {} and samples_of(store, 0) == []
 
 
 def test_samples_that_were_discarded_are_replaced() -> None:
@@ -106,10 +129,10 @@ def test_samples_that_were_discarded_are_replaced() -> None:
         ledger = ledger_of(store)
         accept(store, ledger, 2)
         ledger.rewind(9)
-        store.commit(ledger.drain())
-        assert store.samples(0) == [] and store.sizes() == {}
+        store.commit(Transaction(ledger.drain()))
+        assert samples_of(store, 0) == [] and store.untrained_bytes() == {}
         accept(store, ledger, 1, size=7, version=9)
-        assert store.samples(0) == packed(0, 7) and store.sizes() == {0: 14}
+        assert samples_of(store, 0) == packed(0, 7) and store.untrained_bytes() == {0: 14}
 
 
 def test_payloads_of_groups_that_were_not_accepted_are_not_kept() -> None:
@@ -117,8 +140,8 @@ def test_payloads_of_groups_that_were_not_accepted_are_not_kept() -> None:
         ledger = ledger_of(store)
         accept(store, ledger, 1)
         assert ledger.put("a", 0, 1, GROUP, 0.0) is None, "a repeated Put"
-        store.commit(ledger.drain(), {0: packed(50), 7: packed(7)})
-        assert store.samples(0) == packed(0) and store.samples(7) == []
+        store.commit(Transaction(ledger.drain(), {0: packed(50), 7: packed(7)}))
+        assert samples_of(store, 0) == packed(0) and samples_of(store, 7) == []
 
 
 def test_a_failed_commit_changes_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
@@ -132,13 +155,13 @@ def test_a_failed_commit_changes_nothing_and_can_be_tried_again(tmp_path: Path) 
         for it in ledger.ask("a", 0, 5, 0.0):
             ledger.put("a", it.item, it.lease, GROUP, 0.0)
         changes = ledger.drain()
-        payloads = {item: packed(item, 100_000) for item in changes.facts}
+        payloads = {item: packed(item, 100_000) for item in changes.sample_stats}
         with pytest.raises(sqlite3.OperationalError, match="full"):
-            store.commit(changes, payloads)
-        assert store.load() == before and store.samples(3) == []
+            store.commit(Transaction(changes, payloads))
+        assert store.load() == before and samples_of(store, 3) == []
         store._db.execute("PRAGMA max_page_count = 100000")
-        store.commit(changes, payloads)
-        assert [store.samples(item) for item in payloads] == list(payloads.values()) and len(payloads) > 3
+        store.commit(Transaction(changes, payloads))
+        assert [samples_of(store, item) for item in payloads] == list(payloads.values()) and len(payloads) > 3
         assert ledger_of(store).counts() == ledger.counts()
     (file,) = (tmp_path / "buffer.sqlite-samples").iterdir()
     assert file.stat().st_size < 200_000 * len(payloads) + 10_000, "what failed is written over"
@@ -152,11 +175,11 @@ def test_a_failed_commit_without_samples_leaves_those_of_earlier_ones(tmp_path: 
         ledger.ask("a", 0, 1, 0.0)
         changes = ledger.drain()
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            store.commit(changes)
+            store.commit(Transaction(changes))
         store._db.execute("PRAGMA query_only = OFF")
-        store.commit(changes)
+        store.commit(Transaction(changes))
         accept(store, ledger, 1)
-        assert [store.samples(item) for item in (0, 2)] == [packed(0), packed(2)]
+        assert [samples_of(store, item) for item in (0, 2)] == [packed(0), packed(2)]
 
 
 def files(path: Path) -> list[str]:
@@ -170,12 +193,14 @@ def test_segments_end_are_written_over_when_pruned_and_found_again(tmp_path: Pat
         accept(store, ledger, 4, size)
         accept(store, ledger, 2, size=10)
         assert files(path) == ["000001.samples", "000002.samples"], "three groups in the first"
-        assert [store.samples(item) for item in range(6)] == [packed(i, size if i < 4 else 10) for i in range(6)]
+        assert [samples_of(store, item) for item in range(6)] == [packed(i, size if i < 4 else 10) for i in range(6)]
         for version in range(3):
             ledger.take(version), ledger.trained(version)
-        store.commit(ledger.drain(), {}, ledger.prune(1))
+        ledger.prune(1)
+        store.commit(Transaction(ledger.drain(), void_before=1))
         assert files(path) == ["000001.samples", "000002.samples"], "one of its groups is kept"
-        store.commit(ledger.drain(), {}, ledger.prune(2))
+        ledger.prune(2)
+        store.commit(Transaction(ledger.drain(), void_before=2))
         assert files(path) == ["000001.spare", "000002.samples"]
         rows = store._db.execute("SELECT segment, live FROM segments").fetchall()
         assert rows == [(2, 40)]
@@ -183,9 +208,9 @@ def test_segments_end_are_written_over_when_pruned_and_found_again(tmp_path: Pat
         path.with_name("buffer.sqlite-samples").joinpath("000002.samples").stat().st_size < AHEAD_BYTES // 2 + 2 * size
     )
     with Store(path, fsync=False) as store:
-        assert store.samples(4) == packed(4, 10)
+        assert samples_of(store, 4) == packed(4, 10)
         accept(store, ledger_of(store), 1, version=3)
-        assert files(path) == ["000002.samples"] and store.samples(6) == packed(6)
+        assert files(path) == ["000002.samples"] and samples_of(store, 6) == packed(6)
 
 
 def test_a_spare_segment_takes_the_place_of_a_new_one(tmp_path: Path) -> None:
@@ -195,10 +220,11 @@ def test_a_spare_segment_takes_the_place_of_a_new_one(tmp_path: Path) -> None:
         for version in range(12):
             accept(store, ledger, 2, size, version=version)
             ledger.take(version), ledger.trained(version)
-            assert [store.samples(2 * version + i) for i in range(2)] == [
+            assert [samples_of(store, 2 * version + i) for i in range(2)] == [
                 packed(2 * version + i, size) for i in range(2)
             ]
-            store.commit(ledger.drain(), {}, ledger.prune(version))
+            ledger.prune(version)
+            store.commit(Transaction(ledger.drain(), void_before=version))
             most = max(most, len(files(path)))
         spare = [name for name in files(path) if name.endswith(".spare")]
         assert most <= 5 and 1 <= len(spare) <= 2
@@ -228,7 +254,7 @@ def test_what_a_killed_process_wrote_and_did_not_commit_is_written_over_or_remov
     with Store(path) as store:
         assert files(path) == ["000001.samples", "mine.samples"]
         accept(store, ledger_of(store), 2, size=60)
-        assert [store.samples(item) for item in range(4)] == [packed(0), packed(1), packed(2, 60), packed(3, 60)]
+        assert [samples_of(store, item) for item in range(4)] == [packed(0), packed(1), packed(2, 60), packed(3, 60)]
 
 
 def test_a_run_whose_samples_are_gone_is_refused(tmp_path: Path) -> None:
@@ -245,11 +271,11 @@ def test_a_run_whose_samples_are_gone_is_refused(tmp_path: Path) -> None:
 
 def test_anybody_can_read_the_tables_while_the_buffer_runs(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
-    with Store(path, problems=PROBLEMS) as store:
+    with Store(path, problems=PROBLEMS, digest=PROBLEMS.digest) as store:
         ledger = ledger_of(store)
         accept(store, ledger, 2)
         ledger.take(0), ledger.trained(0)
-        store.commit(ledger.drain())
+        store.commit(Transaction(ledger.drain()))
         query = (
             "import sqlite3, sys; db = sqlite3.connect(f'file:{sys.argv[1]}?mode=ro', uri=True);"
             "print(db.execute('SELECT item, state, batch, problem, stored_at > 0 FROM items JOIN problems USING (row)"
@@ -277,9 +303,9 @@ def test_a_rewind_shows_in_the_tables() -> None:
         accept(store, ledger, 4)
         for version in range(2):
             ledger.take(version), ledger.trained(version)
-        store.commit(ledger.drain())
+        store.commit(Transaction(ledger.drain()))
         ledger.rewind(1)
-        store.commit(ledger.drain())
+        store.commit(Transaction(ledger.drain()))
         assert store._db.execute("SELECT state FROM items").fetchall() == [("trained",)] * 2 + [("batched",)] * 2
         assert store._db.execute("SELECT trained, trained_at > 0 FROM batches").fetchall() == [(1, 1), (0, None)]
 
@@ -292,7 +318,8 @@ def test_the_files_stay_small(tmp_path: Path) -> None:
             accept(store, ledger, 2, size=1_000_000, version=version)
             assert ledger.take(version)
             ledger.trained(version)
-            store.commit(ledger.drain(), {}, ledger.prune(version + 1))
+            ledger.prune(version + 1)
+            store.commit(Transaction(ledger.drain(), void_before=version + 1))
             assert len(files(path)) <= 2
             assert path.with_name("buffer.sqlite-wal").stat().st_size < 2 * 4096 * LOG_PAGES
         assert path.stat().st_size < 200_000, "the rows of pruned samples are used again"
@@ -327,26 +354,39 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
             reading(path)
 
 
-def test_a_file_of_another_config_or_schema_is_refused_with_both_values(tmp_path: Path) -> None:
+def test_a_file_of_another_config_is_refused_with_both_values(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     Store(path, fingerprint="a" * 16).close()
     Store(path).close()
     with pytest.raises(StoreError, match=f"config {'a' * 16}, this one has {'b' * 16}; .*run.name"):
         Store(path, fingerprint="b" * 16)
-    Store(path, fingerprint="a" * 16, problems=PROBLEMS).close()
+    Store(path, fingerprint="a" * 16, problems=PROBLEMS, digest=PROBLEMS.digest).close()
     with pytest.raises(StoreError, match=r"problems c{16}, this one has d{16}; undo the change of the problems"):
-        Store(path, problems=Problems(100, lambda row: {}, "d" * 64))
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
-    db.close()
+        Store(path, digest="d" * 64)
+
+
+@pytest.mark.parametrize("schema", [1, SCHEMA - 1, 99])
+def test_a_file_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, schema: int) -> None:
+    path = tmp_path / "buffer.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value)")
+        db.execute(f"PRAGMA application_id = {APPLICATION}")
+        db.execute(f"PRAGMA user_version = {schema}")
+    before = path.read_bytes()
+    wanted = (
+        rf"written with schema {schema}, this Headrace has {SCHEMA}; finish that run .*, or choose another run\.name"
+    )
     for opened in (Store, reading):
-        with pytest.raises(StoreError, match="schema 99, known is 2"):
+        with pytest.raises(StoreError, match=wanted) as error:
             opened(path)
+        assert "\n" not in str(error.value)
+    assert path.read_bytes() == before
 
 
 def test_two_buffers_cannot_have_one_file_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
-    hold = "import sys, time; from pathlib import Path; from buffer.store.sqlite import Store; s = Store(Path(sys.argv[1]));"
+    hold = "import sys, time; from pathlib import Path; from buffer.store.sqlite import Store;"
+    hold += "s = Store(Path(sys.argv[1]));"
     hold += "print('held', flush=True); time.sleep(60)"
     holder = subprocess.Popen([sys.executable, "-c", hold, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -361,7 +401,7 @@ def test_two_buffers_cannot_have_one_file_and_a_killed_one_lets_go(tmp_path: Pat
 
 def test_killed_at_any_system_call_the_store_is_in_the_state_before_or_after(tmp_path: Path) -> None:
     """Each of the transitions is killed at each of its system calls; tests/harness/crash.py says how."""
-    command = [sys.executable, str(ROOT / "tests" / "buffer" / "crash.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "harness" / "crash.py"), str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)

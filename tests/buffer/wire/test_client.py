@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
-from tests.harness.buffer_process import Buffer, buffer, client, desk, free_port, group, in_loop, rollout
+from tests.harness.buffer_process import Buffer, buffer, client, free_port, group, in_loop, make_requests, rollout
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def threaded(**changes) -> Iterator[Buffer]:
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
-        async with buffer(desk(**changes)) as it:
+        async with buffer(make_requests(**changes)) as it:
             ready.append(it)
             started.set()
             await stop.wait()
@@ -44,14 +44,14 @@ async def test_a_client_may_come_before_the_buffer():
     assert not (await asyncio.wait({connecting}, timeout=0.3))[0]
     async with buffer(address=address):
         connected = await connecting
-        assert connected.welcome.run == "test"
+        assert connected.welcome.max_message == 2**20
         await connected.__aexit__(None, None, None)
 
 
 @in_loop
 async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path):
     address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "buffer.sqlite"
-    first = buffer(desk(path, max_staleness=0), address)
+    first = buffer(make_requests(path, max_staleness=0), address)
     await first.__aenter__()
     async with rollout(address, retry_s=30.0) as samples, rollout(address, "rollout-1", retry_s=30.0) as other:
         items = await other.ask(9)
@@ -60,7 +60,7 @@ async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path)
         await first.__aexit__(None, None, None)
         putting = asyncio.create_task(other.put(items[0], group(items[0].item)))
         await asyncio.sleep(0.1)
-        async with buffer(desk(path, max_staleness=0), address):
+        async with buffer(make_requests(path, max_staleness=0), address):
             began = time.monotonic()
             assert (await putting).accepted
             await other.fail(items[1], "for the test")
@@ -79,7 +79,7 @@ async def test_a_refused_process_is_told_at_the_door_and_later_if_the_config_cha
                 pass
         known = await client(address).__aenter__()
     asking = asyncio.create_task(RolloutClient(known, lambda: 0).where(None))
-    async with buffer(desk(fingerprint="e" * 16), address):
+    async with buffer(make_requests(fingerprint="e" * 16), address):
         with pytest.raises(RefusedError, match="eeee"):
             await asking
         with pytest.raises(RefusedError, match="eeee"):
@@ -103,7 +103,7 @@ async def test_silence_is_warned_of_at_growing_intervals_and_never_an_error(capl
 @in_loop
 async def test_a_cancelled_ask_loses_nothing():
     async with (
-        buffer(desk(max_staleness=0)) as it,
+        buffer(make_requests(max_staleness=0)) as it,
         rollout(it.address) as samples,
         rollout(it.address, "other") as other,
     ):
@@ -118,7 +118,7 @@ async def test_a_cancelled_ask_loses_nothing():
 
 @in_loop
 async def test_leases_are_held_from_work_to_stored_and_revoked_once():
-    async with buffer(desk(lease_s=1.5)) as it, rollout(it.address) as samples:
+    async with buffer(make_requests(lease_s=1.5)) as it, rollout(it.address) as samples:
         items = await samples.ask(3)
         assert samples.holding == {item.lease for item in items}
         await samples.put(items[0], group(items[0].item))
@@ -134,7 +134,7 @@ async def test_leases_are_held_from_work_to_stored_and_revoked_once():
 @in_loop
 async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
     stats: list[float] = []
-    async with buffer(desk(lease_s=2.0)) as it, rollout(it.address) as samples:
+    async with buffer(make_requests(lease_s=2.0)) as it, rollout(it.address) as samples:
         items = await samples.ask(1)
         beating = asyncio.create_task(
             heartbeats(samples, 0.5, lambda: stats.append(time.monotonic()) or {}, lambda revoked: None)

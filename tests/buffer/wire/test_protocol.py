@@ -10,22 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.wire import protocol
-from buffer.wire.protocol import (
-    ANSWERS,
-    REQUESTS,
-    Array,
-    Ask,
-    Message,
-    Put,
-    Sample,
-    State,
-    Status,
-    Waiter,
-    number_of,
-    pack,
-    unpack,
-)
-from tests.harness.buffer_process import committed, desk, sample
+from buffer.wire.message import Array, Message, number_of, pack, unpack
+from buffer.wire.protocol import ANSWERS, PROTOCOL, REQUESTS, Ask, Put, State, Status, Waiter
+from buffer.wire.sample import Sample
+from tests.harness.buffer_process import committed, make_requests, sample
 
 WRONG: dict[str, dict[str, typing.Any]] = {
     "another dtype": {"tokens": Array.of(np.arange(4))},
@@ -74,15 +62,25 @@ def test_messages_survive_the_wire_with_their_number():
         servers={"rollout-0": {"version": 3, "stats": {"tokens/s": 1.5}}}, waiters=[waiter], errors=0,
     )  # fmt: skip
     assert unpack(pack(17, state), ANSWERS) == (17, state)
-    put = Put(server="rollout-0", item=4, lease=9, samples=[sample().pack()])
+    put = Put(item=4, lease=9, samples=[sample().pack()])
     assert unpack(pack(2**40, put), REQUESTS) == (2**40, put)
     assert number_of(pack(2**40, put)) == 2**40
 
 
 def test_every_message_model_is_a_request_or_an_answer():
     models = {m for m in vars(protocol).values() if isinstance(m, type) and issubclass(m, Message)}
-    parts = {Message, Array, Sample, protocol.WorkItem, Waiter, protocol.PartSample}
+    parts = {Message, protocol.WorkItem, Waiter, protocol.PartSample}
     assert models - parts == set(REQUESTS.values()) | set(ANSWERS.values())
+
+
+@pytest.mark.parametrize("model", [*REQUESTS.values(), *ANSWERS.values()])
+def test_no_field_of_a_message_takes_the_place_of_the_frame_s_own(model):
+    assert not {"kind", "id"} & set(model.model_fields)
+
+
+def test_a_failure_travels_with_its_kind():
+    fail = protocol.Fail(item=4, lease=9, reason="ZeroDivisionError", failure_kind="reward")
+    assert unpack(pack(3, fail), REQUESTS) == (3, fail)
 
 
 MALFORMED = {
@@ -94,14 +92,10 @@ MALFORMED = {
     "a kind that cannot be looked up": msgpack.packb({"kind": [1], "id": 1}),
     "no number": msgpack.packb({"kind": "Status"}),
     "a field too many": msgpack.packb({"kind": "Status", "id": 1, "more": 1}),
-    "a field too few": msgpack.packb({"kind": "Ask", "id": 1, "server": "a", "request": 1, "version": 0}),
-    "a text as a number": msgpack.packb(
-        {"kind": "Ask", "id": 1, "server": "a", "request": 1, "version": "0", "room": 1}
-    ),
-    "a negative number": msgpack.packb({"kind": "Ask", "id": 1, "server": "a", "request": -1, "version": 0, "room": 1}),
-    "beyond SQLite's integers": msgpack.packb(
-        {"kind": "Ask", "id": 1, "server": "a", "request": 2**63, "version": 0, "room": 1}
-    ),
+    "a field too few": msgpack.packb({"kind": "Ask", "id": 1, "request": 1, "version": 0}),
+    "a text as a number": msgpack.packb({"kind": "Ask", "id": 1, "request": 1, "version": "0", "room": 1}),
+    "a negative number": msgpack.packb({"kind": "Ask", "id": 1, "request": -1, "version": 0, "room": 1}),
+    "beyond SQLite's integers": msgpack.packb({"kind": "Ask", "id": 1, "request": 2**63, "version": 0, "room": 1}),
     "an answer": pack(1, protocol.Ack()),
     "a list as a key": b"\x81\x91\x01\x01",
     "nested too deep": b"\x91" * 10_000,
@@ -142,29 +136,23 @@ def odd_requests(draw):
     kind = draw(st.sampled_from(sorted(REQUESTS)))
     names = draw(st.sets(st.sampled_from([*REQUESTS[kind].model_fields, *FIELDS]), max_size=8))
     names |= draw(st.sampled_from([set(), set(REQUESTS[kind].model_fields)]))
-    likely = st.integers(0, 3) | st.just("rollout-0") | st.just([sample().pack()] * 2) | st.just([]) | ANYTHING
+    likely = st.integers(0, 3) | st.just([sample().pack()] * 2) | st.just([]) | ANYTHING
     return msgpack.packb(
         {"kind": kind, "id": draw(st.integers(0, 9) | ANYTHING), **{name: draw(likely) for name in names}}
     )
 
 
-HELLO = protocol.Hello(name="rollout-0", token="t", role="rollout", protocol=1, fingerprint="f" * 16)
+HELLO = protocol.Hello(name="rollout-0", token="t", role="rollout", protocol=PROTOCOL, fingerprint="f" * 16)
 
 
 @settings(max_examples=150)
-@given(
-    st.lists(
-        st.binary(max_size=64)
-        | odd_requests()
-        | st.just(pack(1, Ask(server="rollout-0", request=1, version=0, room=2)))
-    )
-)
-def test_whatever_arrives_the_desk_goes_on(frames):
-    it = desk()
+@given(st.lists(st.binary(max_size=64) | odd_requests() | st.just(pack(1, Ask(request=1, version=0, room=2)))))
+def test_whatever_arrives_the_buffer_goes_on(frames):
+    it = make_requests()
     it.receive([b"fuzz", pack(1, HELLO)], 0.0)
     for now, frame in enumerate(frames):
         it.receive([b"fuzz", frame], float(now))
-        it.settle(float(now))
+        it.retry(float(now))
         committed(it)
     it.receive([b"fuzz"], 0.0)
     it.receive([b"fuzz", b"", b""], 0.0)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from buffer.ledger.types import SampleStats
 from buffer.wire import sample as parsing
-from buffer.wire.protocol import Sample
-from buffer.wire.sample import sample_stats
+from buffer.wire.sample import Sample, sample_stats
 from tests.harness.buffer_process import sample
 
 PATHS = [(name,) for name in Sample.model_fields] + [
@@ -60,8 +59,8 @@ def test_facts_and_that_the_usual_sample_takes_the_short_way():
 
 def test_a_number_of_tokens_that_cannot_be_costs_nothing():
     data = sample(tokens=70_000).pack()
-    lies = data[: parsing.AT + 1] + b"\xff\xff\xff\xff" + data[sample.AT + 5 :]
-    assert data[parsing.AT] == 0xCE and parsing._number(lies) == 0
+    lies = data[: parsing.NUM_TOKENS_AT + 1] + b"\xff\xff\xff\xff" + data[parsing.NUM_TOKENS_AT + 5 :]
+    assert data[parsing.NUM_TOKENS_AT] == 0xCE and parsing._num_tokens(lies) == 0
     with pytest.raises(ValueError):
         sample_stats(lies)
 

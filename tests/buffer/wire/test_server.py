@@ -18,6 +18,7 @@ import zmq.asyncio
 from buffer.store.sqlite import Store
 from buffer.wire import handlers
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
+from buffer.wire.message import Message, pack, unpack
 from buffer.wire.protocol import (
     ANSWERS,
     PROTOCOL,
@@ -26,7 +27,6 @@ from buffer.wire.protocol import (
     Finished,
     Heartbeat,
     Hello,
-    Message,
     NotRegistered,
     Part,
     Put,
@@ -42,13 +42,22 @@ from buffer.wire.protocol import (
     Welcome,
     Work,
     WorkItem,
-    pack,
-    unpack,
 )
 from buffer.wire.sample import sample_stats
 from buffer.wire.server import BufferServer
 from configs.load import fingerprint, load
-from tests.harness.buffer_process import Process, buffer, client, committed, desk, group, in_loop, process, rollout
+from tests.harness.buffer_process import (
+    Process,
+    buffer,
+    client,
+    committed,
+    group,
+    in_loop,
+    make_requests,
+    process,
+    rollout,
+    samples_of,
+)
 
 
 class Wire:
@@ -111,9 +120,9 @@ def items_of(part: Part) -> list[int]:
 @in_loop
 async def test_a_stranger_is_told_to_say_hello_first():
     async with buffer() as it, Wire(it.address) as wire:
-        assert await wire.ask(1, Ask(server="rollout-0", request=1, version=0, room=1)) == NotRegistered()
+        assert await wire.ask(1, Ask(request=1, version=0, room=1)) == NotRegistered()
         await wire.ask(2, hello())
-        assert isinstance(await wire.ask(3, Ask(server="rollout-0", request=1, version=0, room=1)), Work)
+        assert isinstance(await wire.ask(3, Ask(request=1, version=0, room=1)), Work)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +152,14 @@ async def test_an_observer_needs_no_config():
 async def test_a_restarted_server_ends_the_leases_of_its_former_self_who_may_not_come_back():
     async with buffer() as it, Wire(it.address, b"old") as old, Wire(it.address, b"new") as new:
         await old.ask(1, hello(token="old"))
-        first = await old.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
+        first = await old.ask(2, Ask(request=1, version=0, room=2))
         await new.ask(1, hello(token="new"))
-        again = await new.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
+        again = await new.ask(2, Ask(request=1, version=0, room=2))
         assert [item.item for item in again.items] == [item.item for item in first.items]
         assert {item.lease for item in again.items}.isdisjoint(item.lease for item in first.items)
         assert await old.ask(3, Status()) == NotRegistered()
         refused = await old.ask(4, hello(token="old"))
         assert isinstance(refused, Refused) and "rollout-0" in refused.reason
-
-
-@in_loop
-async def test_a_server_speaks_for_itself_only():
-    async with buffer() as it, Wire(it.address) as wire:
-        await wire.ask(1, hello())
-        answer = await wire.ask(2, Heartbeat(server="rollout-1", version=0, holding=[]))
-        assert isinstance(answer, Refused) and "rollout-1" in answer.reason
 
 
 # waiting
@@ -167,7 +168,7 @@ async def test_a_server_speaks_for_itself_only():
 @in_loop
 async def test_an_ask_waits_until_a_batch_is_formed():
     async with (
-        buffer(desk(max_staleness=0)) as it,
+        buffer(make_requests(max_staleness=0)) as it,
         rollout(it.address) as samples,
         client(it.address, "learner-0", "learner") as learner,
     ):
@@ -186,19 +187,19 @@ async def test_an_ask_waits_until_a_batch_is_formed():
 @in_loop
 async def test_a_heartbeat_with_a_new_version_wakes_the_parked_ask_with_that_version():
     async with (
-        buffer(desk(max_staleness=0)) as it,
+        buffer(make_requests(max_staleness=0)) as it,
         Wire(it.address) as wire,
         client(it.address, "learner-0", "learner") as learner,
     ):
         await wire.ask(1, hello())
-        work = await wire.ask(2, Ask(server="rollout-0", request=1, version=0, room=2))
+        work = await wire.ask(2, Ask(request=1, version=0, room=2))
         for number, item in enumerate(work.items, 3):
             packed = [sample.pack() for sample in group(item.item)]
-            await wire.ask(number, Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed))
+            await wire.ask(number, Put(item=item.item, lease=item.lease, samples=packed))
         await take(learner, 0)
-        await wire.say(5, Ask(server="rollout-0", request=2, version=0, room=2))
+        await wire.say(5, Ask(request=2, version=0, room=2))
         assert await wire.silent()
-        await wire.say(6, Heartbeat(server="rollout-0", version=1, holding=[]))
+        await wire.say(6, Heartbeat(version=1, holding=[]))
         answers = dict([await wire.hear(), await wire.hear()])
         assert answers[6] == Revoked(revoked=[])
         assert [item.version for item in answers[5].items] == [1, 1]
@@ -206,15 +207,19 @@ async def test_a_heartbeat_with_a_new_version_wakes_the_parked_ask_with_that_ver
 
 @in_loop
 async def test_a_newer_ask_takes_the_place_of_the_parked_one():
-    async with buffer(desk(max_staleness=0)) as it, Wire(it.address) as wire, Wire(it.address, b"other") as other:
+    async with (
+        buffer(make_requests(max_staleness=0)) as it,
+        Wire(it.address) as wire,
+        Wire(it.address, b"other") as other,
+    ):
         await wire.ask(1, hello())
         await other.ask(1, hello("rollout-1"))
-        all_there_is = await other.ask(2, Ask(server="rollout-1", request=1, version=0, room=9))
-        await wire.say(2, Ask(server="rollout-0", request=1, version=0, room=1))
+        all_there_is = await other.ask(2, Ask(request=1, version=0, room=9))
+        await wire.say(2, Ask(request=1, version=0, room=1))
         assert await wire.silent()
-        await wire.say(3, Ask(server="rollout-0", request=2, version=0, room=9))
+        await wire.say(3, Ask(request=2, version=0, room=9))
         assert await wire.hear() == (2, Work(items=[]))
-        await wire.say(4, Ask(server="rollout-0", request=1, version=0, room=1))  # the older one, arriving late
+        await wire.say(4, Ask(request=1, version=0, room=1))  # the older one, arriving late
         assert await wire.hear() == (4, Work(items=[]))
         await other.ask(3, hello("rollout-1", "u"))  # ends its leases
         number, work = await wire.hear()
@@ -242,12 +247,12 @@ async def test_a_take_waits_for_its_batch_and_each_rank_gets_its_part():
 @in_loop
 async def test_leases_end_by_the_clock_and_wake_whoever_waits_for_work():
     async with (
-        buffer(desk(max_staleness=0, lease_s=1.0)) as it,
+        buffer(make_requests(max_staleness=0, lease_s=1.0)) as it,
         Wire(it.address) as silent,
         rollout(it.address, "rollout-1") as samples,
     ):
         await silent.ask(1, hello())
-        held = await silent.ask(2, Ask(server="rollout-0", request=1, version=0, room=9))
+        held = await silent.ask(2, Ask(request=1, version=0, room=9))
         asked = asyncio.create_task(samples.ask(9))
         began = time.monotonic()
         while not asked.done():
@@ -257,7 +262,7 @@ async def test_leases_end_by_the_clock_and_wake_whoever_waits_for_work():
         again = asked.result()
         assert [item.item for item in again] == [item.item for item in held.items]
         late = held.items[0]
-        put = Put(server="rollout-0", item=late.item, lease=late.lease, samples=[s.pack() for s in group(late.item)])
+        put = Put(item=late.item, lease=late.lease, samples=[s.pack() for s in group(late.item)])
         answer = await silent.ask(3, put)
         assert isinstance(answer, Stored) and not answer.accepted and answer.reason
 
@@ -278,7 +283,7 @@ async def test_where_waits_for_a_learner_and_for_its_next_address():
 @in_loop
 async def test_the_end_is_told_to_both_sides():
     async with (
-        buffer(desk(versions=1)) as it,
+        buffer(make_requests(versions=1)) as it,
         rollout(it.address) as samples,
         client(it.address, "learner-0", "learner") as learner,
     ):
@@ -292,7 +297,7 @@ async def test_the_end_is_told_to_both_sides():
 @in_loop
 async def test_back_pressure_holds_groups_back_but_never_from_a_learner_that_waits():
     async with (
-        buffer(desk(max_bytes=1)) as it,
+        buffer(make_requests(max_bytes=1)) as it,
         rollout(it.address) as samples,
         client(it.address, "learner-0", "learner") as learner,
     ):
@@ -318,12 +323,11 @@ async def test_repeated_requests_change_nothing():
     async with buffer() as it, Wire(it.address) as wire, Wire(it.address, b"learner") as learner:
         await wire.ask(1, hello())
         await learner.ask(1, hello("learner-0", "l", "learner"))
-        ask = Ask(server="rollout-0", request=1, version=0, room=2)
+        ask = Ask(request=1, version=0, room=2)
         work = await wire.ask(2, ask)
         assert await wire.ask(2, ask) == work
         puts = [
-            Put(server="rollout-0", item=item.item, lease=item.lease, samples=[s.pack() for s in group(item.item)])
-            for item in work.items
+            Put(item=item.item, lease=item.lease, samples=[s.pack() for s in group(item.item)]) for item in work.items
         ]
         for put in (*puts, *reversed(puts)):
             assert await wire.ask(3, put) == Stored(accepted=True)
@@ -353,8 +357,8 @@ async def test_a_repeated_take_is_parked_once():
 async def test_a_heartbeat_that_was_overtaken_is_not_believed():
     async with buffer() as it, Wire(it.address) as wire:
         await wire.ask(1, hello())
-        await wire.ask(9, Heartbeat(server="rollout-0", version=3, holding=[], stats={"tokens/s": 2.0}))
-        await wire.ask(8, Heartbeat(server="rollout-0", version=2, holding=[], stats={"tokens/s": 1.0}))
+        await wire.ask(9, Heartbeat(version=3, holding=[], stats={"tokens/s": 2.0}))
+        await wire.ask(8, Heartbeat(version=2, holding=[], stats={"tokens/s": 1.0}))
         server = (await wire.ask(10, Status())).servers["rollout-0"]
         assert (server["version"], server["stats"]) == (3, {"tokens/s": 2.0})
 
@@ -370,13 +374,13 @@ async def test_impossible_requests_are_refused_counted_and_harmless():
             Take(version=5, rank=0, world=1),
             Trained(version=0, oldest_kept=0),
             Rewind(version=2**61),
-            Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed[:1]),
-            Put(server="rollout-0", item=item.item, lease=item.lease, samples=[packed[0], b"no sample"]),
+            Put(item=item.item, lease=item.lease, samples=packed[:1]),
+            Put(item=item.item, lease=item.lease, samples=[packed[0], b"no sample"]),
         ]
         del impossible[3]  # a ledger without batches goes to any version
         for number, message in enumerate(impossible, 2):
             assert isinstance(await wire.ask(number, message), Refused), message
-        foreign = Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed)
+        foreign = Put(item=item.item, lease=item.lease, samples=packed)
         assert not (await wire.ask(20, foreign)).accepted
         state = await wire.ask(21, Status())
         assert state.errors == len(impossible)
@@ -385,9 +389,9 @@ async def test_impossible_requests_are_refused_counted_and_harmless():
 
 @in_loop
 async def test_oversized_messages_are_refused_by_both_ends():
-    async with buffer(desk(max_message=2**16)) as it, Wire(it.address) as wire, rollout(it.address) as samples:
+    async with buffer(make_requests(max_message=2**16)) as it, Wire(it.address) as wire, rollout(it.address) as samples:
         await wire.ask(1, hello("rollout-1"))
-        big = Put(server="rollout-1", item=0, lease=1, samples=[bytes(2**16)])
+        big = Put(item=0, lease=1, samples=[bytes(2**16)])
         answer = await wire.ask(2, big)
         assert isinstance(answer, Refused) and "buffer.max_message_mib" in answer.reason
         item = (await samples.ask(1))[0]
@@ -413,7 +417,7 @@ async def test_a_restarted_learner_gets_identical_batches():
                 before.append(await take(learner, version))
                 await learner.expect(Trained(version=version, oldest_kept=1 if version else 0), Ack)
         async with client(it.address, "learner-0", "learner") as learner:
-            assert await learner.expect(Rewind(version=1), Rewound) == Rewound(version=1, replay=2)
+            assert await learner.expect(Rewind(version=1), Rewound) == Rewound(replay=2)
             assert [await take(learner, version) for version in (1, 2)] == before[1:]
             with pytest.raises(RefusedError, match="batch 0 is gone"):
                 await learner.request(Rewind(version=0))
@@ -422,52 +426,55 @@ async def test_a_restarted_learner_gets_identical_batches():
 @in_loop
 async def test_what_was_acknowledged_is_there_after_reopening_the_file(tmp_path):
     path = tmp_path / "buffer.sqlite"
-    async with buffer(desk(path)) as it, rollout(it.address) as samples:
+    async with buffer(make_requests(path)) as it, rollout(it.address) as samples:
         items = await samples.ask(3)
         await make_groups(samples, items[:2])
-    async with buffer(desk(path)) as it, client(it.address, "learner-0", "learner") as learner:
+    async with buffer(make_requests(path)) as it, client(it.address, "learner-0", "learner") as learner:
         state = await learner.expect(Status(), State)
         assert (state.counts["stored"], state.counts["leased"]) == (2, 1)
         assert state.bytes_stored == sum(len(s.pack()) for item in items[:2] for s in group(item.item))
         assert items_of(await take(learner, 0)) == [items[0].item, items[1].item]
 
 
-@pytest.mark.parametrize("at_hand", [2**20, 0], ids=["at hand", "too many to keep at hand"])
+@pytest.mark.parametrize("cached", [2**20, 0], ids=["cached", "too many to cache"])
 @pytest.mark.parametrize("commit", [False, True], ids=["before the commit", "after it"])
-def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, at_hand, commit):
-    monkeypatch.setattr(handlers, "RECENT_BYTES", at_hand)
-    means = (the_desk := desk()).means
-    means.hello(b"s", hello(), 0.0)
-    means.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
-    server, learner = means.peers[b"s"], means.peers[b"l"]
-    work = means.answer(server, 1, Ask(server="rollout-0", request=1, version=0, room=2), 0.0)
+def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, cached, commit):
+    monkeypatch.setattr(handlers, "CACHE_BYTES", cached)
+    mine = (requests := make_requests()).handlers
+    mine.hello(b"s", hello(), 0.0)
+    mine.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
+    server, learner = mine.peers[b"s"], mine.peers[b"l"]
+    work = mine.answer(server, 1, Ask(request=1, version=0, room=2), 0.0)
     packed = {item.item: [sample.pack() for sample in group(item.item)] for item in work.items}
     for number, item in enumerate(work.items, 2):
-        put = Put(server="rollout-0", item=item.item, lease=item.lease, samples=packed[item.item])
-        assert means.answer(server, number, put, 0.0).accepted
+        put = Put(item=item.item, lease=item.lease, samples=packed[item.item])
+        assert mine.answer(server, number, put, 0.0).accepted
     if commit:
-        committed(the_desk)
-    part = means.answer(learner, 1, Take(version=0, rank=0, world=1), 0.0)
-    assert len(part.samples) == 4 and {entry.item for entry in part.samples} == packed.keys()
-    assert all(entry.sample == packed[entry.item][entry.index] for entry in part.samples)
-    committed(the_desk)
-    means.store.close()
+        committed(requests)
+    part = mine.answer(learner, 1, Take(version=0, rank=0, world=1), 0.0)
+    assert len(part.samples) == 4 and {sample.item for sample in part.samples} == packed.keys()
+    assert all(sample.sample == packed[sample.item][sample.index] for sample in part.samples)
+    committed(requests)
+    mine.store.close()
 
 
 def test_ten_thousand_open_groups_are_served_again_within_two_seconds(tmp_path):
     path = tmp_path / "buffer.sqlite"
-    the_desk = desk(path, groups=10_000)
-    ledger, means = the_desk.means.ledger, the_desk.means
+    requests = make_requests(path, groups=10_000)
+    ledger, mine = requests.handlers.ledger, requests.handlers
     packed = [sample.pack() for sample in group(0)]
     for leased in ledger.ask("rollout-0#t", 0, 10_000, 0.0, 1):
         if leased.item % 2:
             ledger.put("rollout-0#t", leased.item, leased.lease, [sample_stats(data) for data in packed], 0.0)
-            means._payloads[leased.item] = packed
-    committed(the_desk)
-    means.store.close()
+            mine._payloads[leased.item] = packed
+    committed(requests)
+    mine.store.close()
 
     async def serve_again() -> State:
-        async with buffer(desk(path, groups=10_000)) as it, client(it.address, "stats", "observer") as observer:
+        async with (
+            buffer(make_requests(path, groups=10_000)) as it,
+            client(it.address, "stats", "observer") as observer,
+        ):
             return await observer.expect(Status(), State)
 
     began = time.monotonic()
@@ -587,25 +594,25 @@ class FullDisk(Store):
 @in_loop
 async def test_a_full_disk_holds_answers_back_and_loses_nothing(caplog):
     store = FullDisk(None)
-    async with buffer(desk(store=store)) as it, rollout(it.address) as samples:
+    async with buffer(make_requests(store=store)) as it, rollout(it.address) as samples:
         items = await samples.ask(2)
         store.refusals = 1
         putting = asyncio.create_task(make_groups(samples, items))
         assert not (await asyncio.wait({putting}, timeout=0.5))[0]
         await putting
-        assert len(store.samples(items[0].item)) == 2
+        assert len(samples_of(store, items[0].item)) == 2
     assert "disk is full" in caplog.text
 
 
 @in_loop
 async def test_any_other_failure_of_the_file_ends_the_buffer_without_an_answer():
     store = FullDisk(None)
-    the_desk = desk(store=store)
-    async with BufferServer("tcp://127.0.0.1:*", the_desk.max_message) as server, Wire(server.address) as wire:
+    requests = make_requests(store=store)
+    async with BufferServer("tcp://127.0.0.1:*", requests.max_message) as server, Wire(server.address) as wire:
         store.refusals, store.code = 1, sqlite3.SQLITE_CORRUPT
-        serving = asyncio.create_task(server.serve(the_desk))
+        serving = asyncio.create_task(server.serve(requests))
         await wire.say(1, hello())
-        await wire.say(2, Ask(server="rollout-0", request=1, version=0, room=1))
+        await wire.say(2, Ask(request=1, version=0, room=1))
         with pytest.raises(sqlite3.OperationalError):
             await serving
         heard = [await wire.hear()] if not await wire.silent() else []

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.wire.protocol import Sample
+from buffer.wire.sample import Sample
 from learner.train.batch import Batch, first_fit, pack, spread, whole
 from tests.harness.world import cut, make_samples
 

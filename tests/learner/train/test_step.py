@@ -46,7 +46,7 @@ def gradient(policy, budget: int, algorithm: AlgorithmConfig = ALGORITHM, entrie
 
 def by_hand(model, entries, cap: float) -> dict[str, torch.Tensor]:
     """The gradient of `dppo` without trust region by transformers alone, sample by sample."""
-    from buffer.wire.protocol import Sample
+    from buffer.wire.sample import Sample
 
     samples = [Sample.unpack(entry.sample) for entry in entries]
     rewards = torch.tensor([sample.reward for sample in samples])

@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from buffer.wire.protocol import Sample, WorkItem
+from buffer.wire.protocol import WorkItem
+from buffer.wire.sample import Sample
 from rollout.episodes.episode import (
     Completion,
     EpisodeError,

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from buffer.wire.client import Connection
-from buffer.wire.curve import (
+from buffer.curve import (
     NAMES,
     ClientKeys,
     KeysError,
@@ -19,6 +18,7 @@ from buffer.wire.curve import (
     make_keys,
     server_keys_for,
 )
+from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
 from buffer.wire.server import BufferServer, ListenError
 from tests.harness.buffer_process import Process, buffer, client, free_port, in_loop
@@ -86,7 +86,7 @@ async def test_beyond_loopback_the_runs_keys_get_in_and_nobody_else_gets_anythin
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5), client(address, keys=keys):
                     pass
-        assert it.desk.means.peers == {} and not it.desk.errors
+        assert it.requests.handlers.peers == {} and not it.requests.errors
         async with client(address, keys=known) as friend:
             assert await friend.expect(Status(), State)
 

@@ -23,20 +23,20 @@ class KeysError(ValueError):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What the buffer needs: its own pair, and the one client key it lets in."""
+    """The buffer's: its own pair, and the one client key it lets in."""
 
     public: bytes
     secret: bytes = field(repr=False)
     client_public: bytes
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Is this client key the run's? (Called by pyzmq's authenticator with the key in Z85.)"""
+        """Whether this client key is the run's. (Called by pyzmq's authenticator with the key in Z85.)"""
         return key == self.client_public
 
 
 @dataclass(frozen=True)
 class ClientKeys:
-    """What everybody else needs: the buffer's public key and the run's client pair."""
+    """Every other process's: the buffer's public key and the run's client pair."""
 
     server_public: bytes
     public: bytes
@@ -58,7 +58,7 @@ def make_keys(folder: Path) -> Path:
         fresh.rename(folder)
     except OSError:
         shutil.rmtree(fresh)
-        if not (folder / NAMES[0]).exists():  # unless another process was faster
+        if not (folder / NAMES[0]).exists():  # unless another process made them first
             raise
     return folder
 
@@ -74,7 +74,7 @@ def load_client_keys(folder: Path) -> ClientKeys:
 
 
 def is_loopback(address: str) -> bool:
-    """Does `tcp://host:port` stay on this machine?"""
+    """Whether `tcp://host:port` is reachable from this machine only."""
     host = split(address)[0]
     if host == "*":
         return False

@@ -1,0 +1,118 @@
+"""What every message of the samples wire is made of: the base model, tensors, packing and the limits of unpacking.
+
+A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (chosen by the client,
+repeated in the answer) and the fields of the model. The models are in `protocol.py` and `sample.py`.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+import msgpack
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_map_len": 2**16, "max_ext_len": 16}
+"""Of what is unpacked before anything is known of it."""
+Frame = bytes | memoryview
+"""A message as it travels."""
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class Message(BaseModel):
+    """Frozen, no unknown fields, numbers as numbers and bytes as bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    def size_hint(self) -> int:
+        """An upper bound of its packed bytes for a message of megabytes, else 0: it is packed in place, not grown."""
+        return 0
+
+
+class Array(Message):
+    """A tensor as it travels: little-endian bytes with dtype and shape.
+
+    Example: `Array.of(np.array([1, 2], np.int32))` -> `Array(dtype="int32", shape=[2],
+    data=b"\\x01\\0\\0\\0\\x02\\0\\0\\0")`
+    """
+
+    dtype: Literal["uint8", "int32", "int64", "float32"]
+    shape: Annotated[list[Count], Field(max_length=8)]
+    data: bytes
+
+    @model_validator(mode="after")
+    def _size(self) -> "Array":
+        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        if size != len(self.data):
+            raise ValueError(f"{self.dtype}{self.shape} takes {size} bytes, not {len(self.data)}")
+        return self
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Array":
+        """Pack `array`; raises ValidationError for a dtype that does not travel."""
+        array = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+        return cls(dtype=array.dtype.name, shape=list(array.shape), data=array.tobytes())  # type: ignore[arg-type]
+
+    def numpy(self) -> np.ndarray:
+        """The array, read-only, without a copy."""
+        return np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+
+
+def pack(number: int, message: Message) -> Frame:
+    """One message as one frame."""
+    fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
+    size = message.size_hint()
+    if not size:
+        return bytes(msgpack.packb(fields))
+    packer = msgpack.Packer(autoreset=False, buf_size=size)
+    packer.pack(fields)
+    return memoryview(packer.getbuffer())
+
+
+def unpack(data: Frame, kinds: dict[str, type[Message]]) -> tuple[int, Message]:
+    """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
+    fields = open_map(data)
+    number = fields.pop("id", None)
+    if not isinstance(number, int):
+        raise ValueError(f"not a message of this wire: id {str(number)[:40]!r}")
+    return number, validate(fields, kinds)
+
+
+def validate(fields: dict[str, Any], kinds: dict[str, type[Message]]) -> Message:
+    """The message that `fields` describe, `kind` among them. Raises ValueError, in one line."""
+    kind = fields.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"not a message of this wire: kind {str(kind)[:40]!r}")
+    try:
+        return kinds[kind].model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(f"{kind}.{in_words(error)}") from None
+
+
+def number_of(data: Frame) -> int:
+    """The `id` of what may be a broken message, so that its refusal reaches the client; 0 where it has none."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(data[:200])
+    try:
+        unpacker.read_map_header()
+        _, _, key, number = (unpacker.unpack() for _ in range(4))
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
+        return 0
+    return number if key == "id" and isinstance(number, int) else 0
+
+
+def open_map(data: Frame) -> dict[str, Any]:
+    """The fields of a message or sample, not yet validated. Raises ValueError, in one line."""
+    try:
+        fields = msgpack.unpackb(data, **LIMITS)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:  # TypeError: a list as a key
+        raise ValueError(f"not MessagePack: {error or type(error).__name__}") from None
+    if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+        raise ValueError("not a map of fields")
+    return fields
+
+
+def in_words(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line: where, and what."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))[:80]
+    return f"{where}: {first['msg'][:200]}".replace("\n", " ")
