@@ -118,7 +118,7 @@ class Field:
         name = f"rollout-{next(self._numbers)}-{time.monotonic_ns()}"
         life = self._nursery.born(self._sender.address, name, mode, self.servers[place], staging)
         self._lives.append(life)
-        self.until(lambda: name in {member.name for member in self._sender._rounds.members}, BORN_S)
+        self.until(lambda: name in {member.name for member in self._sender._distributor.members}, BORN_S)
         return life
 
     def everywhere(self, mode: str = "none") -> list[Life]:
@@ -135,8 +135,8 @@ class Field:
         """And wait until the learner has noticed."""
         life.kill()
         self._lives.remove(life)
-        before = len(self._sender._rounds.members)
-        self.until(lambda: len(self._sender._rounds.members) < before, self.timeout_s + 5)
+        before = len(self._sender._distributor.members)
+        self.until(lambda: len(self._sender._distributor.members) < before, self.timeout_s + 5)
 
     def until(self, true: Any, within_s: float) -> None:
         """Wait for the sender's thread."""

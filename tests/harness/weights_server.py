@@ -19,6 +19,7 @@ from learner.weights.channel import Channel, ChannelError, backend_of, own_strea
 from learner.weights.plan import Spec
 from learner.weights.protocol import TO_SERVER, unpack
 from learner.weights.receiver.follow import Receiver
+from learner.weights.receiver.staged import PauseTimings
 from learner.weights.receiver.staging import Staging
 
 HEARTBEAT_S = 0.2
@@ -90,7 +91,7 @@ class StagingEngine:
     @asynccontextmanager
     async def paused(self):
         self.pauses += 1
-        yield
+        yield PauseTimings()
 
     def holds(self, version: int) -> bool:
         """Does each worker have exactly the weights of `version`?"""
@@ -162,12 +163,12 @@ class Stalling(Staging):
         super().abort()
         self.given_up.set()
 
-    def _take(self, go: Any, snapshot: Any, channel: Any) -> list[int]:
+    def _take(self, go: Any, weights: Any, channel: Any) -> list[int]:
         if not self.stalls:
-            return super()._take(go, snapshot, channel)
+            return super()._take(go, weights, channel)
         self.stalls = False
         self.given_up.clear()
-        receive_four(channel, snapshot.buckets)
+        receive_four(channel, weights.buckets)
         print("stall", flush=True)
         self.given_up.wait()
         raise ChannelError("stalled")
@@ -183,10 +184,10 @@ def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
 async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], mail: "asyncio.Queue[int]") -> None:
     """The rollout loop's `follow`, and a letter after each version."""
     async for policy in receiver.policies():
-        async with engine.paused():
+        async with engine.paused() as timings:
             await policy.load()
             engine.version = policy.version
-        await policy.loaded()
+        await policy.loaded(timings)
         seen.append(policy.version)
         mail.put_nowait(policy.version)
 
@@ -258,7 +259,7 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version
-        await policy.loaded()
+        await policy.loaded(PauseTimings())
         print(f"version {policy.version} {'right' if engine.holds(policy.version) else 'wrong'}", flush=True)
 
 

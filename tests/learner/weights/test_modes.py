@@ -25,14 +25,14 @@ def by_files(tmp_path):
     sender.close()
 
 
-def test_a_rotating_snapshot_takes_two_buckets_of_room():
+def test_rotating_buckets_allocate_two():
     plan = Plan.of(SPECS, 1 << 20)
-    snapshot = Buckets(plan, CPU, rotating=True)
-    assert [len(bucket) for bucket in snapshot.buckets] == list(plan.sizes)
-    places = {bucket.data_ptr() for bucket in snapshot.buckets}
+    weights_copy = Buckets(plan, CPU, rotating=True)
+    assert [len(bucket) for bucket in weights_copy.buckets] == list(plan.sizes)
+    places = {bucket.data_ptr() for bucket in weights_copy.buckets}
     assert len(plan.sizes) > 2 and len(places) == 2
     with pytest.raises(ValueError, match="one by one"):  # of buckets that are gone nothing can be said
-        snapshot.checksums()
+        weights_copy.checksums()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
