@@ -20,14 +20,24 @@ TOKEN_BYTES = 13
 FILES = ("model.path", "data.train", "data.eval", "data.format_prompt", "reward.function", "rollout.task", "run.folder")
 """Keys that name something on disk. Each process has `check` look for what it reads itself."""
 
-OURS = {
+ENGINE_KEYS_ELSEWHERE = {
     "model": "model.path",
     "tokenizer": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
     "tensor_parallel_size": "rollout.tensor_parallel",
-    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
 }
-"""Arguments of vLLM that have a key of their own."""
+"""Fields of vLLM's engine arguments that have a key of their own in the run file."""
+
+ENGINE_KEYS_SET = (
+    "worker_extension_cls",
+    "logprobs_mode",
+    "skip_tokenizer_init",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+)
+"""Fields of vLLM's engine arguments that Headrace sets itself."""
 
 
 def check(
@@ -137,7 +147,7 @@ def _devices(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    for name, ours in OURS.items():
+    for name, ours in ENGINE_KEYS_ELSEWHERE.items():
         section, key = ours.split(".")
         value = getattr(getattr(config, section), key)
         if name in config.rollout.engine and config.rollout.engine[name] != value:
@@ -145,6 +155,9 @@ def _engine(config: Config) -> Iterator[str]:
                 f"rollout.engine.{name}: {config.rollout.engine[name]} contradicts {ours} {value}; remove it and set "
                 f"{ours}"
             )
+    for name in ENGINE_KEYS_SET:
+        if name in config.rollout.engine:
+            yield f"rollout.engine.{name}: Headrace sets it; remove the key"
 
 
 def _wire(config: Config, has_keys: bool) -> Iterator[str]:

@@ -34,7 +34,12 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
     parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
     for name, options in flags.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
-    return parser.parse_known_args(argv)
+    own = {
+        f"--{name.replace('_', '-')}" for name in flags
+    }  # argparse takes --key=value with a space for a flag's value
+    hide = {word: word.replace(" ", "\0") for word in argv if word.startswith("--") and word.split("=")[0] not in own}
+    values, rest = parser.parse_known_args([hide.get(word, word) for word in argv])
+    return values, [word.replace("\0", " ") for word in rest]
 
 
 class StopSignals:

@@ -29,7 +29,7 @@ MAY = {
 
 ONLY: dict[str, Callable[[str], bool]] = {
     "torch": lambda file: file.startswith(("learner/", "rollout/", "actors/")),
-    "vllm": lambda file: file in ("rollout/engine/vllm_engine.py", "rollout/engine/worker.py"),
+    "vllm": lambda file: file.startswith("rollout/engine/"),
     "ray": lambda file: file.startswith("actors/"),
     "pickle": lambda file: False,
 }

@@ -5,6 +5,7 @@ one came.
 """
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from learner.weights.protocol import Failed, Go, Loaded
@@ -13,15 +14,19 @@ if TYPE_CHECKING:
     from learner.weights.receiver.follow import Receiver
 
 
+@dataclass
+class PauseTimings:
+    """Seconds of one pause of the engine: `paused_s` in all, of which `stop_s` until it stood still and `resume_s` until
+    it went on; `settle_s`, while the weights are loaded, until its last tokens had arrived."""
+
+    stop_s: float = 0.0
+    settle_s: float = 0.0
+    resume_s: float = 0.0
+    paused_s: float = 0.0
+
+
 class ReceivingEngine(Protocol):
     """What receives: a vLLM engine with the worker extension of `rollout/engine/worker.py`."""
-
-    paused_s: float
-    """Length of the last pause, of which `stop_s` until all stood still and `resume_s` until it went on; `settle_s`,
-    beside the load, until the last tokens were here."""
-    stop_s: float
-    settle_s: float
-    resume_s: float
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
     async def probe(self, tokens: list[int]) -> list[float]: ...
@@ -52,7 +57,7 @@ class StagedPolicy:
                 raise
         self._load_s = time.perf_counter() - started
 
-    async def loaded(self) -> None:
+    async def loaded(self, timings: PauseTimings) -> None:
         """Call it once generation goes on: checks the probe if one came, and tells the learner. Raises WeightsError."""
         difference, probe, started = None, self._go.probe, time.perf_counter()
         if probe is not None:
@@ -64,15 +69,14 @@ class StagedPolicy:
                 reason += f"{_few(probe.logprobs)} at the learner"
                 self._receiver.say(Failed(round=self._go.round, reason=reason, fatal=True))
                 raise WeightsError(reason)
-        engine = self._receiver.engine
         self._receiver.say(
             Loaded(
                 round=self._go.round,
-                stop_s=engine.stop_s,
-                settle_s=engine.settle_s,
+                stop_s=timings.stop_s,
+                settle_s=timings.settle_s,
                 load_s=self._load_s,
-                resume_s=engine.resume_s,
-                pause_s=engine.paused_s,
+                resume_s=timings.resume_s,
+                pause_s=timings.paused_s,
                 verify_s=time.perf_counter() - started,
                 probe=difference,
             )
