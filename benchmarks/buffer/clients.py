@@ -68,7 +68,12 @@ class GroupTraffic:
         samples = RolloutClient(client, lambda: self.version)
         beating = asyncio.create_task(heartbeats(samples, 0.5, dict, lambda revoked: None))
         due, seen = time.monotonic() + number / (self.groups_s or 1e9), -1
-        in_flight = set[asyncio.Task[None]]()
+        in_flight, put = set[asyncio.Task[None]](), asyncio.Event()
+
+        def on_put(task: asyncio.Task[None]) -> None:
+            in_flight.remove(task)
+            put.set()
+
         try:
             async with asyncio.TaskGroup() as tasks:  # as `rollout.loop.roll` does
                 while items := await samples.ask(IN_FLIGHT - len(in_flight)):
@@ -81,9 +86,10 @@ class GroupTraffic:
                             await asyncio.sleep(max(0.0, due - time.monotonic()))
                         task = tasks.create_task(self.put(samples, item))
                         in_flight.add(task)
-                        task.add_done_callback(in_flight.discard)
+                        task.add_done_callback(on_put)
                     while len(in_flight) >= IN_FLIGHT:
-                        await asyncio.wait(in_flight, return_when="FIRST_COMPLETED")
+                        put.clear()
+                        await put.wait()
         finally:
             beating.cancel()
 
