@@ -4,7 +4,10 @@
 EngineDead ends the server.
 """
 
-from buffer.wire.protocol import FailureKind
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # reward workers import this file, and start faster without NumPy
+    from buffer.wire.protocol import FailureKind
 
 
 class EpisodeError(Exception):
@@ -13,7 +16,7 @@ class EpisodeError(Exception):
     `permanent`: no other attempt can succeed. `origin`: the type of the exception behind it, by name.
     """
 
-    kind: FailureKind = "task"
+    kind: "FailureKind" = "task"
     permanent = False
     origin = ""
 
