@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from actors.doctor.host import Machine, read_machine
-from configs.explain import check, checkpoint_bytes
+from configs.checks import check
+from configs.explain import checkpoint_bytes
 from configs.load import ConfigError, read
 from configs.model_facts import model_facts
 from configs.schema import Config

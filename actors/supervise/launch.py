@@ -19,7 +19,8 @@ from actors.supervise.ray_cluster import Ray
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.wire.curve import KeysError, is_loopback, make_keys, split
-from configs.explain import check, explain
+from configs.checks import check
+from configs.explain import explain
 from configs.load import ConfigError, read, write
 from configs.schema import Config
 
