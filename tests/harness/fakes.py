@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.supervise.keeper import Event, Keeper, Process
+from actors.process import Event, Process
+from actors.supervise.keeper import Keeper
 from buffer.wire.protocol import Sample, WorkItem
 from rollout.episodes.episode import Completion, EpisodeError
 from rollout.rewards import Answer, RewardError, Score
@@ -14,8 +15,8 @@ from rollout.rewards import Answer, RewardError, Score
 # actors
 
 
-class NearbyKept:
-    """A keeper in this process instead of in a Ray actor: `actors.place.Kept`."""
+class LocalKeeper:
+    """A keeper in this process in place of a Ray actor: stands for `RemoteKeeper`."""
 
     def __init__(self, process: Process) -> None:
         self.keeper = Keeper(process)
@@ -23,8 +24,8 @@ class NearbyKept:
     async def events(self, after: int) -> list[Event]:
         return await asyncio.to_thread(self.keeper.events, after, 0.2)
 
-    async def drain(self, bound_s: float) -> None:
-        await asyncio.to_thread(self.keeper.drain, bound_s)
+    async def drain(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self.keeper.drain, timeout_s)
 
     async def kill(self) -> None:
         await asyncio.to_thread(self.keeper.kill)
