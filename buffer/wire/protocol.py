@@ -318,6 +318,9 @@ class State(Message):
     """Dropped items by reason."""
     failed: dict[str, int] = {}
     """Failed attempts of the whole run by `KIND: REASON`, dropped ones included; returned ones do not count."""
+    lengths: dict[str, list[int]] = Field(default_factory=dict)
+    """[groups, samples, tokens, sampled, truncated] by what became of them, whole run: `generated`, `trained`,
+    `dropped: REASON`, `discarded: REASON`. Means that differ show a loss of long or short answers."""
     ages: dict[int, int]
     """Trained groups by age."""
     bytes_stored: Count

@@ -3,9 +3,12 @@
 Pure; imports no vLLM: `rollout/engine/vllm_engine.py` passes in what AsyncEngineArgs knows.
 """
 
+import ast
 import difflib
-from collections.abc import Collection
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +37,36 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's processes warn of each other's deprecations
 }
+
+
+def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
+    """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for; none without vLLM.
+
+    `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
+    """
+    fields = set(vllm_fields())
+    known = {field: f"rollout.engine.{field}" for field in fields}
+    known |= {field: f"rollout.{field}" for field in type(config.rollout).model_fields if field not in fields}
+    lines = []
+    for key in engine:
+        if fields and key not in fields:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {known[close[0]]}?" if close else ""
+            lines.append(f"rollout.engine.{key}: vLLM's AsyncEngineArgs has no such field{hint}")
+    return lines
+
+
+def vllm_fields() -> Iterator[str]:
+    """The fields of AsyncEngineArgs, read from the source of the installed vLLM: importing it takes ten seconds."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return
+    source = Path(vllm.origin).with_name("engine") / "arg_utils.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
+            for line in node.body:
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                    yield line.target.id
 
 
 def on_cpu(config: Config) -> bool:
