@@ -26,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
     """Run a subcommand; its exit code."""
     if not argv or argv[0] not in COMMANDS:
         is_help = bool(argv) and argv[0] in ("-h", "--help")
-        print(usage(), file=sys.stdout if is_help else sys.stderr)
+        lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
+        usage = "\n".join(["usage: python -m actors COMMAND ...", *lines, "launch --help lists every key"])
+        print(usage, file=sys.stdout if is_help else sys.stderr)
         return DONE if is_help else BAD_INPUT
     name = argv[0]
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})
@@ -36,14 +38,6 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `status RUN | head` ends quietly
     code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     return code
-
-
-def usage() -> str:
-    """All subcommands."""
-    lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: python -m actors COMMAND ...", *lines, "`python -m actors launch --help` lists every key"]
-    )
 
 
 def guarded(argv: Sequence[str]) -> int:

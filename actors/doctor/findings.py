@@ -6,7 +6,6 @@ seconds for one import of torch. `make install` ends with it.
 """
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +231,3 @@ def _is_in(version: str, low: str, high: str) -> bool:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:,.3g}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

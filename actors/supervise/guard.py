@@ -3,7 +3,7 @@
 The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
 this file by path, isolated (`python -I`), so it may import the standard library and psutil only. They talk over a
 socket that keeps messages apart: the owner sends the command line once, as a JSON list, then numbers of signals; the
-guard answers `{"pid": N}` and, when nothing is left, `{"code": N, "left": N}`. It waits for the owner and for SIGCHLD.
+guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner and for SIGCHLD.
 
 The end of the owner's messages means kill, and an owner that dies ends them: no command outlives its owner, even one
 that got SIGKILL. The guard is the subreaper of all descendants of the command, so it also finds those that left its
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 2.0
 """Time that descendants get to end by themselves after the command has ended."""
 STUCK_S = 30.0
-"""A descendant that exists so long after SIGKILL (stuck in a driver) is left, and counted."""
+"""A descendant that still exists so long after SIGKILL is stuck in a driver, and is left."""
 TRACKER = "multiprocessing.resource_tracker"
 """Python's process that unlinks the shared memory of dead processes: it ends by itself once the others have."""
 MESSAGE_BYTES = 1 << 18
@@ -102,8 +102,8 @@ class Guard:
             return
         while self.code is None and not self.killed:
             self.wait(None)
-        left = self.end_descendants()
-        self.answer(code=LOST if self.code is None else self.code, left=left)
+        self.end_descendants()
+        self.answer(code=LOST if self.code is None else self.code)
 
     def start(self, argv: list[str]) -> None:
         libc, guard = ctypes.CDLL(None), os.getpid()
@@ -147,8 +147,8 @@ class Guard:
                     code = os.waitstatus_to_exitcode(found[1])
                     self.code = self.command.returncode = code if code >= 0 else 128 - code
 
-    def end_descendants(self) -> int:
-        """SIGTERM and a grace period, then SIGKILL until none exists. Returns how many are left."""
+    def end_descendants(self) -> None:
+        """SIGTERM and a grace period, then SIGKILL until none exists or `STUCK_S` have passed."""
         start = time.monotonic()
         send_to_descendants(signal.SIGTERM if not self.killed else signal.SIGKILL, spare=TRACKER)
         while descendants() and not self.killed and (left_s := start + GRACE_S - time.monotonic()) > 0:
@@ -158,7 +158,6 @@ class Guard:
             send_to_descendants(signal.SIGKILL, spare=TRACKER if time.monotonic() < start + 1 else "")
             self.wait(0.1)
         self.reap()
-        return len(descendants())
 
     def answer(self, **fields: int | None) -> None:
         with contextlib.suppress(OSError):

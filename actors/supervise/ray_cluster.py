@@ -64,13 +64,8 @@ class RayCluster:
 
         Buffer and learner listen on addresses of this machine, so their keepers stay on it.
         """
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "num_gpus": process.gpus,
-            "max_concurrency": 8,
-            "max_restarts": -1,
-            "max_task_retries": -1,
-        }
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.gpus, "max_concurrency": 8}
+        options |= {"max_restarts": -1, "max_task_retries": -1}
         if process.role != "rollout":
             here = self._ray.get_runtime_context().get_node_id()
             strategies = self._ray.util.scheduling_strategies

@@ -7,7 +7,7 @@ Consumes the run's records (`metrics.jsonl`), the buffer's `State` and the keepe
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 
 from rich.console import Console, Group
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from actors.process import Event, Process
 from actors.watch.metrics_log import Record, Records
-from actors.watch.run_state import Wait, ask, failures, silent, waits
+from actors.watch.run_state import ask, failures, silent, waits
 from buffer.wire.protocol import State
 from configs.schema import Config
 
@@ -32,8 +32,6 @@ VLLM_ROUTINE = re.compile(
     r"^\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING) vllm|^\(\w+ pid=\d+\) (INFO|WARNING) |^\[W\d+ |^Triton is installed"
 )
 """Lines that only the log file gets: our INFO once versions come, and of vLLM's lines all that are no errors."""
-ANSWER_S = 5.0
-"""A buffer that does not answer for so long is shown as silent."""
 PACE_VERSIONS = 20
 """Versions whose mean time predicts the time left."""
 
@@ -86,18 +84,9 @@ class Display:
 
     async def watch(self) -> None:
         """Show news until cancelled."""
-        asking = asyncio.create_task(self._ask())
-        try:
-            while True:
-                self.refresh()
-                await asyncio.sleep(1.0)
-        finally:
-            asking.cancel()
-
-    async def _ask(self) -> None:
         while True:
-            self.state = await ask(self.config, ANSWER_S)
-            await asyncio.sleep(1.0)
+            self.refresh()
+            self.state, _ = await asyncio.gather(ask(self.config), asyncio.sleep(1.0))
 
     def refresh(self) -> None:
         """Show the records that were written, and failures when their number has doubled."""
@@ -168,10 +157,9 @@ def number(record: Record, key: str, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "?"
 
 
-def waiting(found: Sequence[Wait] | None) -> list[str]:
-    """Who waits for whom, a line for each wait; None if the buffer does not answer."""
-    if found is None:
+def waiting(lines: list[str] | None) -> list[str]:
+    """`lines` of waits for the panel, the first few of them; None if the buffer does not answer."""
+    if lines is None:
         return ["the buffer does not answer"]
-    lines = [f"{wait.who} for {wait.whom}, {wait.seconds:.1f} s: {wait.why}" for wait in found[:MOST_WAITS]]
-    more = [f"and {len(found) - MOST_WAITS} more: see `python -m actors status`"] if len(found) > MOST_WAITS else []
-    return lines + more or ["nobody"]
+    more = [f"and {len(lines) - MOST_WAITS} more: see `python -m actors status`"] if len(lines) > MOST_WAITS else []
+    return lines[:MOST_WAITS] + more or ["nobody"]

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from buffer.store.sqlite import reading
@@ -19,6 +18,8 @@ from configs.entrypoint import BAD_INPUT
 from configs.load import read
 from configs.schema import Config
 
+LEASES = "SELECT server, COUNT(*), MAX(version), MIN(leased_at) FROM items WHERE state = 'leased' GROUP BY server"
+UNTRAINED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM items WHERE state IN ('stored', 'batched')"
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 
@@ -38,7 +39,7 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
     return read([str(folder / "config.yaml"), *argv[1:]], prog), folder
 
 
-async def ask(config: Config, timeout_s: float) -> State | None:
+async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
     """The buffer's State; None if it does not answer in time, refuses an observer, or needs keys that are not here."""
     address = config.buffer.address
     try:
@@ -55,69 +56,57 @@ def stored(file: Path) -> State:
     Raises buffer.store.sqlite.StoreError for a file that is not a buffer's.
     """
     with closing(reading(file)) as db:
-        version, trained = db.execute(
-            "SELECT COALESCE(MAX(version) + 1, 0), COALESCE(MAX(version) FILTER (WHERE trained), -1) FROM batches"
+        trained, version = db.execute(
+            "SELECT MAX(version) FILTER (WHERE trained), MAX(version) FROM batches"
         ).fetchone()
         counts = dict(db.execute("SELECT state, COUNT(*) FROM items GROUP BY state"))
-        (untrained,) = db.execute(
-            "SELECT COALESCE(SUM(bytes), 0) FROM items WHERE state IN ('stored', 'batched')"
-        ).fetchone()
-        leases = db.execute(
-            "SELECT server, COUNT(*), MAX(version), MIN(leased_at) FROM items WHERE state = 'leased' GROUP BY server"
-        ).fetchall()
-        totals = {(what, which): sums for what, which, *sums in db.execute("SELECT * FROM totals")}
-    groups = {
-        of: {which: sums[0] for (what, which), sums in totals.items() if what == of and sums[0]}
-        for of in ("dropped", "failed", "age")
-    }
-    now = time.time()
+        leases = db.execute(LEASES).fetchall()
+        (untrained_bytes,) = db.execute(UNTRAINED_BYTES).fetchone()
+        totals = {(what, which): sums for what, which, *sums in db.execute("SELECT * FROM totals ORDER BY what, which")}
+
+    def groups_by(what: str) -> dict[str, int]:
+        return {which: sums[0] for (kind, which), sums in totals.items() if kind == what and sums[0]}
+
     return State(
-        version=version,
-        trained=trained,
+        version=0 if version is None else version + 1,
+        trained=-1 if trained is None else trained,
         counts=counts,
-        dropped=groups["dropped"],
-        failed=groups["failed"],
+        dropped=groups_by("dropped"),
+        failed=groups_by("failed"),
         lengths={
             f"{what}: {which}" if which else what: sums
             for (what, which), sums in totals.items()
             if what in ("generated", "trained", "dropped", "discarded")
         },
-        ages=dict(sorted((int(age), number) for age, number in groups["age"].items())),
-        bytes_stored=untrained,
+        ages=dict(sorted((int(age), groups) for age, groups in groups_by("age").items())),
+        bytes_stored=untrained_bytes,
         servers={
-            server.partition("#")[0]: {"version": newest, "leases": number, "stats": {"oldest_lease_s": now - since}}
-            for server, number, newest, since in leases
+            server.partition("#")[0]: {
+                "version": newest,
+                "leases": count,
+                "stats": {"oldest_lease_s": time.time() - at},
+            }
+            for server, count, newest, at in leases
         },
         waiters=[],
         errors=0,
     )
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Example: `Wait("learner", "rollout-0", "batch 7 has 20 of 32 groups", 3.2)`: the learner waits for rollout-0."""
-
-    who: str
-    whom: str
-    why: str
-    seconds: float
-
-
-def waits(state: State, config: Config) -> list[Wait]:
-    """Who waits for whom, the longest wait first.
+def waits(state: State, config: Config) -> list[str]:
+    """Who waits for whom, a line each, the longest wait first.
 
     A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
     learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
-    buffer says why.
+    buffer says why. Example: `"learner for rollout-0, 3.2 s: batch 7 has 20 of 32 groups"`
     """
     gone = silent(state, config)
     holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
     servers = ", ".join(holding) or "any rollout server"
-    found = [
-        Wait(waiter.who, servers if waiter.kind == "Take" else "the learner", waiter.why, waiter.seconds)
-        for waiter in state.waiters
+    return [
+        f"{waiter.who} for {servers if waiter.kind == 'Take' else 'the learner'}, {waiter.seconds:.1f} s: {waiter.why}"
+        for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
     ]
-    return sorted(found, key=lambda wait: -wait.seconds)
 
 
 def silent(state: State, config: Config) -> list[str]:

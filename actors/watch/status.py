@@ -1,12 +1,12 @@
 """`python -m actors status RUN|CONFIG.yaml`: who waits for whom, and what became of the run's problems, on one screen.
 
-Consumes the state of the run (`run_state.py`) and the run's folder. Waits `ANSWER_S` for the buffer; if that is dead,
+Consumes the state of the run (`run_state.py`) and the run's folder. Waits 3 s for the buffer; if that is dead,
 status says so and shows what the files hold. Run by hand at any time, on any machine that reaches both.
 """
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,6 @@ from buffer.wire.protocol import State
 from configs.entrypoint import DONE, FAILED
 from configs.schema import Config
 
-ANSWER_S = 3.0
 SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "time/wait_s", "time/version_s")
 """Metrics of the last record."""
 
@@ -28,37 +27,32 @@ SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "t
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run whose buffer answers, 1 for one whose does not, 2 for bad input."""
     config, run = find_run(argv, "python -m actors status")
-    state = asyncio.run(ask(config, ANSWER_S))
     console = Console(highlight=False, soft_wrap=True)
-    for line in _folder_lines(config, run):
-        console.print(escape(line))
-    if state is None:
-        _show_dead(console, config, run)
-        return FAILED
-    console.print(f"buffer at {config.buffer.address}")
-    for line in ledger_lines(state):
-        console.print(escape(line))
-    console.print("", _waits_table(state, config), "", _servers_table(state, config), sep="\n", soft_wrap=False)
-    if state.errors:
-        console.print(f"{state.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}")
-    return DONE
 
+    def show(lines: Iterable[str]) -> None:
+        for line in lines:
+            console.print(escape(line))
 
-def _show_dead(console: Console, config: Config, run: Path) -> None:
-    """What the files of a run hold whose buffer does not answer."""
+    show(_folder_lines(config, run))
+    state = asyncio.run(ask(config))
+    if state is not None:
+        show([f"buffer at {config.buffer.address}", *ledger_lines(state)])
+        show(f"waits: {line}" for line in waits(state, config) or ["nobody, all are working"])
+        console.print(_servers_table(state, config), soft_wrap=False)
+        if state.errors:
+            show([f"{state.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}"])
+        return DONE
     console.print(f"[red]the buffer at {config.buffer.address} does not answer[/]; its files hold:")
-    file = config.buffer.path and run / config.buffer.path
-    if file and file.is_file():
+    if config.buffer.path:
         try:
-            state = stored(file)
+            state = stored(run / config.buffer.path)
         except StoreError as error:
-            console.print(escape(str(error)))
+            show([str(error)])
         else:
-            for line in ledger_lines(state):
-                console.print(escape(line))
+            show(ledger_lines(state))
             console.print(_servers_table(state, config), soft_wrap=False)
-    for line in _last_log_lines(run):
-        console.print(escape(line))
+    show(_last_log_lines(run))
+    return FAILED
 
 
 def _folder_lines(config: Config, run: Path) -> Iterator[str]:
@@ -81,16 +75,6 @@ def _last_log_lines(run: Path) -> Iterator[str]:
     for log in sorted((run / "logs").glob("*.log")):
         lines = log.read_bytes()[-4096:].decode(errors="replace").splitlines()
         yield f"{log.name}, {time.time() - log.stat().st_mtime:.0f} s ago: {lines[-1] if lines else 'empty'}"
-
-
-def _waits_table(state: State, config: Config) -> Table:
-    table = Table("who waits", "for whom", "for", "why", box=None, header_style="bold")
-    found = waits(state, config)
-    for wait in found:
-        table.add_row(wait.who, wait.whom, f"{wait.seconds:.1f} s", escape(wait.why))
-    if not found:
-        table.add_row("nobody", "", "", "all are working")
-    return table
 
 
 def _servers_table(state: State, config: Config) -> Table:

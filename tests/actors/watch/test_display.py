@@ -11,7 +11,6 @@ from rich.console import Console
 from actors.process import Event, Process
 from actors.watch.display import Display, time_left, waiting
 from actors.watch.metrics_log import Records
-from actors.watch.run_state import Wait
 from buffer.wire.protocol import State
 from configs.load import load
 
@@ -94,10 +93,11 @@ def test_a_terminal_gets_a_panel(tmp_path: Path) -> None:
     assert "12/60" in text and "the buffer does not answer" in text and "learner failed" in text and "toy" in text
 
 
-def test_waits_are_told_in_words() -> None:
-    assert waiting([Wait("learner", "rollout-0", "20 of 32", 3.21)]) == ["learner for rollout-0, 3.2 s: 20 of 32"]
+def test_the_panel_shows_the_first_waits() -> None:
+    assert waiting(None) == ["the buffer does not answer"]
     assert waiting([]) == ["nobody"]
-    assert waiting([Wait("learner", "any", "", 1.0)] * 9)[-1].startswith("and 3 more")
+    shown = waiting([f"learner for {number}" for number in range(9)])
+    assert shown[:6] == [f"learner for {number}" for number in range(6)] and shown[6].startswith("and 3 more")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [([], ""), ([2.0], "0:01:58"), ([9.0, 2.0, *[3.0] * 19], "0:01:55")])

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from actors.watch import status
-from actors.watch.run_state import Wait, ask, silent, waits
+from actors.watch.run_state import ask, silent, waits
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome, pack, unpack
 from configs.load import load, write
@@ -91,15 +91,17 @@ def config(folder: Path, address: str) -> Config:
 def test_a_learner_waits_for_servers_with_leases_and_a_server_for_the_learner(tmp_path: Path) -> None:
     found = waits(state(WAITERS), config(tmp_path, "tcp://127.0.0.1:5600"))
     assert found == [
-        Wait("rollout-1", "the learner", "batch 7 must be formed first", 8.0),
-        Wait("learner", "rollout-0, rollout-2", "batch 7 has 20 of 32 groups", 3.25),
+        "rollout-1 for the learner, 8.0 s: batch 7 must be formed first",
+        "learner for rollout-0, rollout-2, 3.2 s: batch 7 has 20 of 32 groups",
     ]
 
 
 def test_nobody_waits_for_a_server_that_fell_silent(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:5600")
     assert silent(state([], silent_s=10.5), settings) == ["rollout-2"]
-    assert [wait.whom for wait in waits(state(WAITERS[:1], silent_s=10.5), settings)] == ["rollout-0"]
+    assert [line.partition(",")[0] for line in waits(state(WAITERS[:1], silent_s=10.5), settings)] == [
+        "learner for rollout-0"
+    ]
 
 
 def test_status_of_a_live_run(
