@@ -88,7 +88,7 @@ def evaluated_models(path: Path) -> list[EvaluatedModel]:
 
 
 def _model(entry: dict[str, Any]) -> EvaluatedModel:
-    examples = [Example(prompt_of(e["problem"]), e["answer"], float(e["reward"])) for e in entry.get("examples", [])]
+    examples = [Example(prompt_of(e["problem"]), str(e["answer"]), float(e["reward"])) for e in entry.get("examples", [])]
     reward, solved = entry.get("reward"), entry.get("solved")
     return EvaluatedModel(
         str(entry["model"]),

@@ -34,25 +34,30 @@ def main(argv: Sequence[str]) -> int:
             console.print(escape(line))
 
     show(_folder_lines(config, run))
-    state = asyncio.run(ask(config))
-    if state is not None:
-        show([f"buffer at {config.buffer.address}", *ledger_lines(state)])
-        show(f"waits: {line}" for line in waits(state, config) or ["nobody, all are working"])
-        console.print(_servers_table(state, config), soft_wrap=False)
-        if state.errors:
-            show([f"{state.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}"])
-        return DONE
-    console.print(f"[red]the buffer at {config.buffer.address} does not answer[/]; its files hold:")
+    answer = asyncio.run(ask(config))
+    if answer is not None:
+        show([f"buffer at {config.buffer.address}"])
+    else:
+        console.print(f"[red]the buffer at {config.buffer.address} does not answer[/]; its files hold:")
+    held = None
     if config.buffer.path:
         try:
-            state = stored(run / config.buffer.path)
+            held = stored(run / config.buffer.path)
         except StoreError as error:
-            show([str(error)])
-        else:
-            show(ledger_lines(state))
-            console.print(_servers_table(state, config), soft_wrap=False)
-    show(_last_log_lines(run))
-    return FAILED
+            show([str(error)] if answer is None else [])
+    if answer and held:
+        for name, server in held.servers.items():  # the buffer's answer has no lease times
+            answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
+    if state := answer or held:
+        show(ledger_lines(state))
+        console.print(_servers_table(state, config), soft_wrap=False)
+    if answer is None:
+        show(_last_log_lines(run))
+        return FAILED
+    show(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"])
+    if answer.errors:
+        show([f"{answer.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}"])
+    return DONE
 
 
 def _folder_lines(config: Config, run: Path) -> Iterator[str]:
