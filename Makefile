@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 .PHONY: install quickstart check test oldest gpu chaos clean
 install: $(STAMP)
 
-# On CPU vLLM's package pulls CUDA builds of three libraries that break its own imports; text models do not need them.
+# On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports; text models do not need them.
 $(STAMP): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade "pip>=25"
@@ -30,8 +30,8 @@ check: $(STAMP)
 test: $(STAMP)
 	$(RUN) -m pytest -m "not gpu"
 
-# The same tests with the oldest vLLM and torch that pyproject.toml lets in. The recorder is off where a test is sender and
-# server in one process: the recorder of torch 2.11 enters two new groups at once without a lock (docs/weights.md).
+# The same tests with the oldest vLLM and torch that pyproject.toml allows. The flight recorder is off because some tests are sender
+# and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/weights.md).
 OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
 	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest -m "not gpu"

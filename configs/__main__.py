@@ -1,4 +1,4 @@
-"""`python -m configs RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: what would this run do, and may it?
+"""`python -m configs RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: explains a run and checks its run file.
 
 Prints the run's arithmetic and notes, then `valid`, or every contradiction on stderr with exit code 2. Starts nothing.
 """
@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.explain import check, explain
+from configs.checks import check
+from configs.entrypoint import BAD_INPUT, DONE
+from configs.explain import explain
 from configs.load import ConfigError, fingerprint, read
 
 
@@ -20,19 +22,19 @@ def main(argv: Sequence[str]) -> int:
         check(config, problems=problems)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
+        return BAD_INPUT
     print(f"valid, fingerprint {fingerprint(config)}")
-    return 0
+    return DONE
 
 
 def _count(path: Path) -> int | None:
-    """Rows of a data file; None if it cannot be counted, for whatever reason `check` or the buffer will tell."""
+    """Rows of a data file; None if it cannot be read, which `check` or the buffer reports."""
     if not path.is_file():
         return None
     if path.suffix != ".parquet":
         with path.open("rb") as lines:
             return sum(1 for line in lines if line.strip())
-    from pyarrow import ArrowException, parquet  # slow to import, and wanted here only
+    from pyarrow import ArrowException, parquet  # slow to import, and needed here only
 
     try:
         return int(parquet.ParquetFile(path).metadata.num_rows)

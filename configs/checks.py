@@ -1,12 +1,13 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
 Every rule is a generator of lines: the key with its value, the other key with its value, the remedy. `check` runs all
-of them, so that everything wrong is told at once. A rule reads the Config and at most looks whether files exist; what
-makes a run slow rather than impossible is a note of `configs.explain`. Every entry point runs this at its start.
+rules, so that one call reports everything that is wrong. A rule reads the Config and at most looks at the files it
+names; what makes a run slow rather than impossible is a note of `explain.py`. Every process calls `check` at its start,
+and no package judges the run file a second time, except where torch, a GPU, the model or vLLM is needed to know.
 """
 
-import ast
 import os
+import symtable
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -15,182 +16,180 @@ from configs.model_facts import model_facts
 from configs.schema import Config
 
 TOKEN_BYTES = 13
-"""Bytes of a token in a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
+"""Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 
 FILES = ("model.path", "data.train", "data.eval", "data.format_prompt", "reward.function", "rollout.task", "run.folder")
-"""Keys that name something on disk. Each process has `check` look for what it reads itself."""
+"""Keys that name something on disk. Each process has `check` look for the ones it reads itself."""
 
-OURS = {
+BUILT_IN = {"reward.function": ("countdown", "math"), "rollout.task": ("single_turn",)}
+"""Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
+
+ENGINE_KEYS_ELSEWHERE = {
     "model": "model.path",
     "tokenizer": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
     "tensor_parallel_size": "rollout.tensor_parallel",
-    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
 }
-"""Arguments of vLLM that have a key of their own."""
+"""Engine arguments that have a key of their own in the run file. An equal value passes, another one is refused."""
+
+ENGINE_KEYS_SET = (
+    *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
+    "pipeline_parallel_size",
+)
+"""Engine arguments that Headrace sets itself."""
 
 
 def check(
-    config: Config,
-    *,
-    problems: int | None = None,
-    files: Collection[str] = FILES,
-    has_keys: bool = True,
-    further: Iterable[str] = (),
+    config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
     """Raise ConfigError with every contradiction, one line each.
 
-    `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `has_keys`: whether
-    CURVE keys are at hand. `further`: lines that somebody else found, such as columns missing from the data.
+    `problems`: rows of data.train, where known. `files`: keys whose files must be on this machine. `further`: lines of
+    the caller, such as columns missing from the data.
     """
     found = [
-        *_lengths(config), *_cut(config), *_staleness(config), *_algorithm(config), *_devices(config), *_engine(config),
-        *_wire(config, has_keys), *_sizes(config), *_epochs(config, problems), *_files(config, files), *further,
+        *_lengths(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
+        *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
+        *_functions(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
 
 
-def longest(config: Config) -> int:
+def max_sample_tokens(config: Config) -> int:
     """Tokens of the longest possible sample of one turn: prompt and answer."""
     return config.data.max_prompt_tokens + config.sampling.max_tokens
 
 
-def loopback(host: str) -> bool:
-    """Whether nothing outside this machine can reach `host`."""
-    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
+def max_group_bytes(config: Config) -> int:
+    """Bytes of the largest possible group of one turn, as stored and sent."""
+    return config.batch.samples * max_sample_tokens(config) * TOKEN_BYTES
 
 
 def _lengths(config: Config) -> Iterator[str]:
-    prompt, answer, tokens = config.data.max_prompt_tokens, config.sampling.max_tokens, longest(config)
-    parts = f"data.max_prompt_tokens {prompt} + sampling.max_tokens {answer} = {tokens}"
-    limit = config.rollout.engine.get("max_model_len")
+    prompt, answer, tokens = config.data.max_prompt_tokens, config.sampling.max_tokens, max_sample_tokens(config)
+    sample = f"data.max_prompt_tokens {prompt} + sampling.max_tokens {answer} = {tokens}"
+    limit, budget = config.rollout.engine.get("max_model_len"), config.learner.tokens_per_microbatch
+    remedy = f"set it to {tokens} or more"
     if isinstance(limit, int) and limit < tokens:
-        yield (
-            f"rollout.engine.max_model_len: {limit} is less than {parts}; set it to {tokens} or more, or shorten those"
-        )
-    budget = config.learner.tokens_per_microbatch
+        yield f"rollout.engine.max_model_len: {limit} is less than {sample}; {remedy}, or shorten those"
     if isinstance(budget, int) and budget < tokens:
-        yield (
-            f"learner.tokens_per_microbatch: {budget} is less than {parts}, the longest sample; set it to {tokens} or "
-            "more"
-        )
-    facts = model_facts(config.model.path)
-    if facts.positions is not None and facts.positions < tokens:
-        yield f"model.path: {config.model.path} has {facts.positions} positions, less than {parts}; shorten those"
+        yield f"learner.tokens_per_microbatch: {budget} is less than {sample}, the longest sample; {remedy}"
+    positions = model_facts(config.model.path).positions
+    if positions is not None and positions < tokens:
+        yield f"model.path: {config.model.path} has {positions} positions, less than {sample}; shorten those"
 
 
-def _cut(config: Config) -> Iterator[str]:
+def _batch(config: Config) -> Iterator[str]:
     batch, ranks = config.batch, config.learner.ranks
-    if batch.groups * batch.samples < ranks:
-        yield (
-            f"learner.ranks: {ranks} is more than batch.groups {batch.groups} x batch.samples {batch.samples} = "
-            f"{batch.groups * batch.samples} samples, a rank would get nothing; raise batch.groups or lower "
-            "learner.ranks"
-        )
-
-
-def _staleness(config: Config) -> Iterator[str]:
-    target, most = config.batch.target_staleness, config.batch.max_staleness
-    if target is not None and target > most:
-        yield (
-            f"batch.target_staleness: {target} is more than batch.max_staleness {most}; lower it to {most} or raise "
-            "the bound"
-        )
+    samples, bound = batch.groups * batch.samples, batch.max_staleness
+    if samples < ranks:
+        product = f"batch.groups {batch.groups} x batch.samples {batch.samples} = {samples} samples"
+        problem = f"learner.ranks: {ranks} is more than {product}, a rank would get nothing"
+        yield f"{problem}; raise batch.groups or lower learner.ranks"
+    if batch.target_staleness is not None and batch.target_staleness > bound:
+        problem = f"batch.target_staleness: {batch.target_staleness} is more than batch.max_staleness {bound}"
+        yield f"{problem}; lower it to {bound} or raise the bound"
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.constant_length is not None and algorithm.aggregation != "constant":
-        yield (
-            f"algorithm.constant_length: {algorithm.constant_length} has no effect with algorithm.aggregation "
-            f"{algorithm.aggregation}; set algorithm.aggregation: constant or constant_length: null"
-        )
-    if algorithm.loss == "gspo" and algorithm.aggregation in ("prompt", "constant"):
-        yield (
-            f"algorithm.aggregation: {algorithm.aggregation} has no effect with algorithm.loss gspo, a mean over "
-            "samples by definition; set algorithm.aggregation: sequence or another loss"
-        )
-    if algorithm.overlong == "soft" and algorithm.overlong_buffer >= config.sampling.max_tokens:
-        yield (
-            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is not below sampling.max_tokens "
-            f"{config.sampling.max_tokens}, "
-            "every answer would be punished; lower it or raise sampling.max_tokens"
-        )
+    algorithm, aggregation, answer = config.algorithm, config.algorithm.aggregation, config.sampling.max_tokens
+    if algorithm.constant_length is not None and aggregation != "constant":
+        problem = f"algorithm.constant_length: {algorithm.constant_length} has no effect with algorithm.aggregation"
+        yield f"{problem} {aggregation}; set algorithm.aggregation: constant or constant_length: null"
+    if algorithm.loss == "gspo" and aggregation in ("prompt", "constant"):
+        problem = f"algorithm.aggregation: {aggregation} has no effect with algorithm.loss gspo"
+        yield f"{problem}, a mean over samples by definition; set algorithm.aggregation: sequence or another loss"
+    if algorithm.overlong == "soft" and algorithm.overlong_buffer >= answer:
+        problem = f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is not below sampling.max_tokens {answer}"
+        yield f"{problem}, every answer would be punished; lower it or raise sampling.max_tokens"
 
 
 def _devices(config: Config) -> Iterator[str]:
-    attention = config.learner.attention
-    if attention in ("flash", "varlen") and config.learner.device == "cpu":
-        yield f"learner.attention: {attention} needs a GPU, but learner.device is cpu; set learner.attention: auto"
-    if attention in ("flash", "varlen") and config.model.dtype == "float32":
-        yield (
-            f"learner.attention: {attention} computes in bfloat16, but model.dtype is float32; set learner.attention: "
-            "sdpa"
-        )
-    heads, parallel = model_facts(config.model.path).heads, config.rollout.tensor_parallel
+    attention, parallel, model = config.learner.attention, config.rollout.tensor_parallel, config.model.path
+    if attention not in ("auto", "sdpa"):
+        key = f"learner.attention: {attention}"
+        if config.learner.device == "cpu":
+            yield f"{key} needs a GPU, but learner.device is cpu; set learner.attention: auto"
+        if config.model.dtype == "float32":
+            yield f"{key} computes in bfloat16, but model.dtype is float32; set learner.attention: sdpa"
+    heads = model_facts(model).heads
     if heads is not None and heads % parallel:
-        yield (
-            f"rollout.tensor_parallel: {parallel} does not divide the {heads} attention heads of {config.model.path}; "
-            "lower it"
-        )
+        yield f"rollout.tensor_parallel: {parallel} does not divide the {heads} attention heads of {model}; lower it"
 
 
 def _engine(config: Config) -> Iterator[str]:
-    for name, ours in OURS.items():
+    given, values = config.rollout.engine, config.model_dump(mode="json")
+    for name, ours in ENGINE_KEYS_ELSEWHERE.items():
         section, key = ours.split(".")
-        value = getattr(getattr(config, section), key)
-        if name in config.rollout.engine and config.rollout.engine[name] != value:
-            yield (
-                f"rollout.engine.{name}: {config.rollout.engine[name]} contradicts {ours} {value}; remove it and set "
-                f"{ours}"
-            )
+        value = values[section][key]
+        if name in given and given[name] != value:
+            yield f"rollout.engine.{name}: {given[name]} contradicts {ours} {value}; remove it and set {ours}"
+    yield from (f"rollout.engine.{name}: Headrace sets it; remove the key" for name in ENGINE_KEYS_SET if name in given)
 
 
-def _wire(config: Config, has_keys: bool) -> Iterator[str]:
-    address = config.buffer.address
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+def _addresses(config: Config) -> Iterator[str]:
+    address, host = config.buffer.address, config.weights.host
+    port = address.rpartition(":")[2]
     if port != "*" and not 1 <= int(port) <= 65535:
         yield f"buffer.address: {address} has no port between 1 and 65535; choose another"
-    if not loopback(host) and not has_keys:
-        yield (
-            f"buffer.address: {address} can be reached from outside and there are no CURVE keys; let `python -m actors "
-            "launch` "
-            "make them, or use tcp://127.0.0.1"
-        )
+    if host in ("0.0.0.0", "::", "[::]", "*"):
+        yield f"weights.host: {host} is no address that servers can connect to; name one of this machine"
 
 
 def _sizes(config: Config) -> Iterator[str]:
-    batch, limits, tokens = config.batch, config.buffer, longest(config)
-    group_mib = batch.samples * tokens * TOKEN_BYTES / 2**20
-    if group_mib > limits.max_message_mib:
-        yield (
-            f"buffer.max_message_mib: {limits.max_message_mib} is less than a group of batch.samples {batch.samples} x "
-            f"{tokens} tokens "
-            f"can take, {group_mib:.0f} MiB; set it to {int(group_mib) + 1} or more"
-        )
+    batch, buffer, tokens = config.batch, config.buffer, max_sample_tokens(config)
+    group_mib = max_group_bytes(config) / 2**20
     batch_gib = batch.groups * group_mib / 2**10
-    if batch_gib > limits.max_gib:
-        yield (
-            f"buffer.max_gib: {limits.max_gib} is less than one batch of {batch.groups} x {batch.samples} samples of "
-            f"{tokens} tokens "
-            f"can take, {batch_gib:.1f} GiB, so it could never fill; set it to {int(batch_gib) + 1} or more"
+    if group_mib > buffer.max_message_mib:
+        group = f"a group of batch.samples {batch.samples} x {tokens} tokens can take, {group_mib:.0f} MiB"
+        problem = f"buffer.max_message_mib: {buffer.max_message_mib} is less than {group}"
+        yield f"{problem}; set it to {int(group_mib) + 1} or more"
+    if batch_gib > buffer.max_gib:
+        whole = (
+            f"one batch of {batch.groups} x {batch.samples} samples of {tokens} tokens can take, {batch_gib:.1f} GiB"
         )
+        problem = f"buffer.max_gib: {buffer.max_gib} is less than {whole}, so it could never fill"
+        yield f"{problem}; set it to {int(batch_gib) + 1} or more"
 
 
 def _epochs(config: Config, problems: int | None) -> Iterator[str]:
+    epochs, groups, versions = config.data.epochs, config.batch.groups, config.run.versions
     if problems == 0:
         yield f"data.train: {config.data.train} has no problems; name a file that has"
-    epochs, groups, versions = config.data.epochs, config.batch.groups, config.run.versions
     if not problems or epochs is None or epochs * problems >= versions * groups:
         return
-    needed = -(-versions * groups // problems)
-    yield (
-        f"data.epochs: {epochs} x {problems} problems = {epochs * problems} groups, but run.versions {versions} x "
-        f"batch.groups {groups} = "
-        f"{versions * groups}; set data.epochs: {needed} (or null) or run.versions: "
-        f"{max(1, epochs * problems // groups)}"
-    )
+    problem = f"data.epochs: {epochs} x {problems} problems = {epochs * problems} groups"
+    needed = f"run.versions {versions} x batch.groups {groups} = {versions * groups}"
+    remedy = f"set data.epochs: {-(-versions * groups // problems)} (or null)"
+    yield f"{problem}, but {needed}; {remedy} or run.versions: {max(1, epochs * problems // groups)}"
+
+
+def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
+    """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
+    for key, value in (("reward.function", config.reward.function), ("rollout.task", config.rollout.task)):
+        file, _, function = value.rpartition(":")
+        if value not in BUILT_IN[key] and not file.endswith(".py"):
+            yield f"{key}: {value!r} is neither one of {', '.join(BUILT_IN[key])} nor path/to/file.py:function"
+        elif file and key in files:
+            yield from _defined(key, file, function)
+
+
+def _defined(key: str, file: str, function: str) -> Iterator[str]:
+    try:
+        symbols = symtable.symtable(Path(file).read_text(encoding="utf-8"), file, "exec").get_symbols()
+    except (OSError, SyntaxError, ValueError) as error:
+        problem = (
+            f"no such file (from {Path.cwd()})" if isinstance(error, FileNotFoundError) else f"not Python: {error}"
+        )
+        yield f"{key}: {file}: {problem}; correct it"
+        return
+    if function not in {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}:
+        names = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
+        public = ", ".join(name for name in names if not name.startswith("_"))
+        yield f"{key}: {file} has no function {function}; it has {public or 'none'}"
 
 
 def _files(config: Config, files: Collection[str]) -> Iterator[str]:
@@ -198,26 +197,22 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
         yield from _model(config.model.path)
     for name in ("train", "eval", "format_prompt"):
         path = getattr(config.data, name)
-        if f"data.{name}" in files and path is not None and not path.is_file():
-            yield (
-                f"data.{name}: {path}: {'not a file' if path.exists() else 'no such file'} (from {Path.cwd()}); "
-                "correct the path"
-            )
-    for name, value in (("reward.function", config.reward.function), ("rollout.task", config.rollout.task)):
-        if name in files:
-            yield from _function(name, value)
+        if f"data.{name}" in files and path is not None:
+            if not path.is_file():
+                problem = "not a file" if path.exists() else "no such file"
+                yield f"data.{name}: {path}: {problem} (from {Path.cwd()}); correct the path"
+            elif name == "format_prompt":
+                yield from _template(path)
     if "run.folder" in files:
         path = config.run.path.absolute()
         place = next(parent for parent in (path, *path.parents) if parent.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            yield (
-                f"run.folder: {config.run.folder}: {place} cannot be written to; choose another folder or change its "
-                "permissions"
-            )
+            remedy = "choose another folder or change its permissions"
+            yield f"run.folder: {config.run.folder}: {place} cannot be written to; {remedy}"
 
 
 def _model(path: str) -> Iterator[str]:
-    """A hub name is `name` or `organisation/name`; whatever else there is must be a folder."""
+    """A hub name is `name` or `organisation/name`; anything else must be a folder."""
     folder = Path(path)
     depth = len(folder.parts)
     local = path.startswith(("/", ".", "~")) or depth > 2 or (depth == 2 and folder.parent.is_dir())
@@ -225,39 +220,16 @@ def _model(path: str) -> Iterator[str]:
         if not (folder / "config.json").is_file():
             yield f"model.path: {path}: has no config.json; name a folder in Hugging Face format"
     elif local or folder.exists():
-        yield (
-            f"model.path: {path}: no such folder (from {Path.cwd()}); correct the path, or use a hub name such as "
-            "Qwen/Qwen2.5-1.5B"
-        )
+        remedy = "correct the path, or use a hub name such as Qwen/Qwen2.5-1.5B"
+        yield f"model.path: {path}: no such folder (from {Path.cwd()}); {remedy}"
 
 
-def _function(key: str, value: str) -> Iterator[str]:
-    """`path/to/file.py:function` must exist; a plain name is for the registry of `rollout` to judge."""
-    file, colon, function = value.rpartition(":")
-    if not colon:
-        if value.endswith(".py"):
-            yield f"{key}: {value} names a file and no function; write {value}:function"
-        return
+def _template(path: Path) -> Iterator[str]:
+    import jinja2  # only a run with a template pays for the import
+
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield f"{key}: {file}: no such file (from {Path.cwd()}); correct the path"
-        return
-    except (OSError, SyntaxError, ValueError) as error:
-        yield f"{key}: {file}: not a Python file: {error}; mend it"
-        return
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    public = [name for name in names if not name.startswith("_")]
-    if function not in {*names, *_bound(tree)}:
-        yield f"{key}: {file} has no function {function}; it has {', '.join(public) or 'none'}"
-
-
-def _bound(tree: ast.Module) -> Iterator[str]:
-    """Names that a module binds other than by `def`: imports, classes, assignments."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name
-        elif isinstance(node, ast.ClassDef):
-            yield node.name
+        jinja2.Environment().from_string(path.read_text(encoding="utf-8"))
+    except jinja2.TemplateSyntaxError as error:
+        yield f"data.format_prompt: {path}:{error.lineno}: {error.message}"
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"data.format_prompt: {path}: cannot be read as text: {error}"

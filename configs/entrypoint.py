@@ -1,11 +1,12 @@
-"""What `python -m actors`, `buffer`, `configs`, `learner` and `rollout` do alike: log format, flags, signals, exit codes.
+"""The outermost frame that all processes share: log format, command-line flags, signals, exit codes.
 
-Exit codes: 0 done or drained, 1 failed (the log says why), 2 input refused before anything was started, 128 + N ended at
-once by the second signal, number N.
+Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
+log says why), 2 input refused before anything was started, 128 + N ended at once by the second signal, number N.
 """
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def configure_logging(tag: str = "") -> None:
-    """One line a record on stderr: time, level, logger and `tag`, such as `[3]` for rank 3. INFO and above."""
+    """One line per record on stderr: time, level, logger and `tag`, such as `[3]` for rank 3. INFO and above."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     line = f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"
@@ -26,15 +27,19 @@ def configure_logging(tag: str = "") -> None:
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of the command's own `flags`, and the rest of the line, which is the run file's.
+    """The values of the command's own `flags`, and the rest of the command line: run files and their overrides.
 
     Example: `split_flags(argv, prog, models={"nargs": "+", "type": Path, "default": []})` takes `--models A B`; the
     keywords are those of `ArgumentParser.add_argument`. A flag without its value ends the process with exit code 2.
     """
     parser = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-    for name, options in flags.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
-    return parser.parse_known_args(argv)
+    own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
+    for flag, options in own.items():
+        parser.add_argument(flag, **options)
+    # argparse takes an unknown --key=value for a value if there is a space in it: spaces are NUL meanwhile
+    foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
+    values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
+    return values, [word.replace("\0", " ") for word in rest]
 
 
 class StopSignals:
@@ -79,19 +84,20 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> NoReturn:
-    """`main(sys.argv[1:])`, then the end of the process with its exit code, whatever threads still run.
+    """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
 
-    The outermost boundary of a process: what `main` raises is logged with its traceback and becomes exit code 1.
+    The outermost boundary of a process: an exception of `main` is logged with its traceback and becomes exit code 1.
     """
-    code = FAILED
     try:
         code = main(sys.argv[1:])
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else FAILED
+        code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except Exception:
         log.critical("failed", exc_info=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        code = FAILED
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)

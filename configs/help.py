@@ -1,13 +1,14 @@
-"""Every key of the run file in words: type, default, meaning, and which key somebody meant who wrote another.
+"""Every key of the run file in words: type, default, meaning, and the key that a misspelt one was meant to be.
 
-Read off the JSON schema of `configs.schema.Config`, so it cannot differ from what is validated. `configs.load` uses it
-for `--help` and for its errors. Pure functions, no files.
+Derived from the JSON schema of `schema.Config`, so it cannot differ from what is validated. `load.py` uses it for
+`--help` and for its errors. Pure functions, no files.
 """
 
 import difflib
 import json
 import textwrap
 from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from configs.schema import Config
@@ -17,7 +18,10 @@ EXAMPLES = {
     "data.train": "data/countdown/train.parquet",
     "reward.function": "countdown",
 }
-"""What a required key may look like."""
+"""Example values of the required keys."""
+
+RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s"}
+"""Old keys of the run file, which are accepted with a warning, and their new names."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",
@@ -44,7 +48,7 @@ ELSEWHERE = {
     "train_files": "data.train",
     "val_files": "data.eval",
 }
-"""What other systems call our keys."""
+"""Names that other systems have for our keys."""
 
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
@@ -73,9 +77,8 @@ def keys() -> dict[str, Key]:
         model = schema["$defs"][place["$ref"].rpartition("/")[2]]
         for name, field in model["properties"].items():
             dotted, required = f"{section}.{name}", name in model.get("required", ())
-            default = show(field.get("default"))
             meaning = " ".join(field["description"].split())
-            table[dotted] = Key(dotted, _type(field), default, required, meaning, field)
+            table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning, field)
     return table
 
 
@@ -85,19 +88,19 @@ def sections() -> tuple[str, ...]:
 
 
 def show(value: Any) -> str:
-    """`value` as it stands in YAML, on one line, cut when long."""
+    """`value` as YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def takes_truth(key: Key) -> bool:
-    """Whether true and false are values of `key`; YAML's `on` and `yes` must not become the number 1."""
+def accepts_booleans(key: Key) -> bool:
+    """Whether true and false may be values of `key`; YAML's `on` and `yes` must not become the number 1."""
     kinds = {one.get("type") for one in key.schema.get("anyOf", [key.schema])}
     return not kinds & {"integer", "number"}
 
 
 def suggest(wrong: str) -> str:
-    """What to do about the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
+    """The remedy for the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
     section, _, leaf = wrong.rpartition(".")
     names = list(keys())
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
@@ -110,24 +113,19 @@ def suggest(wrong: str) -> str:
     if near := difflib.get_close_matches(wrong, names, 1, 0.75):
         return f"did you mean {near[0]}?"
     leaves = ELSEWHERE | {name.rpartition(".")[2]: name for name in names}
-    if near := difflib.get_close_matches(leaf, leaves, 1, 0.7) or _short(leaf, leaves):
+    # difflib scores keys of two letters low: `lrr` for `lr`
+    short = [name for name in leaves if len(name) == 2 and leaf.startswith(name) and len(leaf) == 3]
+    if near := difflib.get_close_matches(leaf, leaves, 1, 0.7) or short:
         return f"did you mean {leaves[near[0]]}?"
     return f"{section} has {', '.join(here)}" if here else f"the sections are {', '.join(sections())}"
-
-
-def _short(leaf: str, leaves: dict[str, str]) -> list[str]:
-    """Keys of two letters and one too many, which difflib's ratio scores low: `lrr` for `lr`."""
-    return [name for name in leaves if len(name) == 2 and leaf.startswith(name) and len(leaf) == 3]
 
 
 def text(width: int) -> str:
     """All keys grouped by section, with type, default and meaning: what `--help` prints."""
     lines = []
-    for section in sections():
+    for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         lines += ["", f"{section}:"]
-        for key in keys().values():
-            if key.name.partition(".")[0] != section:
-                continue
+        for key in its_keys:
             default = "required" if key.required else f"default {key.default}"
             lines += _wrap(f"--{key.name}  {key.type}; {default}", width, "  ")
             lines += _wrap(key.meaning, width, "      ")
@@ -135,9 +133,8 @@ def text(width: int) -> str:
 
 
 def _wrap(words: str, width: int, indent: str) -> list[str]:
-    """Lines of at most `width`, except for what has no blank, such as a pattern: keys are to be found by searching."""
-    wrapper = textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False)
-    return wrapper.wrap(words)
+    """Lines of at most `width`. A word is never broken, however long, so that a search finds every key."""
+    return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -152,18 +149,14 @@ def _type(schema: dict[str, Any]) -> str:
     if kind in ("integer", "number"):
         bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]
         return " ".join(["a whole number" if kind == "integer" else "a number", " and ".join(bounds)]).strip()
+    if kind == "string" and "examples" in schema:
+        return f"text like {schema['examples'][0]}"
+    if kind == "string" and "pattern" in schema:
+        return f"text matching {schema['pattern']}"
     if kind == "string":
-        return _text_type(schema)
+        return "a path" if schema.get("format") == "path" else "text"
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {_type(schema['prefixItems'][0])}"
     if kind == "array":
         return f"a list, each {_type(schema['items'])}"
     return TYPES[kind]
-
-
-def _text_type(schema: dict[str, Any]) -> str:
-    if examples := schema.get("examples"):
-        return f"text like {examples[0]}"
-    if pattern := schema.get("pattern"):
-        return f"text matching {pattern}"
-    return "a path" if schema.get("format") == "path" else "text"

@@ -1,18 +1,21 @@
 """Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
 
 Used by every process at its start, and cheap: no torch, no sockets. Files are merged left to right, then the overrides;
-OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pydantic judges. All problems are reported
-at once, one line each, with the key, the value, where it stands and what is allowed.
+OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. All problems are
+reported at once, one line each, with the key, the value, the file and line, and what is allowed.
 """
 
 import copy
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, keys, sections, show, suggest, takes_truth, text
+from configs.help import EXAMPLES, RENAMED_KEYS, accepts_booleans, keys, sections, show, suggest, text
 from configs.schema import Config
 
+log = logging.getLogger(__name__)
 LOCAL: dict[str, bool | set[str]] = {
     "buffer": True,
     "learner": {
@@ -40,7 +44,7 @@ LOCAL: dict[str, bool | set[str]] = {
 """Left out of the fingerprint: where things are, how fast and how often. Machines may differ in these, and a process
 may be restarted with another value while the rest of the run goes on; neither changes what is sampled or learned."""
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # what OmegaConf takes: the two differ in what they forgive
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
 
 
 class ConfigError(ValueError):
@@ -51,8 +55,8 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
 
 
-class _Merged:
-    """The merged tree, and where each of its leaves stands (`run.yaml:12`, `--batch.groups`)."""
+class MergedTree:
+    """The files and overrides merged, and where each leaf is written (`run.yaml:12`, `--batch.groups`)."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -64,9 +68,26 @@ class _Merged:
         self.places.update({key: place(key) for key, _ in _leaves(tree)})
 
     def where(self, key: str) -> str:
-        """` (run.yaml:12)` for a key that somebody wrote, else nothing."""
+        """` (run.yaml:12)` for a key that is written somewhere, else nothing."""
         place = next((self.places[known] for known in self.places if known == key or known.startswith(f"{key}.")), None)
         return f" ({place})" if place else ""
+
+    def rename(self, renamed: Mapping[str, str]) -> None:
+        """Move the values of old keys to their new ones, with a warning. Raises ConfigError where both are written."""
+        for old, new in renamed.items():
+            (section, leaf), (new_section, new_leaf) = old.split("."), new.split(".")
+            below = self.tree.get(section)
+            if not isinstance(below, dict) or leaf not in below:
+                continue
+            problem = f"{old}{self.where(old)} is now {new}"
+            if self.where(new):
+                raise ConfigError([f"{problem}{self.where(new)}, and both are set; remove {old}"])
+            log.warning("%s: taken as such; rename it", problem)
+            _lay(self.tree, {new_section: {new_leaf: below.pop(leaf)}})
+            if not below:
+                del self.tree[section]
+            for key in [key for key in self.places if f"{key}.".startswith(f"{old}.")]:
+                self.places[new + key.removeprefix(old)] = self.places.pop(key)
 
 
 def load(argv: Sequence[str]) -> Config:
@@ -75,28 +96,24 @@ def load(argv: Sequence[str]) -> Config:
     Raises ConfigError with every problem found, one line each.
     """
     files, overrides = _split(argv)
-    merged = _Merged()
+    merged = MergedTree()
     problems: list[str] = []
-    for file in files:
+    sources = [partial(_read_file, file) for file in files] + [partial(_read_override, *one) for one in overrides]
+    for read_source in sources:
         try:
-            merged.add(*_read_file(file))
-        except ConfigError as error:
-            problems += error.problems
-    for name, value in overrides:
-        try:
-            merged.add(_read_override(name, value), lambda _, name=name: f"--{name}")  # type: ignore[misc]
+            merged.add(*read_source())
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+    merged.rename(RENAMED_KEYS)
     return _validate(_resolve(merged), merged)
 
 
-def read(argv: Sequence[str], prog: str, checks: Callable[[Config], None] | None = None) -> Config:
-    """`load` for an entry point such as `python -m buffer` (`prog`): what is wrong goes to stderr, then exit code 2.
+def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None) -> Config:
+    """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
 
-    `--help` prints every key and exits 0. `checks` is further judgement that raises ConfigError, e.g.
-    `configs.explain.check`.
+    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
     """
     width = min(max(shutil.get_terminal_size().columns, 40), 120)
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
@@ -109,8 +126,7 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], None] | None
         sys.exit(2)
     try:
         config = load(argv)
-        if checks:
-            checks(config)
+        checks(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -142,11 +158,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     problems = []
     for at in rest:
         word = argv[at]
+        name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("-"):
             files.append(word)
-            continue
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not all(name.split(".")):
+        elif not word.startswith("--") or not all(name.split(".")):
             problems.append(f"{word}: not an option; overrides are written --section.key=value")
         elif equals:
             overrides.append((name, value))
@@ -160,20 +175,19 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
-    """The tree of a YAML file, and a function that tells where in it a dotted key stands."""
+    """The tree of a YAML file, and a function from a dotted key to its file and line."""
     try:
         source = Path(file).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError([f"{file}: no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file}: cannot be read as text: {error}"]) from None
+        missing = isinstance(error, FileNotFoundError)
+        raise ConfigError([f"{file}: {'no such file' if missing else f'cannot be read as text: {error}'}"]) from None
     tree = _parse(source, file)
     lines = dict(_lines(yaml.compose(source, Loader=LOADER)))
     return tree, lambda key: f"{file}:{lines[key]}" if key in lines else file
 
 
 def _parse(source: str, name: str) -> dict[str, Any]:
-    """YAML to a plain tree, interpolations left as they are."""
+    """YAML to a plain tree with its interpolations unresolved."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.create(source), resolve=False) if source.strip() else {}
     except yaml.MarkedYAMLError as error:
@@ -189,14 +203,13 @@ def _parse(source: str, name: str) -> dict[str, Any]:
     return {str(key): {} if value is None and key in sections() else value for key, value in parsed.items()}
 
 
-def _read_override(name: str, value: str) -> dict[str, Any]:
+def _read_override(name: str, value: str) -> tuple[dict[str, Any], Callable[[str], str]]:
     try:
-        tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
+        tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError([f"--{name}: {show(value)} is not a YAML value: {reason}"]) from None
-    assert isinstance(tree, dict)
-    return {str(key): inner for key, inner in tree.items()}
+    return {str(key): inner for key, inner in tree.items()}, lambda _: f"--{name}"
 
 
 def _lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +237,7 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]
             yield from _lines(value, f"{prefix}{key.value}.")
 
 
-def _resolve(merged: _Merged) -> dict[str, Any]:
+def _resolve(merged: MergedTree) -> dict[str, Any]:
     """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default."""
     tree: dict[str, Any] = {section: {} for section in sections()}
     for known in keys().values():
@@ -232,35 +245,33 @@ def _resolve(merged: _Merged) -> dict[str, Any]:
             section, name = known.name.split(".")
             tree[section][name] = copy.deepcopy(known.schema.get("default"))  # `_lay` writes into maps
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(_lay(tree, merged.tree)), resolve=True)
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(_lay(tree, merged.tree)), resolve=True)
     except OmegaConfBaseException as error:
         key, reason = error.full_key or "the run file", str(error).splitlines()[0]
         remedy = "${section.key} must name a key that has a value"
         raise ConfigError([f"{key}: {reason}{merged.where(str(key))}; {remedy}"]) from None
-    assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 
 
-def _validate(tree: dict[str, Any], merged: _Merged) -> Config:
+def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     problems = {}
     for name, key in keys().items():
         section, leaf = name.split(".")
         value = tree[section].get(leaf) if isinstance(tree[section], dict) else None
-        if isinstance(value, bool) and not takes_truth(key):
+        if isinstance(value, bool) and not accepts_booleans(key):
             problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         for found in error.errors(include_url=False):
             problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
-        raise ConfigError(list(problems.values())) from None
     if problems:
         raise ConfigError(list(problems.values()))
     return config
 
 
-def _problems(kind: str, loc: str, value: Any, merged: _Merged) -> dict[str, str]:
-    """A pydantic error in our words, by dotted key; several for an unknown section."""
+def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, str]:
+    """A pydantic error as lines for people, by dotted key; several for an unknown section."""
     if kind == "extra_forbidden":
         wrong = [key for key, _ in _leaves(value, f"{loc}.")] if isinstance(value, dict) and value else [loc]
         return {key: f"{key}: no such key{merged.where(key)}; {suggest(key)}" for key in wrong}
@@ -270,9 +281,7 @@ def _problems(kind: str, loc: str, value: Any, merged: _Merged) -> dict[str, str
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
         return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
-    whole = merged.tree
-    for part in name.split("."):
-        whole = whole[part]
+    whole = reduce(getitem, name.split("."), merged.tree)
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     return {name: f"{name}: {show(whole)} is not {keys()[name].type}{merged.where(name)}{quote}"}
 

@@ -1,7 +1,7 @@
-"""What can be known about a model from its folder without loading it: parameters, attention heads, longest context.
+"""Facts of a model read from its folder without loading it: parameters, attention heads, longest context.
 
-Used by `configs.explain` and `configs.contradictions` for the arithmetic. A model named by its hub name has no folder
-here and no facts. Reads `config.json` and the headers of the safetensors files, never a tensor.
+Used by `explain.py` and `checks.py` for the arithmetic. A model given by its hub name has no folder here, so nothing is
+known of it. Reads `config.json` and the headers of the safetensors files, never a tensor.
 """
 
 import json
@@ -12,8 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of one model folder, None where unknown. Example: Qwen2.5-1.5B has 1_543_714_304 parameters, 12 heads,
-    32_768 positions."""
+    """Facts of one model folder, None where unknown.
+
+    Example: `ModelFacts(1_543_714_304, 12, 32_768)` for Qwen2.5-1.5B.
+    """
 
     parameters: int | None = None
     heads: int | None = None
@@ -21,7 +23,7 @@ class ModelFacts:
 
 
 def model_facts(path: str) -> ModelFacts:
-    """Facts of the model in folder `path`; none of them known for a hub name or a folder that cannot be read."""
+    """Facts of the model in folder `path`; all None for a hub name or a folder that cannot be read."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

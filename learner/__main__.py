@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.curve import ClientKeys, KeysError, client_keys_for, server_keys_for
 from configs import load
-from configs.explain import check
+from configs.checks import check
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms import needs_entropy_gradient, needs_reference

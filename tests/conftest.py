@@ -1,5 +1,5 @@
-"""For all tests: one thread for each process's arithmetic, as many tests start several processes on few cores; and the
-same cases for each property in every run. `--hypothesis-profile explore` draws others.
+"""For all tests: one CPU thread per process, because many tests start several processes on few cores; and the same
+cases of each property in every run. `--hypothesis-profile explore` draws others.
 """
 
 import os

@@ -1,39 +1,72 @@
-"""The direction of imports, over the syntax trees of all files, imports inside functions and by name included.
+"""The structure of the tree, over the syntax trees: layers of imports, unique names, sizes, the layout page.
 
 configs <- buffer <- rollout      configs <- buffer <- learner      rollout -> learner.weights only      all <- actors
-buffer and configs never import torch; vLLM is imported in rollout/engine/vllm_engine.py and rollout/engine/worker.py only
+Imports inside functions, under TYPE_CHECKING and by name count too. What docs/architecture.md shows is compared with
+the tree.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("configs", "buffer", "learner", "rollout", "actors")
+PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
+MAX_LINES_OF_CODE = 9300
+MAX_FILES_PER_FOLDER = 10
 
-MAY = {
+WIRE = {"configs", "buffer.problems", "buffer.curve", "buffer.wire"}
+"""What the other processes may import of the buffer: the ledger and the store are its own."""
+MAY: dict[str, set[str]] = {
     "configs": {"configs"},
     "buffer": {"configs", "buffer"},
-    "learner.weights": {
-        "configs",
-        "buffer",
-        "learner.weights",
-    },  # rollout imports it: it must not bring the learner along
-    "learner": {"configs", "buffer", "learner"},
-    "rollout": {"configs", "buffer", "rollout", "learner.weights"},
+    "buffer.problems": {"configs", "buffer.problems"},
+    "buffer.curve": {"configs", "buffer.curve"},
+    "buffer.ledger": {"buffer.ledger"},
+    "buffer.store": {"configs", "buffer.problems", "buffer.ledger", "buffer.store"},
+    "buffer.wire": {*WIRE, "buffer.ledger", "buffer.store"},
+    "buffer.inspect": {*WIRE, "buffer.ledger", "buffer.store", "buffer.inspect"},
+    "learner": {*WIRE, "learner"},
+    "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
+    "learner.algorithms": {"configs", "learner.algorithms"},
+    "learner.model": {"configs", "learner.model", "learner.weights", "learner.algorithms", "learner.ranks"},
+    "rollout": {*WIRE, "rollout", "learner.weights"},
     "actors": {"configs", "buffer", "learner", "rollout", "actors"},
+    "actors.process": {"configs", "actors.process"},
+    "actors.watch": {"configs", "buffer", "actors.process", "actors.watch"},
+    "actors.report": {"configs", "buffer", "actors.process", "actors.watch", "actors.report"},
+    "actors.doctor": {"configs", "buffer", "rollout", "actors.process", "actors.doctor"},
+    "actors.supervise": {
+        *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor"),
+        "actors.supervise",
+    },
 }
-"""What each package may import of ours; the most exact name holds."""
+"""The packages of Headrace that a package may import; the longest matching name holds."""
 
 ONLY: dict[str, Callable[[str], bool]] = {
     "torch": lambda file: file.startswith(("learner/", "rollout/", "actors/")),
-    "vllm": lambda file: file in ("rollout/engine/vllm_engine.py", "rollout/engine/worker.py"),
+    "vllm": lambda file: file.startswith("rollout/engine/"),
     "ray": lambda file: file.startswith("actors/"),
     "pickle": lambda file: False,
 }
-"""Where a library may be imported."""
+"""Files that may import a library."""
+
+SAME_CLASS_NAMES: dict[str, str] = {}
+"""Class names that may be defined more than once, and why."""
+SAME_FILE_STEMS = {
+    "__init__": "Python's own name",
+    "__main__": "Python's own name",
+    "protocol": "each of the two wires has one",
+    "loop": "the learner and the rollout server have one each, the heart of the process",
+    "drain": "the learner and the rollout server have one each",
+}
+"""File stems that core may have more than once, and why."""
 
 
 def imports(source: str, file: str) -> Iterator[str]:
@@ -52,15 +85,19 @@ def imports(source: str, file: str) -> Iterator[str]:
                 yield node.args[0].value
 
 
-def wrong(source: str, file: str) -> list[str]:
+def module_of(file: str) -> str:
+    """`buffer/wire/__init__.py` -> `buffer.wire`"""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def forbidden_imports(source: str, file: str) -> list[str]:
     """Imports of `file` that the rules forbid."""
-    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    home = max((name for name in MAY if within(module, name)), key=len)
+    home = max((name for name in MAY if within(module_of(file), name)), key=len)
     found = []
     for name in imports(source, file):
         top = name.partition(".")[0]
         ours = top in PACKAGES and not any(within(name, allowed) for allowed in MAY[home])
-        if ours or (top in ONLY and not ONLY[top](file)):
+        if ours or (top in ONLY and not ONLY[top](file)) or (top in PACKAGES and "__main__" in name.split(".")):
             found.append(f"{file} imports {name}")
     return found
 
@@ -70,18 +107,165 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def files() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+def files(packages: Iterable[str] = PACKAGES) -> list[str]:
+    """Python files of `packages`, relative to the root."""
+    return sorted(str(path.relative_to(ROOT)) for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def read(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty where there is none."""
+    modules = {module_of(file) for file in sources}
+    graph: dict[str, set[str]] = {module: set() for module in modules}
+    for file, source in sources.items():
+        for name in imports(source, file):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name and name != module_of(file):
+                graph[module_of(file)].add(name)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def code_lines(source: str) -> int:
+    """Lines of code: neither blank nor comment nor docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def repeated(places: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names that stand in more than one place."""
+    where = defaultdict(list)
+    for name, place in places:
+        where[name].append(place)
+    return {name: found for name, found in where.items() if len(found) > 1}
+
+
+def tree_by_folder() -> dict[str, set[str]]:
+    """Files of each folder of core with code in them: {"buffer/wire/": {"client.py", ...}, ...}"""
+    folders = defaultdict(set)
+    for file in files():
+        path = Path(file)
+        if path.name != "__init__.py" or code_lines(read(file)):
+            folders[f"{path.parent}/"].add(path.name)
+    return dict(folders)
+
+
+def page_by_folder(page: str) -> dict[str, set[str]]:
+    """The same from the page's first code block after `## 3. Layout`: a line is a folder, its files, and prose.
+
+    A line that begins with a blank continues the folder above. Words that end with .py are files.
+    """
+    block = page.partition("## 3. Layout")[2].split("```")[1]
+    folders: dict[str, set[str]] = {}
+    folder = ""
+    for line in block.splitlines():
+        words = line.split()
+        if words and not line[0].isspace():
+            folder = words[0]
+        if words and folder.split("/")[0] in PACKAGES:
+            folders.setdefault(folder, set()).update(word for word in words if word.endswith(".py"))
+    return folders
+
+
+def walk(page: str, heading: str) -> list[tuple[str, list[str]]]:
+    """(file, functions) of each line of the code block below `heading`: `path.py  function Class.method  prose`."""
+    block = page.partition(f"## {heading}")[2].split("```")[1]
+    lines = [re.split(r"\s{2,}", line, maxsplit=2) for line in block.splitlines() if line[:1].strip()]
+    return [(file, functions.split()) for file, functions, _ in lines]
+
+
+def functions_of(file: str) -> set[str]:
+    """Functions of `file` by name, methods as `Class.method`; none if there is no such file."""
+    if not (ROOT / file).is_file():
+        return set()
+    body = ast.parse(read(file)).body
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    methods = {
+        f"{owner.name}.{node.name}"
+        for owner in body
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, kinds)
+    }
+    return {node.name for node in body if isinstance(node, kinds)} | methods
 
 
 @pytest.mark.parametrize("file", files())
 def test_imports_go_one_way(file: str) -> None:
-    assert wrong((ROOT / file).read_text(encoding="utf-8"), file) == []
+    assert forbidden_imports(read(file), file) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle({file: read(file) for file in files()}) == []
+
+
+def test_a_class_name_is_one_thing() -> None:
+    found = repeated(
+        (node.name, file)
+        for file in files((*PACKAGES, "benchmarks", "examples"))
+        for node in ast.walk(ast.parse(read(file)))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: places for name, places in found.items() if name not in SAME_CLASS_NAMES} == {}
+    assert set(SAME_CLASS_NAMES) <= set(found), "remove what is no longer needed"
+
+
+def test_a_file_stem_is_one_thing() -> None:
+    found = repeated((Path(file).stem, file) for file in files())
+    assert {stem: places for stem, places in found.items() if stem not in SAME_FILE_STEMS} == {}
+
+
+def test_a_folder_is_small() -> None:
+    folders = repeated((str(Path(file).parent), Path(file).name) for file in files())
+    assert {folder: names for folder, names in folders.items() if len(names) > MAX_FILES_PER_FOLDER} == {}
+
+
+def test_core_is_small() -> None:
+    assert sum(code_lines(read(file)) for file in files()) <= MAX_LINES_OF_CODE
+
+
+def test_the_layout_page_shows_the_tree() -> None:
+    shown, there = page_by_folder(read("docs/architecture.md")), tree_by_folder()
+    differences = {
+        folder: (sorted(shown.get(folder, set()) - there.get(folder, set())), "only on the page",
+                 sorted(there.get(folder, set()) - shown.get(folder, set())), "only in the tree")
+        for folder in sorted({*shown, *there})
+        if shown.get(folder) != there.get(folder)
+    }  # fmt: skip
+    assert differences == {}
+
+
+@pytest.mark.parametrize("heading", ["5. One group", "6. One policy"])
+def test_the_page_walks_through_functions_that_exist(heading: str) -> None:
+    steps = walk(read("docs/architecture.md"), heading)
+    absent = [f"{file} {name}" for file, names in steps for name in names if name not in functions_of(file)]
+    assert absent == []
+
+
+def test_a_group_is_followed_in_an_hour() -> None:
+    steps = walk(read("docs/architecture.md"), "5. One group")
+    assert len({(file, name) for file, names in steps for name in names}) <= 105
+    assert len({file for file, _ in steps}) <= 40
 
 
 def test_the_package_of_the_learner_is_light() -> None:
     """`import learner.weights` runs `learner/__init__.py` in a rollout server: it must not import the learner."""
-    assert list(imports((ROOT / "learner" / "__init__.py").read_text(encoding="utf-8"), "learner/__init__.py")) == []
+    assert list(imports(read("learner/__init__.py"), "learner/__init__.py")) == []
 
 
 @pytest.mark.parametrize(
@@ -102,14 +286,25 @@ def test_the_package_of_the_learner_is_light() -> None:
         ("learner/model/policy.py", "from rollout.engine import Engine"),
         ("learner/model/policy.py", "from actors import keeper"),
         ("learner/weights/sender/publish.py", "from learner.policy import Policy"),
-        ("learner/weights/sender/publish.py", "from ..policy import Policy"),
-        ("learner/weights/sender/publish.py", "from .. import policy"),
+        ("learner/weights/sender/publish.py", "from ...policy import Policy"),
+        ("learner/weights/sender/publish.py", "from ... import policy"),
         ("actors/watch/status.py", "import vllm"),
         ("buffer/store/sqlite.py", "import pickle"),
+        ("buffer/ledger/rules.py", "from buffer.store.sqlite import Store"),
+        ("buffer/ledger/rules.py", "import configs.schema"),
+        ("buffer/store/sqlite.py", "from buffer.wire import protocol"),
+        ("buffer/wire/server.py", "if TYPE_CHECKING:\n    from buffer import inspect"),
+        ("buffer/inspect.py", "from buffer.__main__ import restored"),
+        ("rollout/loop.py", "from buffer.ledger.rules import Ledger"),
+        ("learner/loop.py", "from buffer.store import sqlite"),
+        ("learner/model/policy.py", "from learner.train.batch import Microbatch"),
+        ("learner/algorithms/losses.py", "from learner.train import step"),
+        ("actors/process.py", "from actors.supervise.keeper import Keeper"),
+        ("actors/watch/status.py", "from actors.supervise import launch"),
     ],
 )
 def test_a_forbidden_import_is_found(file: str, source: str) -> None:
-    assert len(wrong(source, file)) == 1
+    assert len(forbidden_imports(source, file)) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,14 +319,39 @@ def test_a_forbidden_import_is_found(file: str, source: str) -> None:
         ),
         (
             "learner/weights/sender/publish.py",
-            "from .plan import Plan\nimport torch\nfrom buffer.protocol import Array",
+            "from .plan import Plan\nimport torch\nfrom buffer.wire.protocol import Array",
         ),
         ("learner/loop.py", "from learner.weights import sender"),
+        ("buffer/inspect.py", "from buffer.store import sqlite\nfrom buffer.wire.client import Connection"),
+        ("buffer/__main__.py", "from buffer import inspect\nfrom buffer.ledger.rules import Ledger"),
+        ("rollout/engine/worker.py", "from vllm.config import VllmConfig"),
+        ("learner/train/step.py", "from learner.model import policy\nfrom learner.algorithms import LOSSES"),
         (
             "actors/supervise/launch.py",
-            "import ray\nfrom learner import loop\nfrom rollout import loop as other\nimport buffer.client",
+            "import ray\nfrom actors.watch.display import Display\nimport buffer.wire.client",
         ),
     ],
 )
 def test_an_allowed_import_is_not(file: str, source: str) -> None:
-    assert wrong(source, file) == []
+    assert forbidden_imports(source, file) == []
+
+
+def test_circles_are_found_wherever_the_import_stands() -> None:
+    circular = {"a/b.py": "def f():\n    from a import c", "a/c.py": "if TYPE_CHECKING:\n    from a.d import X"}
+    assert circle(circular | {"a/d.py": ""}) == []
+    found = circle(circular | {"a/d.py": "import a.b"})
+    assert found[0] == found[-1]
+    assert set(found) == {"a.b", "a.c", "a.d"}
+    package = {"a/__init__.py": "from a.b import X", "a/b.py": "from a.c import Y", "a/c.py": ""}
+    assert circle(package) == []
+    assert circle(package | {"a/c.py": "from a import X"}) != []
+
+
+def test_lines_of_code_are_counted() -> None:
+    source = '"""Doc.\n\nMore."""\n\nx = 1  # why\n# alone\ndef f():\n    """Doc."""\n    return (\n        x\n    )\n'
+    assert code_lines(source) == 5
+
+
+def test_the_layout_page_is_read_line_by_line() -> None:
+    page = "x\n```\nno/ a.py\n```\n## 3. Layout\n```\nbuffer/wire/  a.py b.py  words\n   c.py  more\ntests/ d.py\n```\n"
+    assert page_by_folder(page) == {"buffer/wire/": {"a.py", "b.py", "c.py"}}

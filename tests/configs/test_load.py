@@ -1,5 +1,6 @@
 """The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.explain import check, explain
-from configs.help import EXAMPLES, keys
-from configs.load import LOCAL, ConfigError, fingerprint, load, read, write
+from configs.checks import check
+from configs.explain import explain
+from configs.help import EXAMPLES, RENAMED_KEYS, keys
+from configs.load import LOCAL, ConfigError, MergedTree, fingerprint, load, read, write
 from configs.schema import Config, Section
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -138,9 +140,9 @@ def test_read_exits_2_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     def no(config: Config) -> None:
         raise ConfigError(["one", "two"])
 
-    for argv, checks, words in (([], None, "usage: python -m buffer"), (NEEDED[:2], None, "reward.function: missing")):
+    for argv, words in (([], "usage: python -m buffer"), (NEEDED[:2], "reward.function: missing")):
         with pytest.raises(SystemExit) as end:
-            read(argv, "python -m buffer", checks)
+            read(argv, "python -m buffer")
         assert end.value.code == 2
         assert words in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
@@ -224,3 +226,70 @@ def test_reading_twice_leaves_no_trace() -> None:
     load([*NEEDED, "--rollout.engine.a=1", "--reward.kwargs={b: 2}", "--log.trackers=[wandb]"])
     config = load(NEEDED)
     assert (config.rollout.engine, config.reward.kwargs, config.log.trackers) == ({}, {}, [])
+
+
+OLD_RUN = [
+    *("--weights.bucket_mib=64", "--batch.groups=16", "--learner.lr=1e-3", "--sampling.stop=[a]"),
+    "--data.eval=e.jsonl",
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "stored"),
+    [
+        (NEEDED, "c351d8533e631075"),
+        ([*NEEDED, *OLD_RUN], "60523560d2ef9273"),
+        (["configs/two_gpus.yaml"], "607bc8e82411d789"),
+        (["configs/eight_gpus.yaml"], "5fe5ac5c65d932f5"),
+    ],
+)
+def test_fingerprints_of_existing_runs_stay(argv: list[str], stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of an earlier release is opened only under the fingerprint that is written in it."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert fingerprint(load(argv)) == stored
+    assert fingerprint(load([*argv, "--weights.deadline_s=5"])) == stored
+
+
+def test_a_renamed_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file(tmp_path, "weights:\n  deadline_s: 7\n  bucket_mib: 64\n")
+    config = load([path, *NEEDED])
+    assert (config.weights.timeout_s, config.weights.bucket_mib) == (7.0, 64)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (f"weights.deadline_s ({path}:2) is now weights.timeout_s: taken as such; rename it")
+    caplog.clear()
+    assert load([*NEEDED, "--weights.deadline_s=8"]).weights.timeout_s == 8.0
+    assert "weights.deadline_s (--weights.deadline_s) is now weights.timeout_s" in caplog.text
+    caplog.clear()
+    write(config, tmp_path / "config.yaml")
+    assert load([str(tmp_path / "config.yaml")]) == config
+    assert not caplog.records
+
+
+def test_a_renamed_key_beside_the_new_one_is_refused(tmp_path: Path) -> None:
+    path = file(tmp_path, "weights:\n  deadline_s: 7\n")
+    assert refused(path, *NEEDED, "--weights.timeout_s=8") == (
+        f"weights.deadline_s ({path}:2) is now weights.timeout_s (--weights.timeout_s), and both are set; "
+        "remove weights.deadline_s"
+    )
+
+
+def test_problems_of_a_renamed_key_keep_its_place(tmp_path: Path) -> None:
+    path = file(tmp_path, "weights:\n  deadline_s: soon\n")
+    assert refused(path, *NEEDED) == f'weights.timeout_s: "soon" is not a number > 0 ({path}:2)'
+    assert refused(*NEEDED, "--weights=5", "--weights.deadline_s=5", "--weights=5").startswith("weights: 5 is not a se")
+
+
+def test_a_key_may_be_renamed_into_another_section_with_all_below_it(caplog: pytest.LogCaptureFixture) -> None:
+    merged = MergedTree()
+    merged.add({"vllm": {"args": {"a": 1, "b": {"c": 2}}}, "rollout": {"servers": 2}}, lambda key: f"run.yaml:{key}")
+    merged.rename({"vllm.args": "rollout.engine", "optim.lr": "learner.lr"})
+    assert merged.tree == {"rollout": {"servers": 2, "engine": {"a": 1, "b": {"c": 2}}}}
+    assert merged.where("rollout.engine.b.c") == " (run.yaml:vllm.args.b.c)"
+    assert merged.where("vllm.args") == ""
+    assert len(caplog.records) == 1
+
+
+def test_renamed_keys_are_old_and_their_new_names_exist() -> None:
+    assert set(RENAMED_KEYS.values()) <= set(keys())
+    assert not set(RENAMED_KEYS) & set(keys())

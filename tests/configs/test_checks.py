@@ -1,0 +1,255 @@
+"""Each contradiction of a run file against its line; what is allowed at the very bound; the same rules nowhere else."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.checks import BUILT_IN, ENGINE_KEYS_ELSEWHERE, ENGINE_KEYS_SET, FILES, check
+from configs.help import keys
+from configs.load import ConfigError, load
+from configs.schema import Config
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
+
+
+def config(*overrides: str) -> Config:
+    return load([*NEEDED, *(f"--{one}" for one in overrides)])
+
+
+def refused(*overrides: str, **facts: object) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        check(config(*overrides), **{"files": (), **facts})  # type: ignore[arg-type]
+    return list(error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["rollout.engine.max_model_len=2047"],
+            "rollout.engine.max_model_len: 2047 is less than data.max_prompt_tokens 1024 + sampling.max_tokens 1024 = "
+            "2048; "
+            "set it to 2048 or more, or shorten those",
+        ),
+        (
+            ["learner.tokens_per_microbatch=2047"],
+            "learner.tokens_per_microbatch: 2047 is less than data.max_prompt_tokens 1024 + sampling.max_tokens 1024 = "
+            "2048, "
+            "the longest sample; set it to 2048 or more",
+        ),
+        (
+            ["learner.ranks=9", "batch.groups=4", "batch.samples=2"],
+            "learner.ranks: 9 is more than batch.groups 4 x batch.samples 2 = 8 samples, a rank would get nothing; "
+            "raise batch.groups or lower learner.ranks",
+        ),
+        (
+            ["batch.target_staleness=5"],
+            "batch.target_staleness: 5 is more than batch.max_staleness 4; lower it to 4 or raise the bound",
+        ),
+        (
+            ["algorithm.constant_length=7"],
+            "algorithm.constant_length: 7 has no effect with algorithm.aggregation token; "
+            "set algorithm.aggregation: constant or constant_length: null",
+        ),
+        (
+            ["algorithm.loss=gspo", "algorithm.aggregation=prompt"],
+            "algorithm.aggregation: prompt has no effect with algorithm.loss gspo, a mean over samples by definition; "
+            "set algorithm.aggregation: sequence or another loss",
+        ),
+        (
+            ["algorithm.overlong=soft", "algorithm.overlong_buffer=1024"],
+            "algorithm.overlong_buffer: 1024 is not below sampling.max_tokens 1024, every answer would be punished; "
+            "lower it or raise sampling.max_tokens",
+        ),
+        (
+            ["learner.attention=flash", "learner.device=cpu"],
+            "learner.attention: flash needs a GPU, but learner.device is cpu; set learner.attention: auto",
+        ),
+        (
+            ["learner.attention=varlen", "model.dtype=float32"],
+            "learner.attention: varlen computes in bfloat16, but model.dtype is float32; set learner.attention: sdpa",
+        ),
+        (
+            ["learner.attention=flash4", "learner.device=cpu"],
+            "learner.attention: flash4 needs a GPU, but learner.device is cpu; set learner.attention: auto",
+        ),
+        (
+            ["learner.attention=flash4", "model.dtype=float32"],
+            "learner.attention: flash4 computes in bfloat16, but model.dtype is float32; set learner.attention: sdpa",
+        ),
+        (
+            ["rollout.engine.dtype=half"],
+            "rollout.engine.dtype: half contradicts model.dtype bfloat16; remove it and set model.dtype",
+        ),
+        (
+            ["rollout.engine.skip_tokenizer_init=true"],
+            "rollout.engine.skip_tokenizer_init: Headrace sets it; remove the key",
+        ),
+        (
+            ["weights.host=0.0.0.0"],
+            "weights.host: 0.0.0.0 is no address that servers can connect to; name one of this machine",
+        ),
+        (
+            ["reward.function=countdwon"],
+            "reward.function: 'countdwon' is neither one of countdown, math nor path/to/file.py:function",
+        ),
+        (
+            ["rollout.task=task.txt:task"],
+            "rollout.task: 'task.txt:task' is neither one of single_turn nor path/to/file.py:function",
+        ),
+        (
+            ["rollout.engine.tensor_parallel_size=2"],
+            "rollout.engine.tensor_parallel_size: 2 contradicts rollout.tensor_parallel 1; "
+            "remove it and set rollout.tensor_parallel",
+        ),
+        (
+            ["buffer.address=tcp://127.0.0.1:65536"],
+            "buffer.address: tcp://127.0.0.1:65536 has no port between 1 and 65535; choose another",
+        ),
+        (
+            ["buffer.max_message_mib=1", "batch.samples=64"],
+            "buffer.max_message_mib: 1 is less than a group of batch.samples 64 x 2048 tokens can take, 2 MiB; "
+            "set it to 2 or more",
+        ),
+        (
+            ["buffer.max_gib=0.01", "batch.groups=64"],
+            "buffer.max_gib: 0.01 is less than one batch of 64 x 8 samples of 2048 tokens can take, 0.0 GiB, "
+            "so it could never fill; set it to 1 or more",
+        ),
+    ],
+)
+def test_contradictions(overrides: list[str], line: str) -> None:
+    assert refused(*overrides) == [line]
+
+
+def test_contradictions_are_told_all_at_once() -> None:
+    assert (
+        len(refused("batch.target_staleness=9", "rollout.engine.dtype=half", further=["data.train: no column x"])) == 3
+    )
+    assert refused(further=["data.train: no column x"]) == ["data.train: no column x"]
+
+
+def test_what_fits_exactly_is_allowed() -> None:
+    same = ["rollout.engine={max_model_len: 2048, dtype: bfloat16}", "learner.tokens_per_microbatch=2048"]
+    check(config(*same, "learner.ranks=256", "batch.target_staleness=4"), files=())
+    check(config("algorithm.aggregation=constant", "algorithm.constant_length=7", "learner.device=cpu"), files=())
+    for aggregation in ("token", "sequence"):
+        check(config("algorithm.loss=gspo", f"algorithm.aggregation={aggregation}"), files=())
+
+
+def test_epochs_must_reach_as_far_as_the_versions() -> None:
+    epochs = ["data.epochs=2", "run.versions=100", "batch.groups=10"]
+    assert refused(*epochs, problems=499) == [
+        "data.epochs: 2 x 499 problems = 998 groups, but run.versions 100 x batch.groups 10 = 1000; "
+        "set data.epochs: 3 (or null) or run.versions: 99"
+    ]
+    check(config(*epochs), files=(), problems=500)
+    check(config(*epochs), files=())
+    assert refused(problems=0) == ["data.train: d.parquet has no problems; name a file that has"]
+
+
+def test_a_model_too_small_for_the_run(model: Path) -> None:
+    small = [
+        f"model.path={model}",
+        "data.max_prompt_tokens=113",
+        "sampling.max_tokens=400",
+        "rollout.tensor_parallel=4",
+    ]
+    positions, heads = refused(*small)
+    assert positions.startswith(f"model.path: {model} has 512 positions, less than data.max_prompt_tokens 113 +")
+    assert heads == f"rollout.tensor_parallel: 4 does not divide the 6 attention heads of {model}; lower it"
+
+
+def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "reward.py").write_text("from x import y\n\ndef score(): ...\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "file").write_text("")
+    lines = refused(
+        *("model.path=empty", "data.eval=empty", "data.format_prompt=none.jinja", "reward.function=reward.py:missing"),
+        *("rollout.task=broken.py:task", "run.folder=file"),
+        files=FILES,
+    )
+    assert lines[:4] == [
+        "model.path: empty: has no config.json; name a folder in Hugging Face format",
+        f"data.train: d.parquet: no such file (from {tmp_path}); correct the path",
+        f"data.eval: empty: not a file (from {tmp_path}); correct the path",
+        f"data.format_prompt: none.jinja: no such file (from {tmp_path}); correct the path",
+    ]
+    assert lines[4].startswith(f"run.folder: file: {tmp_path / 'file'} cannot be written to")
+    assert lines[5] == "reward.function: reward.py has no function missing; it has score"
+    assert lines[6].startswith("rollout.task: broken.py: not Python: ")
+    assert len(lines) == 7
+    assert refused("reward.function=x.py", files=("reward.function",)) == [
+        "reward.function: 'x.py' is neither one of countdown, math nor path/to/file.py:function"
+    ]
+    for fine in ("reward.py:score", "reward.py:y", "countdown"):
+        check(config(f"reward.function={fine}"), files=("reward.function",))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_folder"),
+    [("Qwen/Qwen2.5-1.5B", False), ("gpt2", False), ("./m", True), ("/m", True), ("a/b/c", True), ("here/m", True)],
+)
+def test_a_missing_folder_is_told_from_a_hub_name(
+    path: str, is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    if is_folder:
+        assert refused(f"model.path={path}", files=("model.path",))[0].startswith(f"model.path: {path}: no such folder")
+    else:
+        check(config(f"model.path={path}"), files=("model.path",))
+
+
+@pytest.mark.parametrize("name", ENGINE_KEYS_ELSEWHERE)
+def test_an_engine_key_that_repeats_its_own_key_is_allowed(name: str) -> None:
+    given = "model.trust_remote_code=true", "rollout.tensor_parallel=2", "run.seed=7"
+    run = config(*given)
+    section, key = ENGINE_KEYS_ELSEWHERE[name].split(".")
+    value = getattr(getattr(run, section), key)
+    check(config(*given, f"rollout.engine.{name}={json.dumps(value)}"), files=())
+    (line,) = refused(*given, f"rollout.engine.{name}=other")
+    assert line.startswith(f"rollout.engine.{name}: other contradicts {ENGINE_KEYS_ELSEWHERE[name]} {value}; remove it")
+
+
+def test_engine_keys_name_keys_of_the_run_file() -> None:
+    assert set(ENGINE_KEYS_ELSEWHERE.values()) <= set(keys())
+    assert not set(ENGINE_KEYS_ELSEWHERE) & set(ENGINE_KEYS_SET)
+
+
+def test_a_broken_template_is_refused_with_its_line(tmp_path: Path) -> None:
+    template = tmp_path / "prompt.jinja"
+    override = f"data.format_prompt={template}"
+    for text, line in (("{{ content | trim }}\n{% if %}", 2), ("{{ content | nosuchfilter }}", 1)):
+        template.write_text(text)
+        (problem,) = refused(override, files=("data.format_prompt",))
+        assert problem.startswith(f"data.format_prompt: {template}:{line}: ")
+    template.write_bytes(b"\xe9")
+    (problem,) = refused(override, files=("data.format_prompt",))
+    assert problem.startswith(f"data.format_prompt: {template}: cannot be read as text: ")
+    template.write_text("{{ content | trim }}")
+    check(config(override), files=("data.format_prompt",))
+    template.write_text("{% if %}")
+    check(config(override), files=())
+
+
+def test_built_in_names_are_those_of_the_registries() -> None:
+    registries = dict(registry for file in (ROOT / "rollout").rglob("*.py") for registry in dict_literals(file))
+    assert set(BUILT_IN["reward.function"]) == registries["REWARDS"]
+    assert set(BUILT_IN["rollout.task"]) == registries["TASKS"]
+
+
+def dict_literals(file: Path) -> list[tuple[str, set[str]]]:
+    """Name and keys of each dict literal with constant keys that `file` assigns at its top level."""
+    found = []
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Dict):
+            found.append((target.id, {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}))
+    return found
