@@ -88,7 +88,8 @@ def evaluated_models(path: Path) -> list[EvaluatedModel]:
 
 
 def _model(entry: dict[str, Any]) -> EvaluatedModel:
-    examples = [Example(prompt_of(e["problem"]), str(e["answer"]), float(e["reward"])) for e in entry.get("examples", [])]
+    found = entry.get("examples", [])
+    examples = [Example(prompt_of(one["problem"]), str(one["answer"]), float(one["reward"])) for one in found]
     reward, solved = entry.get("reward"), entry.get("solved")
     return EvaluatedModel(
         str(entry["model"]),
