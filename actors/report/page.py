@@ -1,17 +1,17 @@
-"""The report as a picture and as a page: one PNG, one HTML file that holds it and needs nothing else.
+"""The report as a picture and as a page: one PNG, and one HTML file that contains it and needs nothing else.
 
-Used by `actors/report/summary.py`; consumes records, settings and examples that it is given. Waits for nothing.
+Used by `summary.py`; renders a `Report` with the template `page.html`. Waits for nothing.
 """
 
 import base64
 import io
-from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import jinja2
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from actors.report.samples import Example
 from actors.watch.metrics_log import Records, moving_mean
 from configs.schema import Config
 
@@ -21,6 +21,39 @@ PANELS = (
     ("age, versions", ("age/mean", "age/max")),
 )
 """Title and metrics of each panel of the picture."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One answer. Example: `Example("8 6 4=2", "<answer>6-8+4</answer>", 1.0, "batch 0")`."""
+
+    prompt: str
+    answer: str
+    reward: float
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """One model of `evaluation.json`. Example: `EvaluatedModel("initial", "0.250", "25.0%", [...])`."""
+
+    name: str
+    reward: str
+    solved: str
+    """Share of the evaluation problems."""
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report shows."""
+
+    config: Config
+    records: Records
+    models: list[EvaluatedModel]
+    before: list[Example]
+    after: list[Example]
+    failures: str
 
 
 def figure(records: Records, window: int) -> bytes:
@@ -43,65 +76,21 @@ def figure(records: Records, window: int) -> bytes:
     return target.getvalue()
 
 
-def page(
-    config: Config,
-    records: Records,
-    png: bytes,
-    models: Sequence[tuple[str, str, str]],
-    before: Sequence[Example],
-    after: Sequence[Example],
-) -> str:
+def page(report: Report, png: bytes) -> str:
     """The HTML page; all texts are escaped."""
-    settings = [
-        (f"{section}.{key}", value)
-        for section, keys in config.model_dump(mode="json").items()
-        for key, value in keys.items()
-    ]
-    found = records.ordered()
-    return PAGE.render(
-        config=config,
-        picture=base64.b64encode(png).decode(),
-        models=models,
-        examples=[("before", before), ("after", after)],
-        settings=settings,
-        first=found[0],
-        last=found[-1],
-        keys=sorted({*found[0], *found[-1]}),
+    records = report.records.ordered()
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return (
+        jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+        .from_string(template)
+        .render(
+            report=report,
+            config=report.config,
+            picture=base64.b64encode(png).decode(),
+            examples=[("before", report.before), ("after", report.after)],
+            settings=report.config.model_dump(mode="json"),
+            first=records[0],
+            last=records[-1],
+            keys=sorted({*records[0], *records[-1]}),
+        )
     )
-
-
-PAGE = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string("""\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{{ config.run.name }} - Headrace</title>
-<style>
-  body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-  img { max-width: 100%; }
-  table { border-collapse: collapse; }
-  td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #eee; }
-  pre { background: #f6f6f6; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-</style>
-<h1>{{ config.run.name }}</h1>
-<p>{{ config.model.path }}: {{ last.version }} of {{ config.run.versions }} versions</p>
-<img alt="curves over policy versions" src="data:image/png;base64,{{ picture }}">
-{% if models %}
-<h2>Problems kept out of training</h2>
-<table><tr><th>model<th>reward<th>solved</tr>
-{% for name, reward, solved in models %}<tr><td>{{ name }}<td>{{ reward }}<td>{{ solved }}</tr>
-{% endfor %}</table>
-{% endif %}
-{% for title, found in examples if found %}
-<h2>Samples {{ title }}</h2>
-{% for example in found %}<p>{{ example.source }} reward {{ '%.2f' % example.reward }}</p>
-<pre>{{ example.prompt }}</pre><pre>{{ example.answer }}</pre>
-{% endfor %}{% endfor %}
-<h2>First and last record</h2>
-<table>{% for key in keys %}<tr><td>{{ key }}<td>{{ first.get(key, '') }}<td>{{ last.get(key, '') }}</tr>
-{% endfor %}</table>
-<h2>Settings</h2>
-<table>{% for key, value in settings %}<tr><td>{{ key }}<td>{{ value }}</tr>
-{% endfor %}</table>
-</html>
-""")

@@ -1,74 +1,83 @@
 """`python -m actors report RUN|CONFIG.yaml`: what a run did, on the terminal, as `report.png` and as `report.html`.
 
-Consumes the run's folder: `metrics.jsonl`, `config.yaml`, `evaluation.json` where `python -m rollout evaluate` left
-one, else the samples in `buffer.sqlite`, and the checkpoints. Needs no process of the run and waits for nothing. Run by
-hand, and by the launcher when a run is done. The page itself is `actors/report/page.py`'s.
+Consumes the run's folder: `metrics.jsonl`, `config.yaml`, `buffer.sqlite`, the checkpoints, and `evaluation.json` if
+`python -m rollout evaluate` wrote one. Needs no process of the run and waits for nothing. Run by hand, and by the
+launcher when a run is done. `page.py` renders the picture and the page.
 """
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from actors.report.page import figure, page
-from actors.report.samples import Example, prompt_of, stored
-from actors.watch.curve import braille
-from actors.watch.metrics_log import Records, moving_mean
-from actors.watch.status import find
-from buffer.store.sqlite import StoreError
+from actors.report.page import EvaluatedModel, Example, Report, figure, page
+from actors.watch.metrics_log import Records
+from actors.watch.run_state import failures, find_run, stored
+from buffer.store.sqlite import StoreError, reading
+from buffer.wire.sample import Sample
+from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
 from configs.schema import Config
 
 WINDOW = 10
 """Versions that a point of the smooth curve averages over."""
-
-
-@dataclass(frozen=True)
-class ReportModel:
-    """One model of `evaluation.json`: mean reward and share solved of the problems kept out."""
-
-    name: str
-    reward: float | None
-    solved: float | None
-    examples: tuple[Example, ...]
+EXAMPLES = 2
+"""Answers shown of the first and of the last policy, each."""
+FIRST_SAMPLES = """
+SELECT batch, problem, data_of(segment, position, bytes), reward FROM (
+    SELECT items.batch, problem, segment, position, samples.bytes, reward
+    FROM items JOIN samples USING (item) LEFT JOIN problems USING (row)
+    WHERE items.batch >= 0 AND samples.idx = 0 AND segment IS NOT NULL
+    ORDER BY items.batch {order}, items.item {order} LIMIT ?
+)
+"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write both files and say what is in them. Exit code 2: the folder is no run's, 1: the run has no records."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: python -m actors report RUN|CONFIG.yaml", file=sys.stderr)
-        return 0 if argv else 2
-    try:
-        config, run = find(argv)
-        models = evaluation(run / "evaluation.json")
-        before, after = examples(config, run, models)
-    except (ConfigError, StoreError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Write both files and print a summary. Exit code 2: not the folder of a run, 1: the run has no records."""
+    config, run = find_run(argv, "python -m actors report")
     records = Records(run / "metrics.jsonl")
     records.read()
+    try:
+        report = read_report(config, run, records)
+    except (ConfigError, StoreError) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
     if not records.by_version:
         print(f"{records.path}: no records yet, nothing to report", file=sys.stderr)
-        return 1
+        return FAILED
     png = figure(records, WINDOW)
     (run / "report.png").write_bytes(png)
-    (run / "report.html").write_text(page(config, records, png, table(models), before, after), encoding="utf-8")
+    (run / "report.html").write_text(page(report, png), encoding="utf-8")
     console = Console(highlight=False, soft_wrap=True)
-    for line in words(config, run, records, models, before, after):
+    for line in [*summary(report), *outputs(run)]:
         console.print(Text(line))
-    return 0
+    return DONE
 
 
-def evaluation(path: Path) -> list[ReportModel]:
+def read_report(config: Config, run: Path, records: Records) -> Report:
+    """All that the report shows. The examples are those of the evaluation, else of the first and last stored batches.
+
+    Raises ConfigError for an `evaluation.json` that is none, StoreError for a buffer file that is none.
+    """
+    models = evaluated_models(run / "evaluation.json")
+    file = run / (config.buffer.path or "")
+    is_stored = file.is_file()
+    before, after = stored_examples(file) if is_stored else ([], [])
+    if len(models) > 1 and models[0].examples and models[-1].examples:
+        before, after = models[0].examples[:EXAMPLES], models[-1].examples[:EXAMPLES]
+    return Report(config, records, models, before, after, failures(stored(file)) if is_stored else "")
+
+
+def evaluated_models(path: Path) -> list[EvaluatedModel]:
     """The models of `evaluation.json` in its order (before, after), none without that file. Raises ConfigError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return [_model(entry) for entry in found["models"]]
+        return [_model(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["models"]]
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -78,49 +87,66 @@ def evaluation(path: Path) -> list[ReportModel]:
         ) from None
 
 
-def examples(config: Config, run: Path, models: Sequence[ReportModel]) -> tuple[list[Example], list[Example]]:
-    """Two answers before and two after: of the evaluation, else of the first and last stored batches."""
-    if len(models) > 1 and models[0].examples and models[-1].examples:
-        return list(models[0].examples[:2]), list(models[-1].examples[:2])
-    return stored(run / config.buffer.path) if config.buffer.path else ([], [])
+def _model(entry: dict[str, Any]) -> EvaluatedModel:
+    found = entry.get("examples", [])
+    examples = [Example(prompt_of(one["problem"]), str(one["answer"]), float(one["reward"])) for one in found]
+    reward, solved = entry.get("reward"), entry.get("solved")
+    return EvaluatedModel(
+        str(entry["model"]),
+        "" if reward is None else f"{reward:.3f}",
+        "" if solved is None else f"{solved:.1%}",
+        examples,
+    )
 
 
-def table(models: Sequence[ReportModel]) -> list[tuple[str, str, str]]:
-    """ReportModel, reward and share solved, as text."""
-    return [(model.name, _text(model.reward, ".3f"), _text(model.solved, ".1%")) for model in models]
+def stored_examples(file: Path) -> tuple[list[Example], list[Example]]:
+    """`EXAMPLES` answers each of the first and of the last batches whose samples are still stored."""
+    found = []
+    with closing(reading(file)) as db:
+        for order in ("ASC", "DESC"):
+            rows = db.execute(FIRST_SAMPLES.format(order=order), [EXAMPLES]).fetchall()
+            found.append([_example(*row) for row in rows if row[2]])
+    return found[0], found[1]
 
 
-def words(
-    config: Config,
-    run: Path,
-    records: Records,
-    models: Sequence[ReportModel],
-    before: Sequence[Example],
-    after: Sequence[Example],
-) -> Iterator[str]:
+def _example(batch: int, problem: str | None, data: bytes, reward: float) -> Example:
+    return Example(prompt_of(json.loads(problem or "{}")), Sample.unpack(data).answer, reward, f"batch {batch}")
+
+
+def prompt_of(problem: dict[str, Any]) -> str:
+    """The text of a problem: TinyZero's last message, EasyR1's `problem`, or a plain prompt."""
+    prompt = problem.get("prompt", problem.get("problem", ""))
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content", "")
+    return str(prompt)
+
+
+def summary(report: Report) -> Iterator[str]:
     """The report on the terminal."""
-    versions, rewards = records.column("reward/mean")
+    rewards = report.records.column("reward/mean")[1]
     if rewards:
-        yield f"\nmean reward of a batch over versions {versions[0]} to {versions[-1]} (mean of {WINDOW})"
-        yield from braille(moving_mean(rewards, WINDOW))
         first, last = rewards[:5], rewards[-20:]
-        yield f"reward: first 5 versions {sum(first) / len(first):.3f}, last 20 versions {sum(last) / len(last):.3f}"
-    ages = records.column("age/max")[1]
+        yield (
+            f"\nreward: first {len(first)} versions {sum(first) / len(first):.3f}, "
+            f"last {len(last)} versions {sum(last) / len(last):.3f}"
+        )
+    ages = report.records.column("age/max")[1]
     if ages:
-        yield f"largest age {max(ages):.0f} (batch.max_staleness {config.batch.max_staleness})"
-    if models:
-        yield "\nproblems kept out of training:"
-        yield from (f"  reward {reward}  solved {solved}  {name}" for name, reward, solved in table(models))
-    for title, found in (("before", before), ("after", after)):
-        for example in found:
+        yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"
+    if report.failures:
+        yield report.failures
+    if report.models:
+        yield "\nevaluation problems:"
+        yield from (f"  reward {model.reward}  solved {model.solved}  {model.name}" for model in report.models)
+    for title, examples in (("before", report.before), ("after", report.after)):
+        for example in examples:
             source = f"{example.source}, " if example.source else ""
             yield f"\n{title} ({source}reward {example.reward:.2f}): {example.prompt.strip()}"
             yield f"  {example.answer.strip()}"
     yield ""
-    yield from places(run)
 
 
-def places(run: Path) -> Iterator[str]:
+def outputs(run: Path) -> Iterator[str]:
     """Where the last checkpoint and the report are."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("v*") if path.is_dir())
     exported = [path / "huggingface" for path in checkpoints if (path / "huggingface" / "config.json").exists()]
@@ -129,12 +155,3 @@ def places(run: Path) -> Iterator[str]:
     if exported:
         yield f"serve it:   vllm serve {exported[-1]}"
     yield f"report:     {run / 'report.html'}, {run / 'report.png'}"
-
-
-def _model(entry: dict[str, Any]) -> ReportModel:
-    found = [Example(prompt_of(e["problem"]), str(e["answer"]), float(e["reward"])) for e in entry.get("examples", [])]
-    return ReportModel(str(entry["model"]), entry.get("reward"), entry.get("solved"), tuple(found))
-
-
-def _text(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

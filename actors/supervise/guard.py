@@ -1,12 +1,13 @@
-"""A guard: runs one command and sees to it that nothing the command started outlives it, or outlives the guard's owner.
+"""A guard: runs one command and makes sure that nothing the command started outlives it, or outlives the guard's owner.
 
-The owner (`actors/supervise/keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which
-starts this file by path with the standard library and psutil only. Over a socket the owner says `{"argv": [...]}` once,
-then `signal N` or `kill`; the guard answers `{"pid": N}` and, when nothing is left, `{"code": N, "left": N}`. The guard
-waits for the owner's words and for SIGCHLD. An owner that dies closes the socket, which means `kill`: no command
-outlives its owner, even one killed with SIGKILL. Being the subreaper of all that descends from the command, the guard
-also finds what has left its session, as torch elastic's ranks do. A command whose guard is killed gets SIGKILL from the
-kernel.
+The owner (`keeper.py` for each process of a run, `actors/__main__.py` for the launcher) makes a `Guarded`, which runs
+this file by path, isolated (`python -I`), so it may import the standard library and psutil only. They talk over a
+socket that keeps messages apart: the owner sends the command line once, as a JSON list, then numbers of signals; the
+guard answers `{"pid": N}` and, when nothing is left, `{"code": N}`. It waits for the owner and for SIGCHLD.
+
+The end of the owner's messages means kill, and an owner that dies ends them: no command outlives its owner, even one
+that got SIGKILL. The guard is the subreaper of all descendants of the command, so it also finds those that left its
+session, as torch elastic's ranks do. If the guard itself is killed, the kernel sends the command SIGKILL.
 """
 
 import contextlib
@@ -19,77 +20,59 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 2.0
-"""How long descendants may take to follow a command that ended."""
+"""Time that descendants get to end by themselves after the command has ended."""
 STUCK_S = 30.0
-"""A descendant that is there so long after SIGKILL (stuck in a driver) is left, and counted."""
+"""A descendant that still exists so long after SIGKILL is stuck in a driver, and is left."""
 TRACKER = "multiprocessing.resource_tracker"
-"""Python's process that unlinks the shared memory of the dead: it ends by itself as soon as the others have."""
+"""Python's process that unlinks the shared memory of dead processes: it ends by itself once the others have."""
+MESSAGE_BYTES = 1 << 18
+"""More than the kernel takes for one message, 208 KiB."""
 LOST = 137
 """Exit code of a command whose guard was killed."""
 
 
 class Guarded:
-    """The owner's end: a command under guard. `name` is what process listings show; `output` a file descriptor.
+    """The owner's end: a command under guard. `name` shows in process listings; `options` are those of Popen.
 
-    Raises OSError when the system starts no more processes.
+    Raises OSError when the system cannot start another process.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        output: int | None = None,
-    ) -> None:
-        self._owner, theirs = socket.socketpair()
-        with theirs:
-            starter = subprocess.Popen(
-                [sys.executable, "-I", __file__, name],
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=output,
-                cwd=cwd,
-                env=env,
-            )
-        starter.wait()  # the guard itself is no child of ours: see `main`
-        self._owner.sendall(json.dumps({"argv": list(argv)}).encode() + b"\n")
-        self._words = self._owner.makefile("r", encoding="utf-8")
-        self.pid: int | None = self._hear().get("pid")
-        """Of the command; None if it could not be started."""
+    def __init__(self, name: str, argv: Sequence[str], **options: Any) -> None:
+        self._socket, guards_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with guards_end:
+            starter = subprocess.Popen([sys.executable, "-I", __file__, name], stdin=guards_end.fileno(), **options)
+        starter.wait()  # it has forked the guard, which is no child of ours: see `main`
+        self._socket.sendall(json.dumps(argv).encode())
+        self.pid: int | None = self._receive().get("pid")
+        """Process id of the command; None if it could not be started."""
 
     def signal(self, number: int) -> None:
-        """Send the command itself, not its children, a signal."""
-        self._say(f"signal {number}\n")
+        """Send a signal to the command itself, not to its children."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(str(int(number)).encode())
 
     def kill(self) -> None:
-        """SIGKILL for the command and all that descends from it."""
-        self._say("kill\n")
+        """Send SIGKILL to the command and all its descendants."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self) -> int:
         """The exit code (128 + N for signal N), once the command and all its descendants are gone."""
-        code = self._hear().get("code", LOST)
-        self._words.close()
-        self._owner.close()
-        return int(code)
+        with self._socket:
+            return int(self._receive().get("code", LOST))
 
-    def _say(self, words: str) -> None:
+    def _receive(self) -> dict[str, Any]:
+        message = b""
         with contextlib.suppress(OSError):
-            self._owner.sendall(words.encode())
-
-    def _hear(self) -> dict[str, Any]:
-        try:
-            line = self._words.readline()
-        except OSError:
-            line = ""
-        answer: dict[str, Any] = json.loads(line) if line else {}
+            message = self._socket.recv(MESSAGE_BYTES)
+        answer: dict[str, Any] = json.loads(message) if message else {}
         return answer
 
 
@@ -97,112 +80,97 @@ class Guard:
     """The guard's end; `run` returns when the command and all its descendants are gone."""
 
     def __init__(self, owner: socket.socket) -> None:
-        self.owner, self.said = owner, b""
-        self.woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        os.set_blocking(waker, False)
+        self.owner = owner
+        self.signals, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self.command: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
         self.killed = False
 
     def run(self) -> None:
-        """Start the command the owner names, watch it, clear up after it, report its exit code."""
-        while b"\n" not in self.said:
-            words = self.owner.recv(65536)
-            if not words:
-                return
-            self.said += words
-        order, _, self.said = self.said.partition(b"\n")
-        self.owner.setblocking(False)
-        try:
-            self.start(json.loads(order)["argv"])
-        except OSError as error:
-            print(f"cannot start {json.loads(order)['argv'][0]}: {error.strerror}", file=sys.stderr, flush=True)
-            self.say({})
-            self.say({"code": 127})
+        """Start the owner's command, watch it, end its descendants, answer with its exit code."""
+        order = self.owner.recv(MESSAGE_BYTES)
+        if not order:
             return
-        self.obey()
+        argv = json.loads(order)
+        try:
+            self.start(argv)
+        except OSError as error:
+            print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            self.answer(pid=None)
+            self.answer(code=127)
+            return
         while self.code is None and not self.killed:
             self.wait(None)
-        left = self.clear()
-        self.say({"code": LOST if self.code is None else self.code, "left": left})
+        self.end_descendants()
+        self.answer(code=LOST if self.code is None else self.code)
 
     def start(self, argv: list[str]) -> None:
         libc, guard = ctypes.CDLL(None), os.getpid()
 
-        def bind() -> None:
+        def die_with_guard() -> None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != guard:  # the guard died before the line above
                 os.kill(os.getpid(), signal.SIGKILL)
 
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.command = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=bind)
-        self.say({"pid": self.command.pid})
+        quiet = subprocess.DEVNULL
+        self.command = subprocess.Popen(argv, stdin=quiet, start_new_session=True, preexec_fn=die_with_guard)
+        self.answer(pid=self.command.pid)
 
-    def wait(self, seconds: float | None) -> None:
-        """Until the owner speaks, a child ends, or `seconds` have passed."""
-        watched: list[Any] = [self.woken] if self.killed else [self.woken, self.owner]
-        ready, _, _ = select.select(watched, [], [], seconds)
-        if self.woken in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.woken, 4096)
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until the owner sends something, a child ends, or `timeout_s` have passed."""
+        watched: list[Any] = [self.signals] if self.killed else [self.signals, self.owner]
+        ready, _, _ = select.select(watched, [], [], timeout_s)
+        if self.signals in ready:
+            os.read(self.signals, 4096)
         if self.owner in ready:
-            self.listen()
+            self.obey()
         self.reap()
 
-    def listen(self) -> None:
-        try:
-            words = self.owner.recv(4096)
-        except BlockingIOError:
-            return
-        except OSError:
-            words = b""
-        self.killed = not words
-        self.said += words
-        self.obey()
-
     def obey(self) -> None:
-        *lines, self.said = self.said.split(b"\n")
-        for line in lines:
-            if line == b"kill":
-                self.killed = True
-            elif self.command is not None and self.code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.command.pid, int(line.split()[1]))
+        """Act on a message of the owner: the number of a signal, or nothing from an owner that says kill or is dead."""
+        message = b""
+        with contextlib.suppress(OSError):
+            message = self.owner.recv(MESSAGE_BYTES)
+        if not message:
+            self.killed = True
+        elif self.command is not None and self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.command.pid, int(message))
 
     def reap(self) -> None:
-        """Take the exit codes of all that ended; as their subreaper nobody else will."""
+        """Collect the exit codes of all children that ended, the adopted ones included."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if self.command is not None and found[0] == self.command.pid:
                     code = os.waitstatus_to_exitcode(found[1])
                     self.code = self.command.returncode = code if code >= 0 else 128 - code
 
-    def clear(self) -> int:
-        """End all descendants: SIGTERM and a grace, then SIGKILL until none is there. Returns how many are left."""
-        now = time.monotonic()
-        send(signal.SIGTERM if not self.killed else signal.SIGKILL, spare=TRACKER)
-        while descendants() and not self.killed and (left := now + GRACE_S - time.monotonic()) > 0:
-            self.wait(min(left, 0.2))  # a grandchild's end wakes nobody
-        now = time.monotonic()
-        while descendants() and time.monotonic() < now + STUCK_S:
-            send(signal.SIGKILL, spare=TRACKER if time.monotonic() < now + 1 else "")
+    def end_descendants(self) -> None:
+        """SIGTERM and a grace period, then SIGKILL until none exists or `STUCK_S` have passed."""
+        start = time.monotonic()
+        send_to_descendants(signal.SIGTERM if not self.killed else signal.SIGKILL, spare=TRACKER)
+        while descendants() and not self.killed and (left_s := start + GRACE_S - time.monotonic()) > 0:
+            self.wait(min(left_s, 0.2))  # the end of a grandchild sends no signal to the guard
+        start = time.monotonic()
+        while descendants() and time.monotonic() < start + STUCK_S:
+            send_to_descendants(signal.SIGKILL, spare=TRACKER if time.monotonic() < start + 1 else "")
             self.wait(0.1)
         self.reap()
-        return len(descendants())
 
-    def say(self, words: dict[str, object]) -> None:
+    def answer(self, **fields: int | None) -> None:
         with contextlib.suppress(OSError):
-            self.owner.sendall(json.dumps(words).encode() + b"\n")
+            self.owner.sendall(json.dumps(fields).encode())
 
 
 def descendants() -> list[psutil.Process]:
-    """All that descends from this process and still runs."""
+    """All descendants of this process that still run."""
     return [process for process in psutil.Process().children(recursive=True) if _runs(process)]
 
 
-def send(number: int, spare: str) -> None:
-    """Send all descendants a signal, but those with `spare` in their command line."""
+def send_to_descendants(number: int, spare: str) -> None:
+    """Send a signal to all descendants but those with `spare` in their command line."""
     for process in descendants():
         with contextlib.suppress(psutil.Error):
             if not spare or spare not in " ".join(process.cmdline()):
@@ -217,13 +185,13 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def main() -> None:
-    """Step out of the owner's children (Ray kills those of a dying actor, one level deep), then guard."""
+    """Fork, so that the guard is no child of its owner (Ray kills the children of a dying actor), then guard."""
     if os.fork():
         os._exit(0)
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # a mask would reach the command
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())  # the command would inherit a mask
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN: that would reach the command
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the command would inherit
     with socket.socket(fileno=0) as owner:
         Guard(owner).run()
 

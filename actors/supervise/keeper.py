@@ -1,9 +1,9 @@
-"""A keeper: runs one process of a run, files what it prints, restarts it when it fails, drains it on request.
+"""A keeper: runs one process of a run, logs its output, restarts it when it fails, drains it on request.
 
-Consumes a `Process` (a plain command, such as `python -m buffer runs/x/config.yaml`). Made by `actors/supervise/ray_cluster.py` as a
-Ray actor on the node and with the GPUs of its process; nothing in here knows of Ray. One thread waits for the end of
-the process and starts it anew, one reads its output; `events` waits until either has something to tell, `drain` until
-the process is gone.
+Consumes a `Process` (a plain command, such as `python -m buffer runs/x/config.yaml`). `ray_cluster.py` makes it a Ray
+actor on the node and with the GPUs of its process; nothing in this file knows of Ray. One thread waits for the end of
+the process and starts it again, a second one reads its output. `events` waits for the next event, `drain` until the
+process is gone.
 """
 
 import os
@@ -12,74 +12,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from collections.abc import Callable
+from contextlib import suppress
 
+from actors.process import Event, EventKind, Process
 from actors.supervise.guard import Guarded
+from configs.entrypoint import BAD_INPUT, DONE
 
-BAD_INPUT = 2
-"""Exit code of a process whose input is wrong: starting it again would not help."""
 LINE_BYTES = 1 << 16
-"""A longer line is cut in pieces."""
-Role = Literal["buffer", "learner", "rollout"]
+"""A longer line is split."""
 SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
-"""Ray changes these in its workers; a process gets them from the launcher only."""
-
-
-@dataclass(frozen=True)
-class Restarts:
-    """When to start a failed process again: after `first_s`, doubled up to `most_s`; not after `failures` fast ones."""
-
-    first_s: float = 1.0
-    most_s: float = 60.0
-    fast_s: float = 60.0
-    """A process that lived longer has not failed fast: the count starts anew."""
-    failures: int = 6
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process of a run as a plain command.
-
-    Example: `Process("rollout-0", "rollout", (python, "-m", "rollout", file, "--name", "rollout-0"), log, gpus=2)`.
-    """
-
-    name: str
-    role: Role
-    argv: tuple[str, ...]
-    log: Path
-    cwd: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    gpus: int = 0
-    drain_s: float = 30.0
-    """Most time between SIGTERM and SIGKILL when it is drained."""
-    restarts: Restarts = Restarts()
-
-    @property
-    def may_end(self) -> bool:
-        """Exit code 0 means that its work is done; the buffer is needed for as long as the run goes on."""
-        return self.role != "buffer"
-
-
-Kind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
-
-
-@dataclass(frozen=True)
-class Event:
-    """What happened to a process, in order of `number`. The last three kinds are final; `code` is its exit code then.
-
-    Example: `Event(17, "line", "version 3 ...")`, `Event(18, "failed", "exit code 1 after 3 s; again in 2 s", 1)`.
-    """
-
-    number: int
-    kind: Kind
-    text: str
-    code: int | None = None
-
-
-FINAL: tuple[Kind, ...] = ("ended", "refused", "gave_up")
+"""Ray changes these in its workers; a process must get them from the launcher only."""
 
 
 class Keeper:
@@ -87,120 +30,117 @@ class Keeper:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._told = threading.Condition()
+        self._changed = threading.Condition()
         self._events: deque[Event] = deque(maxlen=4000)
-        self._number = time.time_ns()  # a successor of this keeper counts on from above
-        self._tail: deque[str] = deque(maxlen=12)
+        self._number = time.time_ns()  # so that the keeper that replaces this one continues above it
+        self._last_lines: deque[str] = deque(maxlen=12)
         self._guarded: Guarded | None = None
         self._ending = threading.Event()
-        self._log = Log(process.log)
+        process.log.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
 
-    def events(self, after: int, wait_s: float) -> list[Event]:
-        """Events later than number `after`; waits up to `wait_s` for one."""
-        with self._told:
-            self._told.wait_for(lambda: bool(self._events) and self._events[-1].number > after, wait_s)
+    def events(self, after: int, timeout_s: float) -> list[Event]:
+        """Events later than number `after`; waits up to `timeout_s` for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
 
-    def drain(self, bound_s: float) -> None:
-        """SIGTERM, SIGKILL for what is left after `bound_s`; returns when nothing is left. It is not started again."""
+    def drain(self, timeout_s: float) -> None:
+        """Send SIGTERM, and SIGKILL to what is left after `timeout_s`; returns when nothing is left.
+
+        The process is not started again.
+        """
         self._end(lambda guarded: guarded.signal(signal.SIGTERM))
-        self._thread.join(bound_s)
+        self._thread.join(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for the process and all that descends from it; returns when nothing is left."""
+        """Send SIGKILL to the process and all its descendants; returns when nothing is left."""
         self._end(Guarded.kill)
         self._thread.join()
 
-    def _end(self, how: Callable[[Guarded], None]) -> None:
-        with self._told:
+    def _end(self, stop: Callable[[Guarded], None]) -> None:
+        with self._changed:
             self._ending.set()
             if self._guarded is not None:
-                how(self._guarded)
+                stop(self._guarded)
 
     def _keep(self) -> None:
         failures, restarts = 0, self.process.restarts
         while not self._ending.is_set():
-            began = time.monotonic()
-            code = self._once()
-            lived = time.monotonic() - began
-            if self._ending.is_set() or (code == 0 and self.process.may_end):
-                return self._tell("ended", f"exit code {code}", code)
-            if code == BAD_INPUT:
-                return self._tell("refused", "\n".join(self._tail), code)
-            failures = failures + 1 if lived < restarts.fast_s else 1
-            what = f"exit code {code} after {lived:.0f} s"
+            started = time.monotonic()
+            code = self._run_once()
+            lived_s = time.monotonic() - started
+            is_done = code == DONE and self.process.role != "buffer"  # the run needs its buffer until it is drained
+            if self._ending.is_set() or is_done:
+                return self._report("ended", f"exit code {code}", code)
+            if code == BAD_INPUT:  # another start would end the same way
+                return self._report("refused", "\n".join(self._last_lines), code)
+            failures = failures + 1 if lived_s < restarts.fast_s else 1
+            what = f"exit code {code} after {lived_s:.0f} s"
             if failures >= restarts.failures:
-                last = "\n".join(f"  {line}" for line in self._tail)
-                return self._tell("gave_up", f"{what}, {failures} times in a row; its last lines:\n{last}", code)
-            delay = min(restarts.first_s * 2 ** (failures - 1), restarts.most_s)
-            self._tell("failed", f"{what}; again in {delay:g} s", code)
-            self._ending.wait(delay)
-        self._tell("ended", "it waited to be started again", 0)
+                lines = "\n".join(f"  {line}" for line in self._last_lines)
+                return self._report("gave_up", f"{what}, {failures} times in a row; its last lines:\n{lines}", code)
+            delay_s = min(restarts.first_s * 2 ** (failures - 1), restarts.most_s)
+            self._report("failed", f"{what}; again in {delay_s:g} s", code)
+            self._ending.wait(delay_s)
+        self._report("ended", "it was waiting for its restart", DONE)
 
-    def _once(self) -> int:
-        """Run the process once; its exit code. This thread outlives the process."""
-        self._tail.clear()
+    def _run_once(self) -> int:
+        """Run the process once and return its exit code."""
+        self._last_lines.clear()
         source, sink = os.pipe()
         reader = threading.Thread(target=self._read, args=(source,), daemon=True)
         reader.start()
         try:
-            with self._told:
+            with self._changed:
                 if self._ending.is_set():
-                    return 0
-                name, argv = self.process.name, self.process.argv
-                self._guarded = Guarded(name, argv, self.process.cwd or None, environment(self.process), sink)
+                    return DONE
+                name, argv, cwd = self.process.name, self.process.argv, self.process.cwd or None
+                env = environment(self.process)
+                self._guarded = Guarded(name, argv, cwd=cwd, env=env, stdout=sink, stderr=sink)
         except OSError as error:
             os.write(sink, f"cannot start {sys.executable}: {error}\n".encode())
             return 127
         finally:
             os.close(sink)
-        self._tell("started", f"pid {self._guarded.pid}")
+        self._report("started", f"pid {self._guarded.pid}")
         try:
             return self._guarded.wait()
         finally:
-            with self._told:
+            with self._changed:
                 self._guarded = None
-            reader.join(5.0)  # the last lines; all who could write are gone
+            reader.join(5.0)  # for the last lines: every process that could write is gone
 
     def _read(self, pipe: int) -> None:
         with open(pipe, "rb") as source:
             while line := source.readline(LINE_BYTES):
-                self._log.write(line)
-                text = (
-                    line.decode(errors="replace").rstrip().rpartition("\r")[2]
-                )  # of a progress bar what it shows last
-                self._tail.append(text)
-                self._tell("line", text)
+                self._write_log(line)
+                # of a progress bar, keep the state it showed last
+                text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+                self._last_lines.append(text)
+                self._report("line", text)
 
-    def _tell(self, kind: Kind, text: str, code: int | None = None) -> None:
+    def _report(self, kind: EventKind, text: str, code: int | None = None) -> None:
         if kind != "line":
-            self._log.write(f"--- {self.process.name} {kind}: {text}\n".encode())
-        with self._told:
+            self._write_log(f"--- {self.process.name} {kind}: {text}\n".encode())
+        with self._changed:
             self._number += 1
             self._events.append(Event(self._number, kind, text, code))
-            self._told.notify_all()
+            self._changed.notify_all()
 
+    def _write_log(self, data: bytes) -> None:
+        """Append to the log; what a full disk does not take is left out, for the process must not block on it.
 
-class Log:
-    """A log file, written for as long as the disk takes it: a full disk must not block the process that prints."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(self, data: bytes) -> None:
-        try:
-            with self._lock, open(self.path, "ab") as file:  # opened anew: it may be moved away or truncated meanwhile
-                file.write(data)
-        except OSError:
-            return
+        The file is opened for each write, because somebody may move or truncate it. Unbuffered, so that one call writes
+        all of `data` and the lines of two threads do not mix.
+        """
+        with suppress(OSError), open(self.process.log, "ab", buffering=0) as file:
+            file.write(data)
 
 
 def environment(process: Process) -> dict[str, str]:
-    """What the process would see when started by hand, and the accelerators that Ray gave this keeper."""
+    """The environment of a process started by hand, plus the accelerators that Ray assigned to this keeper."""
     ours = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in SET_BY_RAY}
     return {**ours, **process.env, "PYTHONUNBUFFERED": "1"}

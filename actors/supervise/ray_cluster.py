@@ -1,110 +1,95 @@
-"""Where keepers live: Ray, which places one actor a process on a node with its GPUs. The only module of ours that
-imports Ray.
+"""Ray, which places one keeper per process, as an actor on a node with the GPUs of the process.
 
-Used by `actors/supervise/launch.py`. `RAY_ADDRESS` names a cluster to use; without it a small Ray of this machine is started and
-stopped again. Calls of a `Kept` wait for its keeper. A keeper that dies takes its process with it; Ray makes a new one,
-which starts the process again.
+Used by `launch.py`; no other file imports ray. `RAY_ADDRESS` names a cluster to use; without it a small Ray is started
+on this machine and stopped again. Calls of a `RemoteKeeper` wait for its keeper. A keeper that dies takes its process
+along; Ray makes a new keeper, which starts the process again.
 """
 
 import os
 import secrets
-import shutil
 import tempfile
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from actors.supervise.keeper import Event, Keeper, Process
+from actors.process import Event, Process
+from actors.supervise.keeper import Keeper
 
 EVENTS_S = 30.0
-"""A keeper answers a call for events after so long even if there are none."""
+"""A keeper without news answers a call for events after this long."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Ray's least is 75 MiB; keepers move lines of text."""
-SOCKET_PATH = 40
-"""Ray's sockets lie below the temporary folder, and a socket's path may have 107 characters."""
-
-
-class Kept(Protocol):
-    """A keeper, seen from the launcher."""
-
-    async def events(self, after: int) -> list[Event]: ...
-
-    async def drain(self, bound_s: float) -> None: ...
-
-    async def kill(self) -> None: ...
-
-
-class RayKept:
-    """A keeper that is a Ray actor. Raises ray.exceptions.RayError when Ray itself is gone."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    async def events(self, after: int) -> list[Event]:
-        found: list[Event] = await self._actor.events.remote(after, EVENTS_S)
-        return found
-
-    async def drain(self, bound_s: float) -> None:
-        await self._actor.drain.remote(bound_s)
-
-    async def kill(self) -> None:
-        await self._actor.kill.remote()
-
-
-class Ray:
-    """Ray for the length of a `with`."""
-
-    def __enter__(self) -> "Ray":
-        self._folder: str | None = None
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        if "RAY_ADDRESS" not in os.environ:
-            for key, value in EMBEDDED.items():
-                os.environ.setdefault(key, value)
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            parent = tempfile.gettempdir()
-            self._folder = tempfile.mkdtemp(prefix="headrace-", dir=parent if len(parent) < SOCKET_PATH else "/tmp")
-            quiet |= {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-            quiet |= {"include_dashboard": False, "_temp_dir": self._folder}
-        import ray  # after the environment is set: Ray reads it on import
-
-        self._ray = ray
-        ray.init(**quiet)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return int(self._ray.cluster_resources().get("GPU", 0))
-
-    async def place(self, process: Process) -> Kept:
-        """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
-
-        Buffer and learner serve addresses of this machine, so their keepers stay on it.
-        """
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "num_gpus": process.gpus,
-            "max_concurrency": 8,
-            "max_restarts": -1,
-            "max_task_retries": -1,
-        }
-        if process.role != "rollout":
-            here = self._ray.get_runtime_context().get_node_id()
-            strategies = self._ray.util.scheduling_strategies
-            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here, soft=False)
-        kept = RayKept(self._ray.remote(Keeper).options(**options).remote(process))
-        await kept.events(0)
-        return kept
-
-
-EMBEDDED = {
+"""Ray's minimum is 75 MiB; keepers send lines of text only."""
+MAX_FOLDER = 40
+"""Characters: Ray's sockets lie below the temporary folder, and the path of a socket may have 107 characters."""
+LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill keepers, the smallest processes of all
     "RAY_enable_metrics_collection": "0",
 }
+
+
+class RemoteKeeper:
+    """A `Keeper` that is a Ray actor. Raises ray.exceptions.RayError when Ray itself is gone."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def events(self, after: int) -> list[Event]:
+        """Events later than number `after`; none if there was none for `EVENTS_S`."""
+        found: list[Event] = await self._actor.events.remote(after, EVENTS_S)
+        return found
+
+    async def drain(self, timeout_s: float) -> None:
+        """As `Keeper.drain`."""
+        await self._actor.drain.remote(timeout_s)
+
+    async def kill(self) -> None:
+        """As `Keeper.kill`."""
+        await self._actor.kill.remote()
+
+
+class RayCluster:
+    """A cluster that this process is connected to. `ray` is the module."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return int(self._ray.cluster_resources().get("GPU", 0))
+
+    async def place(self, process: Process) -> RemoteKeeper:
+        """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
+
+        Buffer and learner listen on addresses of this machine, so their keepers stay on it.
+        """
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.gpus, "max_concurrency": 8}
+        options |= {"max_restarts": -1, "max_task_retries": -1}
+        if process.role != "rollout":
+            here = self._ray.get_runtime_context().get_node_id()
+            strategies = self._ray.util.scheduling_strategies
+            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+        keeper = RemoteKeeper(self._ray.remote(Keeper).options(**options).remote(process))
+        await keeper.events(0)
+        return keeper
+
+
+@contextmanager
+def ray_cluster() -> Iterator[RayCluster]:
+    """Connect to Ray inside a `with`, to the cluster of `RAY_ADDRESS` or to a Ray started here."""
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    with ExitStack() as stack:
+        if "RAY_ADDRESS" not in os.environ:
+            for key, value in {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
+                os.environ.setdefault(key, value)
+            parent = tempfile.gettempdir()
+            parent = parent if len(parent) < MAX_FOLDER else "/tmp"
+            temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
+            options |= {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
+            options |= {"include_dashboard": False, "_temp_dir": stack.enter_context(temporary)}
+        import ray  # reads the environment on import
+
+        stack.callback(ray.shutdown)
+        ray.init(**options)
+        yield RayCluster(ray)

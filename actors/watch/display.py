@@ -1,14 +1,14 @@
-"""What a person sees of a run in the terminal: one line a version, or on a terminal a panel that stays at the bottom.
+"""The terminal of a launched run: one line per version, or on a terminal a panel that stays at the bottom.
 
 Consumes the run's records (`metrics.jsonl`), the buffer's `State` and the keepers' events; starts and stops nothing.
-`watch` looks for records and asks the buffer once a second, at the pace of eyes. Built by `actors/supervise/launch.py`.
+`watch` looks for records and asks the buffer once per second. Built by `actors/supervise/launch.py`.
 """
 
 import asyncio
 import contextlib
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from datetime import timedelta
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,37 +17,38 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from actors.supervise.keeper import Event, Process
+from actors.process import Event, Process
 from actors.watch.metrics_log import Record, Records
-from actors.watch.status import Wait, silent, waits
-from buffer.curve import KeysError, client_keys_for
-from buffer.wire.client import Connection, RefusedError
-from buffer.wire.protocol import State, Status
+from actors.watch.run_state import ask, failures, silent, waits
+from buffer.wire.protocol import State
 from configs.schema import Config
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+KIND_STYLES = {"started": "green", "ended": "dim"}
 MOST_WAITS = 6
 """Waits that the panel has room for."""
-OURS = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO) ")
-THEIRS = re.compile(
+OUR_ROUTINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO) ")
+VLLM_ROUTINE = re.compile(
     r"^\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING) vllm|^\(\w+ pid=\d+\) (INFO|WARNING) |^\[W\d+ |^Triton is installed"
 )
-"""Log lines for the file alone: of ours what is well, once versions come; of vLLM's what is no error."""
-FRESH_S = 5.0
-"""A buffer that has not answered for so long is shown as silent."""
+"""Lines that only the log file gets: our INFO once versions come, and of vLLM's lines all that are no errors."""
+PACE_VERSIONS = 20
+"""Versions whose mean time predicts the time left."""
 
 
 class Display:
-    """A context manager around the run. `console` None: the terminal."""
+    """What a person sees during the run. `console` None: the terminal."""
 
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.records = Records(config.run.path / "metrics.jsonl")
-        self.records.read()  # what an earlier start of the run wrote is no news
-        self.alive: dict[str, str] = {}
-        self._state: tuple[State | None, float] = (None, 0.0)
-        self._left = TimeLeft(config.run.versions)
+        self.records.read()  # records of an earlier start of the run are no news
+        self.processes: dict[str, str] = {}
+        """Last event of each process, lines apart."""
+        self.state: State | None = None
+        """The buffer's last answer; None if it is silent."""
+        self._reported_failures = 0
         self._colours: dict[str, str] = {}
         wanted = config.log.display
         self._live: Live | None = None
@@ -56,67 +57,52 @@ class Display:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator["Display"]:
-        """Keep the panel at the bottom of the terminal, if there is one to keep."""
+        """Keep the panel, if there is one, at the bottom of the terminal."""
         with self._live or contextlib.nullcontext():
             yield self
 
     def say(self, text: str) -> None:
-        """A word of the launcher itself."""
+        """Print a line of the launcher itself."""
         self.console.print(Text(text, style="bold" if self._live else ""))
 
-    def tell(self, process: Process, event: Event) -> None:
-        """A line a process printed, or what became of it."""
+    def show_event(self, process: Process, event: Event) -> None:
+        """Print a process's line or another event of it."""
         name = process.name
         colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
+        text = event.text
         if event.kind != "line":
-            self.alive[name] = event.kind
-        words = event.text if event.kind == "line" else f"{event.kind}: {event.text}"
-        for line in words.splitlines() or [""]:
-            if event.kind == "line" and self.routine(line):
-                continue
+            self.processes[name] = event.kind
+            text = f"{event.kind}: {text}"
+        elif self._is_routine(text):
+            return
+        for line in text.splitlines() or [""]:
             self.console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(line)))
 
-    def routine(self, line: str) -> bool:
-        """A line that stands in the process's log and need not be seen here: versions tell that all is well."""
-        return bool(THEIRS.match(line) or (self.records.by_version and OURS.match(line)))
+    def _is_routine(self, line: str) -> bool:
+        """Whether the log file is enough for this line. Once versions come, they show that the run is well."""
+        return bool(VLLM_ROUTINE.match(line) or (self.records.by_version and OUR_ROUTINE.match(line)))
 
     async def watch(self) -> None:
         """Show news until cancelled."""
-        asking = asyncio.create_task(self._ask())
-        try:
-            while True:
-                self.refresh()
-                await asyncio.sleep(1.0)
-        finally:
-            asking.cancel()
-
-    async def _ask(self) -> None:
-        """Keep `state` fresh. A buffer that refuses an observer or has no keys for it is shown as silent."""
-        address = self.config.buffer.address
-        with contextlib.suppress(RefusedError, KeysError):
-            keys = client_keys_for(address, self.config.run.path)
-            async with Connection(address, "display", "observer", keys=keys) as client:
-                while True:
-                    self._state = await client.expect(Status(), State), time.monotonic()
-                    await asyncio.sleep(1.0)
-
-    @property
-    def state(self) -> State | None:
-        """What the buffer said last, if that was lately."""
-        state, when = self._state
-        return state if time.monotonic() - when < FRESH_S else None
+        while True:
+            self.refresh()
+            self.state, _ = await asyncio.gather(ask(self.config), asyncio.sleep(1.0))
 
     def refresh(self) -> None:
-        """Show the records that came."""
-        for record in self.records.read():
-            self._left.seen(record, time.monotonic())
-            if not self._live:
-                self.say("  ".join(f"{name} {value}" for name, value in self.figures(record)))
+        """Show the records that were written, and failures when their number has doubled."""
+        fresh = self.records.read()
         if self._live:
             self._live.refresh()
+            return
+        for record in fresh:
+            self.say("  ".join(f"{name} {value}" for name, value in self.figures(record)))
+        count = sum(self.state.failed.values()) + sum(self.state.dropped.values()) if self.state else 0
+        if self.state and count and count >= 2 * self._reported_failures:
+            self._reported_failures = count
+            self.say(failures(self.state))
 
     def figures(self, record: Record) -> list[tuple[str, str]]:
-        """Name and value of what `record` and the processes say, for a line or a panel."""
+        """Name and value of each figure of `record` and of the servers, for a line or a panel."""
         versions = self.config.run.versions
         reward = self.records.mean("reward/mean")
         wanted = [
@@ -126,50 +112,43 @@ class Display:
             ("tokens/s", number(record, "tokens_per_s", ",.0f")),
             ("age", f"{number(record, 'age/mean', '.1f')} (max {number(record, 'age/max', '.0f')})"),
             ("waited", f"{number(record, 'time/wait_s', '.1f')} of {number(record, 'time/version_s', '.1f')} s"),
+            ("failed", number(record, "buffer/failed", ".0f") if record.get("buffer/failed") else ""),
+            ("dropped", number(record, "buffer/dropped", ".0f") if record.get("buffer/dropped") else ""),
             ("servers", self.servers()),
-            ("left", self._left.text(record["version"])),
+            ("left", time_left(self.records, versions)),
         ]
         return [(name, value) for name, value in wanted if value and "?" not in value]
 
     def servers(self) -> str:
-        """Servers that the buffer hears, of those wanted; of the keepers' when the buffer is silent."""
-        wanted = self.config.rollout.servers
+        """Servers that the buffer hears from, or without the buffer those that run, of the number in the run file."""
         if self.state is not None:
-            heard = len(self.state.servers) - len(silent(self.state, self.config))
+            alive = len(self.state.servers) - len(silent(self.state, self.config))
         else:
-            heard = sum(what == "started" for name, what in self.alive.items() if name.startswith("rollout"))
-        return f"{heard}/{wanted} alive"
+            alive = sum(kind == "started" for name, kind in self.processes.items() if name.startswith("rollout"))
+        return f"{alive}/{self.config.rollout.servers} alive"
 
     def panel(self) -> Panel:
         """The panel of a terminal."""
         table = Table.grid(padding=(0, 2))
         records = self.records.ordered()
-        for name, value in self.figures(records[-1]) if records else [("version", f"0/{self.config.run.versions}")]:
-            table.add_row(Text(name, style="dim"), value)
-        for line in waiting(waits(self.state, self.config) if self.state else None):
-            table.add_row(Text("waits", style="dim"), escape(line))
-        processes = Text("  ").join(Text(f"{name} {what}", style=_style(what)) for name, what in self.alive.items())
+        rows = self.figures(records[-1]) if records else [("version", f"0/{self.config.run.versions}")]
+        if self.state and (line := failures(self.state)):
+            rows.append(("failures", line))
+        rows += [("waits", line) for line in waiting(waits(self.state, self.config) if self.state else None)]
+        for name, value in rows:
+            table.add_row(Text(name, style="dim"), escape(value))
+        processes = Text("  ").join(
+            Text(f"{name} {kind}", style=KIND_STYLES.get(kind, "red")) for name, kind in self.processes.items()
+        )
         return Panel(Group(table, processes), title=self.config.run.name, title_align="left", border_style="dim")
 
 
-class TimeLeft:
-    """Time to the last version, at the pace of the last records seen."""
-
-    def __init__(self, versions: int, window: int = 20) -> None:
-        self.versions, self.window = versions, window
-        self._seen: list[tuple[float, int]] = []
-
-    def seen(self, record: Record, now: float) -> None:
-        """`record` came at `now`."""
-        self._seen = [*self._seen[-self.window :], (now, record["version"])]
-
-    def text(self, version: int) -> str:
-        """`h:mm:ss`, or nothing as long as there is no pace."""
-        if len(self._seen) < 2 or self._seen[-1][1] <= self._seen[0][1]:
-            return ""
-        (since, first), (until, last) = self._seen[0], self._seen[-1]
-        seconds = round((until - since) / (last - first) * max(0, self.versions - version))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+def time_left(records: Records, versions: int) -> str:
+    """`h:mm:ss` to the last version at the pace of the last `PACE_VERSIONS`; nothing without a record of it."""
+    pace_s = records.mean("time/version_s", PACE_VERSIONS)
+    if pace_s is None:
+        return ""
+    return str(timedelta(seconds=round(pace_s * max(0, versions - max(records.by_version)))))
 
 
 def number(record: Record, key: str, form: str) -> str:
@@ -178,14 +157,9 @@ def number(record: Record, key: str, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else "?"
 
 
-def waiting(found: Sequence[Wait] | None) -> list[str]:
-    """Who waits for whom, a line each; the longest first."""
-    if found is None:
+def waiting(lines: list[str] | None) -> list[str]:
+    """`lines` of waits for the panel, the first few of them; None if the buffer does not answer."""
+    if lines is None:
         return ["the buffer does not answer"]
-    lines = [f"{wait.who} for {wait.whom}, {wait.seconds:.1f} s: {wait.why}" for wait in found[:MOST_WAITS]]
-    more = [f"and {len(found) - MOST_WAITS} more: see `python -m actors status`"] if len(found) > MOST_WAITS else []
-    return lines + more or ["nobody"]
-
-
-def _style(what: str) -> str:
-    return {"started": "green", "ended": "dim"}.get(what, "red")
+    more = [f"and {len(lines) - MOST_WAITS} more: see `python -m actors status`"] if len(lines) > MOST_WAITS else []
+    return lines[:MOST_WAITS] + more or ["nobody"]

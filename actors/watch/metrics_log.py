@@ -1,10 +1,11 @@
 """The records of a run, `metrics.jsonl`, read as they grow. Used by display, status and report; waits for nothing.
 
-One JSON object a line and a version, flat keys. A learner that restored an earlier version writes versions again: the
-later record counts. A line still being written, or cut by a crash, is left out.
+One JSON object per line and version, flat keys. A learner that restored an earlier version replaces the file and writes
+versions again: the later record counts. A line still being written, or cut off by a crash, is left out.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,30 +19,33 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_version: dict[int, Record] = {}
-        self._read = 0
+        self._inode, self._offset = 0, 0
 
     def read(self) -> list[Record]:
-        """Records that came since the last call."""
+        """Records written since the last call."""
         try:
             with open(self.path, "rb") as file:
-                file.seek(self._read)
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:  # replaced by a restarted learner
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        fresh = [record for line in whole.splitlines() if (record := _record(line)) is not None]
-        for record in fresh:
-            self.by_version[record["version"]] = record
+        whole_lines = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole_lines)
+        records = [record for line in whole_lines.splitlines() if (record := _record(line)) is not None]
+        fresh = [record for record in records if self.by_version.get(record["version"]) != record]
+        self.by_version.update({record["version"]: record for record in fresh})
         return fresh
 
     def ordered(self) -> list[Record]:
-        """One record a version, by version."""
+        """One record per version, by version."""
         return [self.by_version[version] for version in sorted(self.by_version)]
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
         """Versions that have `key`, and its values there."""
-        rows = [(record["version"], float(record[key])) for record in self.ordered() if _number(record.get(key))]
+        rows = [(record["version"], float(record[key])) for record in self.ordered() if _is_number(record.get(key))]
         return [version for version, _ in rows], [value for _, value in rows]
 
     def mean(self, key: str, last: int = 10) -> float | None:
@@ -63,5 +67,5 @@ def _record(line: bytes) -> Record | None:
     return record if isinstance(record, dict) and isinstance(record.get("version"), int) else None
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and value == value

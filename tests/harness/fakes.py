@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from actors.supervise.keeper import Event, Keeper, Process
+from actors.process import Event, Process
+from actors.supervise.keeper import Keeper
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from learner.weights.receiver.staged import PauseTimings
@@ -17,8 +18,8 @@ from rollout.tasks import Completion
 # actors
 
 
-class NearbyKept:
-    """Stands for a keeper in a Ray actor: the same keeper, in this process."""
+class LocalKeeper:
+    """A keeper in this process in place of a Ray actor: stands for `RemoteKeeper`."""
 
     def __init__(self, process: Process) -> None:
         self.keeper = Keeper(process)
@@ -26,8 +27,8 @@ class NearbyKept:
     async def events(self, after: int) -> list[Event]:
         return await asyncio.to_thread(self.keeper.events, after, 0.2)
 
-    async def drain(self, bound_s: float) -> None:
-        await asyncio.to_thread(self.keeper.drain, bound_s)
+    async def drain(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self.keeper.drain, timeout_s)
 
     async def kill(self) -> None:
         await asyncio.to_thread(self.keeper.kill)

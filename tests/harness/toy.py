@@ -1,4 +1,4 @@
-"""A run small enough for a test: Countdown rows, a model of 0.2 M parameters hardly trained, and commands."""
+"""A run small enough for a test: Countdown rows, a barely trained model of 0.2 M parameters, and commands."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(*words: str | Path, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
-    """`python -m WORDS` from the repository's root, to its end."""
+    """Run `python -m WORDS` in the repository's root and wait for its end."""
     line = [sys.executable, "-m", *map(str, words)]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
@@ -39,7 +39,7 @@ class Toy:
     folder: Path
 
     def settings(self, name: str, *more: str) -> list[str]:
-        """The quickstart's file, cut down: 4 groups of 4 samples, every version probed, every sample kept."""
+        """The quickstart's file, smaller: 4 groups of 4 samples, every version probed, every sample kept."""
         return [
             "examples/countdown/quickstart.yaml",
             f"--run.folder={self.folder}",
@@ -62,7 +62,7 @@ class Toy:
 
 
 def make_toy(folder: Path) -> Toy:
-    """Problems and model through the example's own commands; 60 steps of warm start."""
+    """Make problems and model with the example's own commands; 60 steps of warm start."""
     made = python("examples.countdown.make_problems", "--out", folder / "data", "--eval", "12")
     assert made.returncode == 0, made.stderr
     train = folder / "data" / "train.parquet"
@@ -82,7 +82,7 @@ class Run:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
-        """In which `data_of(segment, position, bytes)` is a sample."""
+        """Rows of the ledger's file; `data_of(segment, position, bytes)` is a packed sample."""
         with closing(reading(self.path / "buffer.sqlite")) as database:
             return database.execute(sql).fetchall()
 
@@ -100,7 +100,7 @@ class Run:
         return found
 
     def kill(self, module: str) -> int:
-        """SIGKILL to the processes of `module`; how many there were."""
+        """Send SIGKILL to the processes of `module`; returns their number."""
         victims = self.processes(module)
         for victim in victims:
             os.kill(victim.pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """`python -m tests.system.chaos --kills 200 --seed 0`: runs whose processes are killed at random moments, then audited.
 
-The buffer is `python -m buffer` itself; servers and learner have their real loops and ends of the wire, with stand-ins
-for vLLM and the model (`chaos_rollout.py`, `chaos_learner.py`). Each death is answered with a restart at once. A few
-servers are frozen instead, for longer than their leases, and come back late. When the kills are done the run goes on to
-its own end; then `chaos_audit.py` reads the ledger. Prints one line; exit code 1 and the finding if something is wrong.
+The buffer is `python -m buffer` itself; servers and learner run their real loops and clients, with stand-ins for vLLM
+and the model (`chaos_rollout.py`, `chaos_learner.py`). A killed process is restarted at once. A few servers are frozen
+instead, for longer than their leases, and continue late. After the last kill the run continues to its own end; then
+`chaos_audit.py` reads the ledger. Prints one line; exit code 1 and the finding if something is wrong.
 """
 
 import argparse
@@ -30,34 +30,30 @@ from tests.system.chaos_audit import Counts, Finding, audit
 from tests.system.chaos_run import SERVERS, VARIANTS, Run, Variant
 
 MARK = "HEADRACE_CHAOS"
-"""In the environment of every process of a run, and of what those start."""
-GROUPS_A_KILL, SPARE = 14, 80
-"""Size of a run: so that it does not end before its kills."""
+"""Environment variable of every process of a run; their children inherit it."""
+GROUPS_PER_KILL, SPARE = 14, 80
+"""Size of a run, so that it does not end before its last kill."""
 FROZEN_S = 2.6
 """Longer than a lease, 5 heartbeats of 0.4 s."""
 FINISH_S, PATIENCE_S = 90.0, 6.0
-"""A run gets so much, and so much for each kill, before it counts as stuck."""
+"""A run that takes longer than FINISH_S, plus PATIENCE_S per kill, counts as stuck."""
 LAST_S = 10.0
-"""After the learner has ended: for servers to end by themselves, and for orphans to notice that they are."""
+"""Time after the end of the learner for servers to end by themselves, and for orphans to notice that they are."""
 
 
 class Chaos:
     """One run: starts everything, kills, restarts, waits for the end."""
 
     def __init__(self, run: Run, batches: int, kills: int, seed: int) -> None:
-        self.run, self.batches, self.wanted, self.random = (
-            run,
-            batches,
-            kills,
-            random.Random(f"{seed}/{run.folder.name}"),
-        )
+        self.run, self.batches, self.wanted = run, batches, kills
+        self.random = random.Random(f"{seed}/{run.folder.name}")
         self.mark = uuid.uuid4().hex
         self.kills: Counter[str] = Counter()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ended: set[str] = set()
         self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.pace_s = 1.0
-        self.thaws: list[threading.Timer] = []
+        self.unfreezers: list[threading.Timer] = []
         folder = str(run.folder)
         rollout = ["tests.system.chaos_rollout", folder]
         self.commands = {
@@ -75,11 +71,11 @@ class Chaos:
                 self.start(name)
             self.first_batch(limit)
             self.pace_s = (time.monotonic() - began) / 3  # kills leave time to start, however slow the machine is
-            self.storm(limit)
+            self.kill_at_random(limit)
             self.run.calm.touch()
-            self.settle(limit)
+            self.wait_for_end(limit)
         finally:
-            for timer in self.thaws:
+            for timer in self.unfreezers:
                 timer.cancel()
             left = self.end()
         if left:
@@ -95,36 +91,36 @@ class Chaos:
 
     def first_batch(self, limit: float) -> None:
         while not self.run.journal.exists():
-            self.attend(0.2, limit)
+            self.handle_exit(0.2, limit)
 
-    def storm(self, limit: float) -> None:
+    def kill_at_random(self, limit: float) -> None:
         while self.kills.total() < self.wanted:
             due = time.monotonic() + self.pace_s * self.random.expovariate(1)
             while (wait_s := due - time.monotonic()) > 0 and self.progress() <= (self.kills.total() + 1) / self.wanted:
-                self.attend(min(wait_s, 0.2), limit)
-            self.strike()
+                self.handle_exit(min(wait_s, 0.2), limit)
+            self.kill_some()
 
     def progress(self) -> float:
-        """Share of the run that was trained, its last quarter apart: that is for the end after the kills."""
+        """Trained share of the first three quarters of the run; the last quarter follows the last kill."""
         lines = self.run.journal.read_text().splitlines()
         return len(lines) / (0.75 * self.batches)
 
-    def settle(self, limit: float) -> None:
+    def wait_for_end(self, limit: float) -> None:
         while "learner" not in self.ended:
-            self.attend(1.0, limit)
+            self.handle_exit(1.0, limit)
         due = time.monotonic() + LAST_S
         while len(self.ended) < len(self.commands) - 1:
-            if time.monotonic() > due:  # started too late to hear of a policy from a learner that is done
+            if time.monotonic() > due:  # started too late to get a policy from the learner, which is done
                 for name in self.commands.keys() - self.ended - {"buffer"}:
                     self.processes[name].terminate()
                 due = limit
-            self.attend(0.5, limit)
+            self.handle_exit(0.5, limit)
         self.processes["buffer"].terminate()
         while "buffer" not in self.ended:
-            self.attend(1.0, limit)
+            self.handle_exit(1.0, limit)
 
-    def attend(self, wait_s: float, limit: float) -> None:
-        """Wait for the next death, at most `wait_s`, and answer it."""
+    def handle_exit(self, wait_s: float, limit: float) -> None:
+        """Wait for the next exit, at most `wait_s`; restart a killed process."""
         if time.monotonic() > limit:
             raise Finding(f"the run is stuck after {self.kills.total()} kills:\n{self.stats()}")
         try:
@@ -142,24 +138,24 @@ class Chaos:
             log = self.run.log(name).read_text(errors="replace").splitlines()
             raise Finding(f"{name} ended by itself with code {code}:\n" + "\n".join(log[-20:]))
 
-    def strike(self) -> None:
+    def kill_some(self) -> None:
         servers = [name for name in self.commands if name.startswith("rollout")]
         if self.random.random() < 0.1:
             self.freeze(self.random.choice(servers))
         targets = ["buffer", "learner", self.random.choice(servers)]
-        both = self.random.random() < 0.2 and self.kills.total() + 2 <= self.wanted
-        struck = self.random.sample(targets, 2 if both else 1)
-        for name in struck:
+        two = self.random.random() < 0.2 and self.kills.total() + 2 <= self.wanted
+        victims = self.random.sample(targets, 2 if two else 1)
+        for name in victims:
             self.processes[name].kill()
         before = self.kills.total()
-        while self.kills.total() < before + len(struck):
-            self.attend(10.0, time.monotonic() + 10.0)
+        while self.kills.total() < before + len(victims):
+            self.handle_exit(10.0, time.monotonic() + 10.0)
 
     def freeze(self, name: str) -> None:
         process = self.processes[name]
         process.send_signal(signal.SIGSTOP)
         timer = threading.Timer(FROZEN_S, process.send_signal, [signal.SIGCONT])
-        self.thaws.append(timer)
+        self.unfreezers.append(timer)
         timer.start()
 
     def stats(self) -> str:
@@ -168,7 +164,7 @@ class Chaos:
         return done.stdout + done.stderr
 
     def end(self) -> list[str]:
-        """Kill what still runs of ours, and return who of theirs outlives it."""
+        """Kill the processes that still run; returns the command lines of descendants that outlive them."""
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -187,8 +183,8 @@ class Chaos:
 
 
 def chaos(folder: Path, variant: Variant, kills: int, seed: int) -> tuple[Counter[str], Counts]:
-    """One run in `folder` with so many kills. Raises Finding."""
-    groups = GROUPS_A_KILL * kills + SPARE
+    """One run in `folder` with so many `kills`. Raises Finding."""
+    groups = GROUPS_PER_KILL * kills + SPARE
     run = Run.make(folder, variant, groups, seed)
     it = Chaos(run, groups // variant.groups, kills, seed)
     it.go()
@@ -206,7 +202,7 @@ def summary(kills: Counter[str], counts: Counts) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """All variants, the kills shared out among them; returns the exit code."""
+    """Run all variants, each with its share of the kills; returns the exit code."""
     parser = argparse.ArgumentParser("python -m tests.system.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

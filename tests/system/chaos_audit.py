@@ -1,7 +1,7 @@
-"""The audit after a chaos run: the ledger's file against the learner's journal, checkpoints and problems. Reads only.
+"""The audit after a chaos run: compares the ledger's file with the learner's journal, its checkpoints and the problems.
 
-`audit` returns what it counted; `Finding` says what is wrong. Nothing here trusts the buffer's own code but
-`reading` and `Sample.unpack`: rows are read with SQLite.
+`audit` only reads; it returns its counts, and raises `Finding` if something is wrong. Of the buffer's code it uses
+`reading` and `Sample.unpack` only: rows are read with SQLite.
 """
 
 import json
@@ -22,17 +22,17 @@ from tests.system.chaos_learner import digest_of, following
 from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row
 
 LOST = ("was restarted", "was not heard of for", "lost: its server does not know", "could not be trained within")
-"""Why a lease may end through no fault of its problem."""
+"""Reasons for the end of a lease that are not the fault of its problem."""
 ZERO_VARIANCE = "zero variance"
 
 
 class Finding(AssertionError):
-    """Something that must not be; the text says what."""
+    """A broken promise; the text says which."""
 
 
 @dataclass
 class Counts:
-    """What was looked at."""
+    """Numbers of what the audit has checked."""
 
     trained: int = 0
     dropped: int = 0
@@ -45,7 +45,7 @@ class Counts:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def plus(self, other: "Counts") -> "Counts":
-        """The sum; of `oldest` the larger one."""
+        """The sum of both; of `oldest` the maximum."""
         numbers = {name: getattr(self, name) + getattr(other, name) for name in vars(self) if name != "oldest"}
         return Counts(**numbers, oldest=max(self.oldest, other.oldest))
 
@@ -55,8 +55,8 @@ def audit(run: Run) -> Counts:
     config, counts = run.config(), Counts()
     with closing(reading(run.ledger)) as db:
         db.row_factory = sqlite3.Row
-        (fine,) = db.execute("PRAGMA integrity_check").fetchone()
-        need(fine == "ok", f"SQLite's own check: {fine}")
+        (verdict,) = db.execute("PRAGMA integrity_check").fetchone()
+        need(verdict == "ok", f"SQLite's own check: {verdict}")
         items = {found["item"]: found for found in db.execute("SELECT * FROM items ORDER BY item")}
         _problems(items, config, counts)
         _samples(db, items, config, counts)
@@ -110,7 +110,7 @@ def _dropped(item: Any, config: Config, counts: Counts) -> None:
 
 
 def _samples(db: sqlite3.Connection, items: dict[int, Any], config: Config, counts: Counts) -> None:
-    """Every group whole, every sample sound and of its problem, sums right, no token older than the bound."""
+    """Every group is complete, every sample valid and of its problem, sums are right, no token exceeds the bound."""
     stored: dict[int, list[Any]] = {}
     for found in db.execute("SELECT *, data_of(segment, position, bytes) AS data FROM samples ORDER BY item, idx"):
         stored.setdefault(found["item"], []).append(found)
@@ -135,7 +135,7 @@ def _samples(db: sqlite3.Connection, items: dict[int, Any], config: Config, coun
 
 
 def _segments(db: sqlite3.Connection, run: Run) -> None:
-    """The files are those that are named, and what is counted of each is what is named in it."""
+    """The files are those that samples name, and the live bytes counted of each are those of its samples."""
     named = dict(db.execute("SELECT segment, SUM(bytes) FROM samples WHERE segment IS NOT NULL GROUP BY segment"))
     counted = dict(db.execute("SELECT segment, live FROM segments").fetchall())
     need(+Counter(counted) == +Counter(named), f"segments: {counted} bytes are counted, {named} are named")
@@ -153,7 +153,10 @@ def _sample(found: Any, item: Any, what: str, config: Config, counts: Counts) ->
     seen = (len(tokens), int(sampled.sum()), sample.reward)
     need(seen == (found["tokens"], found["sampled"], found["reward"]), f"{what}: sample {found['idx']} is not its row")
     equal = kind_of(item["row"]) == SAME
-    need(sample.reward == (1.0 if equal else float(sample.answer.rpartition("=")[2])), f"{what}: a foreign reward")
+    need(
+        sample.reward == (1.0 if equal else float(sample.answer.rpartition("=")[2])),
+        f"{what}: the reward of another answer",
+    )
     if item["state"] == "trained":
         age = item["batch"] - int(np.min(sample.versions.numpy()[sampled]))
         counts.oldest = max(counts.oldest, age)
@@ -190,7 +193,7 @@ def _totals(db: sqlite3.Connection, items: dict[int, Any], counts: Counts) -> No
 
 
 def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run: Run, counts: Counts) -> None:
-    """The learner's sequence is the ledger's, to the byte, however often a version was repeated."""
+    """The learner trained the ledger's batches, to the byte, however often a version was repeated."""
     journal = list(_journal(run))
     counts.batches = len({line["version"] for line in journal})
     counts.replayed = len(journal) - counts.batches
@@ -225,7 +228,7 @@ def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run:
 
 
 def _journal(run: Run) -> Iterator[dict[str, Any]]:
-    """What the learner trained, in order; a line that its death tore in two did not count."""
+    """What the learner trained, in order. A line that a kill cut off does not count."""
     for line in run.journal.read_text().splitlines():
         try:
             yield json.loads(line)

@@ -1,4 +1,4 @@
-"""The reward of the chaos test, loaded by real reward workers: it hangs, dies or raises where a problem says so."""
+"""The reward of the chaos test, for real reward workers: it hangs, ends its process or raises as the problem says."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def score(solution_strs: Sequence[str], ground_truths: Sequence[str]) -> list[float]:
-    """The number that an answer ends with, one for each answer of a group."""
+    """The number at the end of each answer of a group."""
     kind = ground_truths[0].partition(":")[0]
     if kind == "hang":
         threading.Event().wait()

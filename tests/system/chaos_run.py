@@ -1,6 +1,6 @@
-"""The runs of the chaos test: their config, and problems of which some fail, hang or have nothing to learn from.
+"""The runs of the chaos test: their config, and problems of which some fail, hang or have rewards without variance.
 
-Shared by the supervisor (`chaos.py`), the processes it starts and the audit. A row's `answer` is KIND:NUMBER.
+Shared by `chaos.py`, the processes it starts and the audit. A row's `answer` is KIND:NUMBER.
 """
 
 import json
@@ -13,14 +13,14 @@ from configs.schema import Config
 from tests.harness.toy import ROOT, free_port
 
 PERMANENT = {"long": "data.max_prompt_tokens"}
-"""Kinds that no attempt can make a group of, and what the reason says: dropped at the first one."""
+"""Kinds that fail for good, and a part of the reason: dropped at the first attempt."""
 HOPELESS = {
     "dead": "the task gave up",
     "hang": "took longer",
     "crash": "ended its process",
     "wrong": "raised ValueError",
 }
-"""Kinds that fail each time; dropped after `rollout.attempts`."""
+"""Kinds that fail each time, and a part of the reason; dropped after `rollout.attempts`."""
 SAME = "same"
 """Kind whose rewards are all equal."""
 FLAKY = "flaky"
@@ -31,7 +31,7 @@ LONGEST_PROMPT = 24
 
 @dataclass(frozen=True)
 class Variant:
-    """What tells one run from another; `epochs` None ends it by `run.versions`."""
+    """Settings in which the runs differ; with `epochs` None, `run.versions` ends the run."""
 
     name: str
     groups: int
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def calm(self) -> Path:
-        """Exists once all kills are done: nobody needs to take his time any more."""
+        """Exists after the last kill: from then on the stand-ins work without pauses."""
         return self.folder / "calm"
 
     def log(self, name: str) -> Path:
@@ -131,7 +131,7 @@ def row(number: int) -> dict[str, str]:
 
 
 def kind_of(number: int) -> str:
-    """What becomes of this row: a few of each kind in every 100, one of each among the first 60."""
+    """The kind of this row: a few of each kind in every 100 rows, one of each among the first 60."""
     rare = {7: "hang", 18: "crash", 27: "wrong", 38: "dead", 47: "long"}
     if number % 100 in rare and (number < 100 or number % 300 < 100):
         return rare[number % 100]

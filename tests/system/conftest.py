@@ -1,4 +1,4 @@
-"""One toy for all system tests: problems and model are made once."""
+"""One set of problems and one model for all system tests, made once."""
 
 import pytest
 

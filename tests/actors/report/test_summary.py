@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from actors.report import summary
-from actors.report.samples import stored
-from actors.watch.curve import braille
 from actors.watch.metrics_log import Records, moving_mean
 from buffer.store.segments import Segments, folder_of
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
@@ -69,6 +67,9 @@ def store(run: Path) -> None:
         where = (place.segment, place.position, len(data))
         db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?, ?, ?)", (item, batch / 39, *where))
     samples.close()
+    db.execute(
+        "INSERT INTO totals VALUES ('failed', 'reward: KeyError', 7, 0, 0, 0, 0), ('dropped', 'x', 2, 0, 0, 0, 0)"
+    )
     db.commit()
     db.close()
 
@@ -88,6 +89,8 @@ def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: p
     )
     assert "first 5 versions 0.075" in said and "last 20 versions 0.881" in said
     assert "largest age 2 (batch.max_staleness 3)" in said
+    failures = "7 attempts failed, most often reward: KeyError (7); 2 items dropped, most often x (2)"
+    assert failures in said and failures in html
 
 
 def test_evaluation_comes_before_stored_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +117,9 @@ def test_a_broken_evaluation_is_refused(run: Path, capsys: pytest.CaptureFixture
 def test_no_records_no_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").unlink()
     assert summary.main([str(run)]) == 1
-    assert summary.main([str(run.parent)]) == 2
+    with pytest.raises(SystemExit) as ended:
+        summary.main([str(run.parent)])
+    assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "no records yet" in said and "no config.yaml" in said
 
@@ -134,13 +139,17 @@ def test_moving_mean_looks_back_only() -> None:
     assert moving_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
 
 
-def test_no_file_no_samples(tmp_path: Path) -> None:
-    assert stored(tmp_path / "buffer.sqlite") == ([], [])
+def test_no_file_no_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary.main([str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "before (" not in said and "failed" not in said
 
 
-def test_curve_rises_from_bottom_left_to_top_right() -> None:
-    lines = [line[9:] for line in braille([float(i) for i in range(100)], width=10, height=4)]
-    assert [len(line) for line in lines] == [10] * 4
-    assert lines[0][-1] != "\u2800" == lines[0][0]
-    assert lines[-1][0] != "\u2800" == lines[-1][-1]
-    assert braille([0.5], height=1)[0].startswith("   0.500 ")
+def test_a_file_that_a_restarted_learner_replaced_is_read_again(run: Path) -> None:
+    records = Records(run / "metrics.jsonl")
+    records.read()
+    kept = [record for record in records.ordered() if record["version"] <= 20]
+    again = [*kept, {"version": 21, "reward/mean": 0.0}]
+    (run / "new").write_text("".join(json.dumps(record) + "\n" for record in again))
+    (run / "new").replace(run / "metrics.jsonl")
+    assert records.read() == again[-1:] and records.read() == []

@@ -10,15 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.supervise.keeper import FINAL, Event, Keeper, Process, Restarts
+from actors.process import FINAL, Event, Process, Restarts
+from actors.supervise.keeper import Keeper
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=3)
 FAMILY = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import os, time; os.write(1, b'child\\n'); time.sleep(60)"])
 far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print("family", os.getpid(), child.pid, far.pid, flush=True)
+os.write(1, f"family {os.getpid()} {child.pid} {far.pid}\\n".encode())
 """
+"""A process, its child and a child in a session of its own. Each line is one write, so that those of two do not mix."""
 
 
 @pytest.fixture
@@ -59,14 +61,14 @@ def gone(pids: list[int], limit_s: float = 5.0) -> bool:
     return not psutil.wait_procs(processes, timeout=limit_s)[1]
 
 
-def test_output_is_told_and_filed(keep: Callable[..., Keeper], tmp_path: Path) -> None:
+def test_output_is_reported_and_logged(keep: Callable[..., Keeper], tmp_path: Path) -> None:
     keeper = keep("import sys; print('one'); print('0%\\r50%\\r100%'); print('two', file=sys.stderr)")
     events = until(keeper, lambda event: event.kind in FINAL)
     assert [event.kind for event in events if event.kind != "line"] == ["started", "ended"]
     assert sorted(event.text for event in events if event.kind == "line") == ["100%", "one", "two"]
     assert events[-1].code == 0
-    filed = (tmp_path / "logs" / "it.log").read_text()
-    assert "one\n" in filed and "two\n" in filed and "--- it ended" in filed
+    log = (tmp_path / "logs" / "it.log").read_text()
+    assert "one\n" in log and "two\n" in log and "--- it ended" in log
 
 
 def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[..., Keeper]) -> None:
@@ -82,10 +84,10 @@ def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[
 def test_restarts_back_off_and_end_with_the_last_lines(keep: Callable[..., Keeper]) -> None:
     keeper = keep("print('no such luck'); raise SystemExit(3)")
     events = until(keeper, lambda event: event.kind in FINAL)
-    told = [event for event in events if event.kind in ("failed", "gave_up")]
-    assert [event.kind for event in told] == ["failed", "failed", "gave_up"]
-    assert "again in 0.05 s" in told[0].text and "again in 0.1 s" in told[1].text
-    assert "exit code 3" in told[2].text and "no such luck" in told[2].text
+    failed = [event for event in events if event.kind in ("failed", "gave_up")]
+    assert [event.kind for event in failed] == ["failed", "failed", "gave_up"]
+    assert "again in 0.05 s" in failed[0].text and "again in 0.1 s" in failed[1].text
+    assert "exit code 3" in failed[2].text and "no such luck" in failed[2].text
 
 
 def test_slow_failures_do_not_add_up(keep: Callable[..., Keeper]) -> None:
@@ -136,7 +138,7 @@ def test_drain_ends_a_pause_between_restarts(keep: Callable[..., Keeper]) -> Non
     assert until(keeper, lambda event: event.kind in FINAL)[-1].kind == "ended"
 
 
-def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
+def test_a_command_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     process = Process("it", "learner", ("/no/such/program",), tmp_path / "it.log", restarts=Restarts(failures=1))
     events = until(Keeper(process), lambda event: event.kind in FINAL)
     assert events[-1].kind == "gave_up" and "/no/such/program" in events[-1].text
@@ -145,7 +147,8 @@ def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
 def test_nothing_outlives_a_keeper_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "keeper.py"
     script.write_text(
-        "import sys, time\nfrom pathlib import Path\nfrom actors.keeper import Keeper, Process\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from actors.process import Process\nfrom actors.supervise.keeper import Keeper\n"
         f"argv = (sys.executable, '-c', {FAMILY + 'time.sleep(60)'!r})\n"
         f"keeper = Keeper(Process('it', 'rollout', argv, Path({str(tmp_path / 'it.log')!r})))\n"
         "seen = 0\nwhile True:\n    for event in keeper.events(seen, 5):\n"

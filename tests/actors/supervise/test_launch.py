@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.supervise.keeper import Event, Process, Restarts, Role
+from actors.process import Event, Process, Restarts, Role
 from actors.supervise.supervisor import Supervisor
-from tests.harness.fakes import NearbyKept
+from tests.harness.fakes import LocalKeeper
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
 STAYS = """
@@ -29,42 +29,40 @@ STUBBORN = (
 
 
 class Story:
-    """A run with commands of ours, and what was told of it."""
+    """A run with commands of the test, and what was shown of it."""
 
     def __init__(self, folder: Path, **codes: str) -> None:
-        self.told: list[tuple[str, Event]] = []
+        self.events: list[tuple[str, Event]] = []
         self.said: list[str] = []
-        self.kept: list[NearbyKept] = []
         self.processes = [process(name, code, folder) for name, code in codes.items()]
-        self.run = Supervisor(self.processes, self.place, self.tell, self.say)
+        self.supervisor = Supervisor(self.processes, self.place, self.show_event, self.say)
         self.when: list[tuple[str, Callable[[], object]]] = []
         """What to do when a text is said or printed, in this order."""
 
-    async def place(self, process: Process) -> NearbyKept:
-        self.kept.append(NearbyKept(process))
-        return self.kept[-1]
+    async def place(self, process: Process) -> LocalKeeper:
+        return LocalKeeper(process)
 
-    def tell(self, process: Process, event: Event) -> None:
-        self.told.append((process.name, event))
-        self.heard(f"[{process.name}] {event.text}")
+    def show_event(self, process: Process, event: Event) -> None:
+        self.events.append((process.name, event))
+        self.react(f"[{process.name}] {event.text}")
 
     def say(self, text: str) -> None:
         self.said.append(text)
-        self.heard(text)
+        self.react(text)
 
-    def heard(self, text: str) -> None:
+    def react(self, text: str) -> None:
         if self.when and self.when[0][0] in text:
             self.when.pop(0)[1]()
 
     def go(self) -> int:
-        return asyncio.run(asyncio.wait_for(self.run.go(), 60))
+        return asyncio.run(asyncio.wait_for(self.supervisor.run(), 60))
 
     def lines(self, text: str) -> list[str]:
         """Who printed `text`, in order."""
-        return [name for name, event in self.told if event.text == text]
+        return [name for name, event in self.events if event.text == text]
 
     def last(self, name: str) -> Event:
-        return [event for who, event in self.told if who == name][-1]
+        return [event for who, event in self.events if who == name][-1]
 
 
 def process(name: str, code: str, folder: Path) -> Process:
@@ -94,7 +92,7 @@ def test_a_killed_learner_comes_back_and_finishes(tmp_path: Path) -> None:
     )
     story = Story(tmp_path, buffer=STAYS, learner=learner)
     assert story.go() == 0
-    assert [event.code for _, event in story.told if event.kind == "failed"] == [137]
+    assert [event.code for _, event in story.events if event.kind == "failed"] == [137]
 
 
 def test_bad_input_of_one_stops_the_run_with_its_message(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.doctor.run_file import gpus_missing
 from actors.supervise import launch
 from configs.load import load
 
@@ -70,6 +71,12 @@ def test_a_missing_file_and_a_wrong_key_are_refused(words: list[str], capsys: py
     assert "learner.lr" in line
 
 
+def test_a_key_that_vllm_does_not_know_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    (line,) = refused([*words, "--rollout.engine.max_num_seq=4"], capsys)
+    assert "rollout.engine.max_num_seq" in line and "max_num_seqs" in line
+
+
 def test_the_commands_are_the_plain_ones(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -90,14 +97,14 @@ def test_the_commands_are_the_plain_ones(words: list[str], tmp_path: Path, monke
 
 
 def test_gpus_are_counted_only_where_there_are_any(words: list[str]) -> None:
-    found = launch.processes(load([*words, "--learner.ranks=2"]))
-    assert launch.gpus_missing(found, 0) is None and launch.gpus_missing(found, 3) is None
-    assert "takes 3 GPUs (learner 2, rollout-0 1) and Ray sees 2" in str(launch.gpus_missing(found, 2))
+    config = load([*words, "--learner.ranks=2"])
+    assert gpus_missing(config, 0, "Ray sees") is None and gpus_missing(config, 3, "Ray sees") is None
+    assert gpus_missing(config, 2, "Ray sees") == "the run needs 3 GPUs (learner 2, servers 1), Ray sees 2"
 
 
 def test_cuda_without_gpus_is_refused(words: list[str]) -> None:
-    found = launch.processes(load([*words, "--learner.device=cuda"]))
-    assert "learner" in str(launch.gpus_missing(found, 0, must=["learner"]))
+    config = load([*words, "--learner.device=cuda"])
+    assert gpus_missing(config, 0, "Ray sees") == "the run needs 1 GPUs (learner 1), Ray sees 0"
 
 
 def test_the_config_file_is_the_one_every_process_reads(words: list[str]) -> None:

@@ -18,7 +18,7 @@ import os, sys
 from pathlib import Path
 from actors.__main__ import guarded
 from actors.watch.display import Display
-from actors.supervise.keeper import Process, Restarts
+from actors.process import Process, Restarts
 from actors.supervise.launch import keep
 from configs.schema import Config
 
@@ -34,7 +34,8 @@ print("drained", flush=True)
 def main():
     run = Path(sys.argv[1])
     config = Config(run={"folder": run.parent, "name": run.name}, model={"path": "m"}, data={"train": "d"},
-                    reward={"function": "r"}, buffer={"address": "tcp://127.0.0.1:9"})
+                    reward={"function": "r"}, buffer={"address": "tcp://127.0.0.1:9"},
+                    learner={"device": "cpu"}, rollout={"device": "cpu"})
     quick = Restarts(first_s=0.1, most_s=0.2)
     roles = {"buffer": "buffer", "learner": "learner", "rollout-0": "rollout"}
     processes = [

@@ -3,13 +3,15 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from actors.supervise.keeper import Event, Process
-from actors.watch.display import Display, TimeLeft, waiting
-from actors.watch.status import Wait
+from actors.process import Event, Process
+from actors.watch.display import Display, time_left, waiting
+from actors.watch.metrics_log import Records
+from buffer.wire.protocol import State
 from configs.load import load
 
 FULL = {
@@ -42,7 +44,7 @@ def said(shown: Display) -> str:
 
 
 def write(folder: Path, *records: dict[str, object]) -> None:
-    (folder / "toy").mkdir(exist_ok=True)
+    (folder / "toy").mkdir(parents=True, exist_ok=True)
     with open(folder / "toy" / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
@@ -75,8 +77,8 @@ def test_records_of_an_earlier_start_are_no_news(tmp_path: Path) -> None:
 def test_lines_of_processes_are_prefixed_and_not_taken_for_markup(tmp_path: Path) -> None:
     shown = display(tmp_path)
     process = Process("rollout-0", "rollout", ("x",), tmp_path / "log")
-    shown.tell(process, Event(1, "started", "pid 7"))
-    shown.tell(process, Event(2, "line", "[bold]loading[/nonsense] \x1b[31mred\x1b[0m"))
+    shown.show_event(process, Event(1, "started", "pid 7"))
+    shown.show_event(process, Event(2, "line", "[bold]loading[/nonsense] \x1b[31mred\x1b[0m"))
     assert said(shown) == "[rollout-0] started: pid 7\n[rollout-0] [bold]loading[/nonsense] red\n"
     assert shown.servers() == "1/2 alive"
 
@@ -85,23 +87,58 @@ def test_a_terminal_gets_a_panel(tmp_path: Path) -> None:
     shown = display(tmp_path, terminal=True)
     with shown.shown():
         write(tmp_path, FULL)
-        shown.tell(Process("learner", "learner", ("x",), tmp_path / "log"), Event(1, "failed", "exit code 1"))
+        shown.show_event(Process("learner", "learner", ("x",), tmp_path / "log"), Event(1, "failed", "exit code 1"))
         shown.refresh()
     text = said(shown)
     assert "12/60" in text and "the buffer does not answer" in text and "learner failed" in text and "toy" in text
 
 
-def test_waits_are_told_in_words() -> None:
-    assert waiting([Wait("learner", "rollout-0", "20 of 32", 3.21)]) == ["learner for rollout-0, 3.2 s: 20 of 32"]
+def test_the_panel_shows_the_first_waits() -> None:
+    assert waiting(None) == ["the buffer does not answer"]
     assert waiting([]) == ["nobody"]
-    assert waiting([Wait("learner", "any", "", 1.0)] * 9)[-1].startswith("and 3 more")
+    shown = waiting([f"learner for {number}" for number in range(9)])
+    assert shown[:6] == [f"learner for {number}" for number in range(6)] and shown[6].startswith("and 3 more")
 
 
-@pytest.mark.parametrize(
-    ("seen", "text"), [([], ""), ([(0, 1)], ""), ([(0, 1), (4, 3)], "0:01:54"), ([(0, 5), (9, 3)], "")]
-)
-def test_time_left_follows_the_pace(seen: list[tuple[float, int]], text: str) -> None:
-    left = TimeLeft(60)
-    for now, version in seen:
-        left.seen({"version": version}, now)
-    assert left.text(3) == text
+@pytest.mark.parametrize(("seconds", "text"), [([], ""), ([2.0], "0:01:58"), ([9.0, 2.0, *[3.0] * 19], "0:01:55")])
+def test_time_left_follows_the_pace(seconds: list[float], text: str, tmp_path: Path) -> None:
+    write(tmp_path, *({"version": 1 + v, "time/version_s": s} for v, s in enumerate(seconds)))
+    records = Records(tmp_path / "toy" / "metrics.jsonl")
+    records.read()
+    assert time_left(records, 60) == text
+
+
+def test_failures_are_shown_when_their_number_has_doubled(tmp_path: Path) -> None:
+    """Also before the first version: a reward function that always raises lets none come."""
+    shown = display(tmp_path)
+    counts = {"prompt: too long": 1, "reward: KeyError: 'answer'": 2}
+    for more in (0, 1, 6):
+        counts["reward: KeyError: 'answer'"] += more
+        shown.state = state(failed=counts, dropped={"reward: KeyError: 'answer'": 1})
+        shown.refresh()
+        shown.refresh()
+    assert said(shown).splitlines() == [
+        "3 attempts failed, most often reward: KeyError: 'answer' (2); "
+        "1 items dropped, most often reward: KeyError: 'answer' (1)",
+        "10 attempts failed, most often reward: KeyError: 'answer' (9); "
+        "1 items dropped, most often reward: KeyError: 'answer' (1)",
+    ]
+
+
+def test_the_panel_and_the_line_of_a_version_count_failures(tmp_path: Path) -> None:
+    shown = display(tmp_path, terminal=True)
+    with shown.shown():
+        write(tmp_path, {**FULL, "buffer/failed": 12, "buffer/dropped": 3})
+        shown.state = state(failed={"reward: [KeyError]": 12}, dropped={})
+        shown.refresh()
+    text = said(shown)
+    assert "12 attempts failed, most often reward: [KeyError] (12)" in text
+    plain = display(tmp_path / "plain")
+    write(tmp_path / "plain", {**FULL, "buffer/failed": 12, "buffer/dropped": 3})
+    plain.refresh()
+    assert "failed 12  dropped 3" in said(plain)
+
+
+def state(**fields: dict[str, int]) -> State:
+    rest: dict[str, Any] = {"version": 0, "trained": -1, "counts": {}, "ages": {}, "servers": {}, "waiters": []}
+    return State(**rest, **fields, bytes_stored=0, errors=0)

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zmq
 
 from actors.watch import status
-from actors.watch.status import Wait, silent, waits
+from actors.watch.run_state import ask, silent, waits
+from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.message import pack, unpack
 from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome
 from configs.load import load, write
@@ -34,6 +37,8 @@ def state(waiters: list[Waiter], silent_s: float = 0.5) -> State:
         trained=6,
         counts={"leased": 12, "stored": 20, "trained": 224},
         dropped={"prompt of 2000 tokens": 3},
+        failed={"prompt: prompt of 2000 tokens": 3, "reward: [KeyError] 'answer'": 8},
+        lengths={"generated": [252, 1008, 20160, 10080, 252], "dropped: prompt of 2000 tokens": [3, 0, 0, 0, 0]},
         ages={0: 100, 1: 124},
         bytes_stored=1000,
         servers=servers,
@@ -87,15 +92,17 @@ def config(folder: Path, address: str) -> Config:
 def test_a_learner_waits_for_servers_with_leases_and_a_server_for_the_learner(tmp_path: Path) -> None:
     found = waits(state(WAITERS), config(tmp_path, "tcp://127.0.0.1:5600"))
     assert found == [
-        Wait("rollout-1", "the learner", "batch 7 must be formed first", 8.0),
-        Wait("learner", "rollout-0, rollout-2", "batch 7 has 20 of 32 groups", 3.25),
+        "rollout-1 for the learner, 8.0 s: batch 7 must be formed first",
+        "learner for rollout-0, rollout-2, 3.2 s: batch 7 has 20 of 32 groups",
     ]
 
 
 def test_nobody_waits_for_a_server_that_fell_silent(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:5600")
     assert silent(state([], silent_s=10.5), settings) == ["rollout-2"]
-    assert [wait.whom for wait in waits(state(WAITERS[:1], silent_s=10.5), settings)] == ["rollout-0"]
+    assert [line.partition(",")[0] for line in waits(state(WAITERS[:1], silent_s=10.5), settings)] == [
+        "learner for rollout-0"
+    ]
 
 
 def test_status_of_a_live_run(
@@ -108,6 +115,9 @@ def test_status_of_a_live_run(
     assert "version 0 of 60" in said and "batch 7 is next, 7 trained" in said
     assert "rollout-0, rollout-2" in said and "3.2 s" in said and "batch 7 has 20 of 32 groups" in said
     assert "dropped 3: prompt of 2000 tokens" in said
+    assert "failed attempts 8: reward: [KeyError] 'answer'" in said
+    assert "generated: 252 groups, 1008 samples, mean 20.0 tokens, 10.0 sampled, 25.0 % cut at the limit" in said
+    assert "ages of trained groups: 0 100, 1 124" in said
     assert "tokens_per_s 812" in said
 
 
@@ -125,11 +135,45 @@ def test_status_of_a_dead_run_tells_what_the_files_know(tmp_path: Path, capsys: 
     assert "v000020" in said and "learner.log" in said and "out of memory" in said
 
 
+def test_status_of_a_dead_run_reads_the_ledgers_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+    write(settings, settings.run.path / "config.yaml")
+    with closing(sqlite3.connect(settings.run.path / "buffer.sqlite")) as db:
+        db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
+        db.executescript("""
+            INSERT INTO batches VALUES (0, 1, 1, 2), (1, 0, 3, NULL);
+            INSERT INTO items VALUES (0, 0, 0, 'trained', '', 0, 's#1', 1, 1, 1, 0, 4, 80, 40, 1, 0, 0, 0, 0);
+            INSERT INTO items VALUES (1, 1, 0, 'leased', '', 1, 'rollout-0#f00', 2, 1, 1, -1, 0, 0, 0, 0, 0, 0, 0, 0);
+            INSERT INTO items VALUES (2, 2, 0, 'stored', '', 1, 's#1', 3, 1, 1, -1, 4, 80, 40, 1, 0, 0, 0, 1234);
+            INSERT INTO totals VALUES ('generated', '', 2, 8, 160, 80, 2), ('dropped', 'KeyError', 1, 0, 0, 0, 0);
+            INSERT INTO totals VALUES ('failed', 'reward: KeyError', 4, 0, 0, 0, 0), ('age', '0', 1, 4, 80, 40, 1);
+        """)
+        db.commit()
+    assert status.main([str(settings.run.path)]) == 1
+    said = capsys.readouterr().out
+    assert "batch 2 is next, 1 trained; 1,234 bytes" in said
+    assert "items: leased 1, stored 1, trained 1" in said and "ages of trained groups: 0 1" in said
+    assert "failed attempts 4: reward: KeyError" in said and "dropped 1: KeyError" in said
+    assert "generated: 2 groups, 8 samples, mean 20.0 tokens, 10.0 sampled, 25.0 % cut" in said
+    assert "rollout-0 " in said and "oldest_lease_s" in said
+
+
+def test_a_file_that_is_no_ledger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+    write(settings, settings.run.path / "config.yaml")
+    (settings.run.path / "buffer.sqlite").write_text("no ledger, but long enough to be looked at " * 9)
+    assert status.main([str(settings.run.path)]) == 1
+    assert "buffer.sqlite" in capsys.readouterr().out
+
+
 def test_status_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status.main([str(tmp_path)]) == 2
-    assert status.main([str(tmp_path / "nope.yaml")]) == 2
-    assert "no config.yaml" in capsys.readouterr().err
+    for nothing in (tmp_path, tmp_path / "nope.yaml"):
+        with pytest.raises(SystemExit) as ended:
+            status.main([str(nothing)])
+        assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "no config.yaml" in said and "nope.yaml: no such file" in said
 
 
 def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:
-    assert asyncio.run(status.ask(config(tmp_path, "tcp://127.0.0.1:9"), 0.2)) is None
+    assert asyncio.run(ask(config(tmp_path, "tcp://127.0.0.1:9"), 0.2)) is None

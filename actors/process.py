@@ -1,0 +1,60 @@
+"""A process of a run as `actors` describes it: its command, when to restart it, and the events in its life.
+
+Plain data that waits for nothing. `supervise/launch.py` makes a `Process` for each role, its keeper reports `Event`s,
+and the supervisor and the display consume them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Role = Literal["buffer", "learner", "rollout"]
+EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
+FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
+"""After an event of these kinds the process is not started again."""
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """When to start a failed process again: after `first_s`, doubled each time up to `most_s`.
+
+    The keeper gives up after `failures` failures in a row that each came within `fast_s` of the start.
+    """
+
+    first_s: float = 1.0
+    most_s: float = 60.0
+    fast_s: float = 60.0
+    failures: int = 6
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run as a plain command.
+
+    Example: `Process("rollout-0", "rollout", (python, "-m", "rollout", file, "--name", "rollout-0"), log, gpus=2)`.
+    """
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    log: Path
+    cwd: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 0
+    drain_s: float = 30.0
+    """Timeout between SIGTERM and SIGKILL when the process is drained."""
+    restarts: Restarts = Restarts()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a process; `number` grows from event to event. `code`: exit code of a process that ended.
+
+    Example: `Event(17, "line", "version 3 ...")`, `Event(18, "failed", "exit code 1 after 3 s; again in 2 s", 1)`.
+    """
+
+    number: int
+    kind: EventKind
+    text: str
+    code: int | None = None

@@ -1,0 +1,147 @@
+"""The state of a run for status, display and report: from its buffer if that answers, else from the buffer's file.
+
+Waits for nothing but the buffer's answer, `timeout_s` at most. Reading the SQLite file does not disturb a live buffer.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from buffer.curve import KeysError, client_keys_for
+from buffer.store.sqlite import reading
+from buffer.wire.connection import Connection, RefusedError
+from buffer.wire.protocol import State, Status
+from configs.entrypoint import BAD_INPUT
+from configs.load import read
+from configs.schema import Config
+
+LEASES = "SELECT server, COUNT(*), MAX(version), MIN(leased_at) FROM items WHERE state = 'leased' GROUP BY server"
+UNTRAINED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM items WHERE state IN ('stored', 'batched')"
+MISSED_HEARTBEATS = 5
+"""After so many the buffer ends a server's leases."""
+
+
+def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
+    """Config and folder of the run that `argv` names by its folder or by its config.
+
+    Ends the process as `configs.load.read` does: exit code 2 for bad input, 0 for `--help`.
+    """
+    folder = Path(argv[0]) if argv else Path()
+    if not argv or not folder.is_dir():
+        config = read(argv, prog)
+        return config, config.run.path
+    if not (folder / "config.yaml").exists():
+        print(f"{folder}: no config.yaml in it, so it is not a run's folder; name one, or its config", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    return read([str(folder / "config.yaml"), *argv[1:]], prog), folder
+
+
+async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
+    """The buffer's State; None if it does not answer in time, refuses an observer, or needs keys that are not here."""
+    address = config.buffer.address
+    try:
+        keys = client_keys_for(address, config.run.path)
+        async with asyncio.timeout(timeout_s), Connection(address, "status", "observer", keys=keys) as connection:
+            return await connection.expect(Status(), State)
+    except (TimeoutError, RefusedError, KeysError):
+        return None
+
+
+def stored(file: Path) -> State:
+    """The State that the SQLite file of a buffer holds. Its servers are those with leases; nobody waits.
+
+    Raises buffer.store.sqlite.StoreError for a file that is not a buffer's.
+    """
+    with closing(reading(file)) as db:
+        trained, version = db.execute(
+            "SELECT MAX(version) FILTER (WHERE trained), MAX(version) FROM batches"
+        ).fetchone()
+        counts = dict(db.execute("SELECT state, COUNT(*) FROM items GROUP BY state"))
+        leases = db.execute(LEASES).fetchall()
+        (untrained_bytes,) = db.execute(UNTRAINED_BYTES).fetchone()
+        totals = {(what, which): sums for what, which, *sums in db.execute("SELECT * FROM totals ORDER BY what, which")}
+
+    def groups_by(what: str) -> dict[str, int]:
+        return {which: sums[0] for (kind, which), sums in totals.items() if kind == what and sums[0]}
+
+    return State(
+        version=0 if version is None else version + 1,
+        trained=-1 if trained is None else trained,
+        counts=counts,
+        dropped=groups_by("dropped"),
+        failed=groups_by("failed"),
+        lengths={
+            f"{what}: {which}" if which else what: sums
+            for (what, which), sums in totals.items()
+            if what in ("generated", "trained", "dropped", "discarded")
+        },
+        ages=dict(sorted((int(age), groups) for age, groups in groups_by("age").items())),
+        bytes_stored=untrained_bytes,
+        servers={
+            server.partition("#")[0]: {
+                "version": newest,
+                "leases": count,
+                "stats": {"oldest_lease_s": time.time() - at},
+            }
+            for server, count, newest, at in leases
+        },
+        waiters=[],
+        errors=0,
+    )
+
+
+def waits(state: State, config: Config) -> list[str]:
+    """Who waits for whom, a line each, the longest wait first.
+
+    A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
+    learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
+    buffer says why. Example: `"learner for rollout-0, 3.2 s: batch 7 has 20 of 32 groups"`
+    """
+    gone = silent(state, config)
+    holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
+    servers = ", ".join(holding) or "any rollout server"
+    return [
+        f"{waiter.who} for {servers if waiter.kind == 'Take' else 'the learner'}, {waiter.seconds:.1f} s: {waiter.why}"
+        for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
+    ]
+
+
+def silent(state: State, config: Config) -> list[str]:
+    """Servers without a message for so long that their leases have ended."""
+    limit_s = MISSED_HEARTBEATS * config.rollout.heartbeat_s
+    return [name for name, server in state.servers.items() if float(server.get("silent_s", 0.0)) > limit_s]
+
+
+def failures(state: State) -> str:
+    """Failed attempts and dropped items of the run in one line, nothing if there are none.
+
+    Example: `"40 attempts failed, most often reward: KeyError: 'answer' (38); 9 items dropped, most often ... (9)"`
+    """
+    counted = (("attempts failed", state.failed), ("items dropped", state.dropped))
+    return "; ".join(f"{sum(of.values())} {what}, most often {_most_frequent(of)}" for what, of in counted if of)
+
+
+def _most_frequent(counts: dict[str, int]) -> str:
+    reason = max(counts, key=lambda reason: counts[reason])
+    return f"{reason} ({counts[reason]})"
+
+
+def ledger_lines(state: State) -> Iterator[str]:
+    """What became of the run's problems so far: batches, items, ages, lengths, failures."""
+    yield (
+        f"batch {state.version} is next, {state.trained + 1} trained; "
+        f"{state.bytes_stored:,} bytes of samples wait for training"
+    )
+    for name, counts in (("items", state.counts), ("ages of trained groups", state.ages)):
+        yield f"{name}: " + (", ".join(f"{key} {count}" for key, count in counts.items()) or "none")
+    for what, reasons in (("failed attempts", state.failed), ("dropped", state.dropped)):
+        yield from (f"{what} {count}: {reason}" for reason, count in reasons.items())
+    for what, (groups, samples, tokens, sampled, truncated) in state.lengths.items():
+        if samples:
+            yield (
+                f"{what}: {groups} groups, {samples} samples, mean {tokens / samples:.1f} tokens, "
+                f"{sampled / samples:.1f} sampled, {100 * truncated / samples:.1f} % cut at the limit"
+            )
