@@ -71,14 +71,14 @@ class Ledger:
         d is the version last heard from the server, in a new Ask or a heartbeat, but no more than the learner can have
         reached since it last restored. A parked Ask of a server that fell silent gets nothing.
         """
-        asker = self.state.servers.setdefault(server, ServerRecord(heard=now))
-        if request in asker.answered:
-            held = (self.state.items[item] for item in asker.leases.values())
+        record = self.state.servers.setdefault(server, ServerRecord(heard=now))
+        if request in record.answered:
+            held = (self.state.items[item] for item in record.leases.values())
             return [item.as_lease() for item in held if item.request == request]
-        asker.record_ask(request, version, now)
-        if not self._alive(asker, now):
+        record.record_ask(request, version, now)
+        if not self._alive(record, now):
             return []
-        dispatched = min(asker.version, self.state.ceiling)
+        dispatched = min(record.version, self.state.ceiling)
         work: list[Lease] = []
         for _ in range(min(room, self.room(dispatched))):
             item = self._next(server)
@@ -87,7 +87,7 @@ class Ledger:
             self.state.dispatch(item, server, dispatched, now, request)
             work.append(item.as_lease())
         if work:
-            asker.record_answer(request)
+            record.record_answer(request)
         return work
 
     def answered(self, server: str, request: int) -> bool:
@@ -142,7 +142,7 @@ class Ledger:
             self._end(item, reason, now, kind, permanent)
 
     def heartbeat(self, server: str, version: int, holding: Sequence[int], now: float) -> list[int]:
-        """The server lives and runs `version`; its leases go on. Returns the leases it works on in vain.
+        """The server is alive and runs `version`; its leases go on. Returns those of `holding` that are over.
 
         A lease older than `lease_s` that it does not hold never reached it, or was forgotten: it ends.
         """

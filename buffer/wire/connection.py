@@ -6,6 +6,7 @@ without a timeout; while the buffer cannot be reached it warns at growing interv
 """
 
 import asyncio
+import itertools
 import logging
 import struct
 import time
@@ -75,7 +76,7 @@ class Connection:
         self._hello = Hello(
             name=name, token=self.token, role=role, protocol=PROTOCOL, fingerprint=fingerprint, serves=serves
         )
-        self._hello_number = self._number = 0
+        self._hello_number, self._numbers = 0, itertools.count(1)
         self._pending: dict[int, tuple[Frame, asyncio.Future[Message]]] = {}
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
@@ -111,7 +112,7 @@ class Connection:
 
     async def __aexit__(self, *error: object) -> None:
         for _, answer in self._pending.values():
-            answer.cancel()  # there is no one to answer it; whoever still waits for it is cancelled too
+            answer.cancel()  # no answer will come; tasks that still wait for it are cancelled too
         for task in self._tasks:
             task.cancel()
         try:
@@ -126,7 +127,7 @@ class Connection:
         """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason."""
         if self._fatal:
             raise self._fatal
-        frame = pack(number := self._next(), message)
+        frame = pack(number := next(self._numbers), message)
         if self.welcome and len(frame) > self.welcome.max_message:
             limit = self.welcome.max_message / 2**20
             size = f"{type(message).__name__} of {len(frame) / 2**20:.1f} MiB"
@@ -152,10 +153,6 @@ class Connection:
             raise RefusedError(f"{type(message).__name__} was answered with {type(answer).__name__}")
         return answer
 
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
-
     def _send(self, frame: Frame) -> None:
         sent = self._socket.send(frame, zmq.DONTWAIT)  # with DONTWAIT it is done at once
         assert isinstance(sent, asyncio.Future)
@@ -167,7 +164,7 @@ class Connection:
         """On a new connection, to a buffer that does not know us, or again since no answer came."""
         self._welcomed.clear()
         self._lost.set()
-        self._hello_number = self._next()
+        self._hello_number = next(self._numbers)
         self._send(pack(self._hello_number, self._hello))
 
     async def _read(self) -> None:

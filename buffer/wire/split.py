@@ -33,10 +33,10 @@ def parts(
     """The parts of batch `version`: `groups` are (item, dispatch version, packed samples with their figures), in the
     batch's order; `failed` attempts and `dropped` items are those of the run so far."""
     samples: list[dict[str, Any]] = []
-    facts: list[SampleStats] = []
+    stats: list[SampleStats] = []
     for item, dispatched, group in groups:
-        rewards = [fact.reward for _, fact in group]
-        facts += [fact for _, fact in group]
+        rewards = [one.reward for _, one in group]
+        stats += [one for _, one in group]
         samples += [
             {"item": item, "index": index, "dispatched": dispatched, "rewards": rewards, "sample": data}
             for index, (data, _) in enumerate(group)
@@ -50,11 +50,11 @@ def parts(
                 "samples": [samples[position] for position in positions],
                 "total_groups": len(groups),
                 "total_samples": len(samples),
-                "total_tokens": sum(fact.tokens for fact in facts),
-                "total_sampled": sum(fact.sampled for fact in facts),
+                "total_tokens": sum(one.tokens for one in stats),
+                "total_sampled": sum(one.sampled for one in stats),
                 "failed": failed,
                 "dropped": dropped,
             }
         )
-        for rank, positions in enumerate(cut([fact.tokens for fact in facts], world))
+        for rank, positions in enumerate(cut([one.tokens for one in stats], world))
     ]

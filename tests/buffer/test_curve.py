@@ -1,4 +1,4 @@
-"""Who may connect: on loopback everybody, beyond it whoever has the run's keys."""
+"""Who may connect: on loopback everybody, beyond it only clients with the run's keys."""
 
 import asyncio
 import subprocess

@@ -280,8 +280,8 @@ def test_failures_are_counted_by_kind_and_reason_and_named_while_they_last() -> 
     (it,) = ledger.ask("a", 0, 1, 0.0)
     ledger.fail("a", it.item, it.lease, "draining", 0.0, returned=True)
     assert ledger.failed() == {"reward: ZeroDivisionError: no": 3} and ledger.counts()["dropped"] == 1
-    told = "; 3 attempts failed since the start, most often reward: ZeroDivisionError: no"
-    assert reasons.for_batch(ledger).endswith(told) and reasons.for_work(ledger, "a").endswith(told)
+    sentence = "; 3 attempts failed since the start, most often reward: ZeroDivisionError: no"
+    assert reasons.for_batch(ledger).endswith(sentence) and reasons.for_work(ledger, "a").endswith(sentence)
     assert ledger.finished() is False and "dropped" in str(ledger.put("a", 0, it.lease - 2, GROUP, 0.0))
     put(ledger, "a", *ledger.ask("a", 0, 1, 0.0))
     ledger.take(0)
@@ -428,7 +428,7 @@ def test_a_group_that_went_back_with_the_learner_counts_from_its_oldest_token() 
     assert late.item in train(ledger, 3).items and ledger.ages()[2] == 1
 
 
-def test_an_item_given_back_unharmed_has_cost_no_attempt() -> None:
+def test_an_item_that_was_returned_has_cost_no_attempt() -> None:
     ledger = Ledger(100, groups=1, max_staleness=0, attempts=1)
     for _ in range(3):
         (it,) = ledger.ask("a", 0, 1, 0.0)
@@ -453,7 +453,9 @@ def test_a_group_that_went_back_too_far_is_dispatched_again_as_after_any_failure
         ledger.take(version)
     (again,) = ledger.ask("a", 3, 1, 0.0)
     assert again.item == late.item
-    assert ledger.put("a", again.item, again.lease, sampled_under(0), 0.0)  # a server that errs for ever ends nothing
+    assert ledger.put(
+        "a", again.item, again.lease, sampled_under(0), 0.0
+    )  # a server that always errs cannot stop the run
     assert [reason.split(",")[0] for reason in ledger.dropped()] == ["sampled under version 0"]
 
 

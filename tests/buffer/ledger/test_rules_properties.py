@@ -37,7 +37,7 @@ class Rollout:
     work: dict[int, Lease] = field(default_factory=dict)
     """By lease; what it may not know to be over."""
     old: list[Lease] = field(default_factory=list)
-    """What it has delivered or was told to be over."""
+    """Leases that it delivered, or that the ledger said are over."""
     sampled: dict[int, int] = field(default_factory=dict)
     """By lease: the oldest version that it has had since it began."""
 
@@ -134,13 +134,13 @@ class Run(RuleBasedStateMachine):
         it = rollout.work.pop(sorted(rollout.work)[which % len(rollout.work)])
         rollout.old.append(it)
         oldest = rollout.sampled[it.lease]
-        facts = (SampleStats(8, 5, 0.0, oldest=oldest), SampleStats(9, 6, 0.0 if flat else 1.0, oldest=self.learner))
-        answer = self.ledger.put(name, it.item, it.lease, facts, self.now)
+        stats = (SampleStats(8, 5, 0.0, oldest=oldest), SampleStats(9, 6, 0.0 if flat else 1.0, oldest=self.learner))
+        answer = self.ledger.put(name, it.item, it.lease, stats, self.now)
         if answer is None:
             self.oldest[it.item] = oldest
         self.commit()
         for _ in range(repeats):
-            assert self.ledger.put(name, it.item, it.lease, facts, self.now) == answer
+            assert self.ledger.put(name, it.item, it.lease, stats, self.now) == answer
 
     def alive(self, name: str) -> bool:
         return self.now < self.heard.get(name, -LEASE_S) + LEASE_S

@@ -3,11 +3,11 @@
 from buffer.ledger.types import SampleStats
 from buffer.store.cache import GroupCache
 
-FACTS = SampleStats(4, 2, 1.0)
+STATS = SampleStats(4, 2, 1.0)
 
 
 def group(size: int) -> list[tuple[bytes, SampleStats]]:
-    return [(bytes(size), FACTS), (bytes(size), FACTS)]
+    return [(bytes(size), STATS), (bytes(size), STATS)]
 
 
 def test_the_oldest_make_room() -> None:

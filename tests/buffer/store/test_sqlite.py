@@ -74,7 +74,7 @@ def test_everything_is_read_back_from_the_file(tmp_path: Path) -> None:
         assert {e.number: e.row_values() for e in saved.items} == {
             e.number: e.row_values() for e in ledger.items.values()
         }
-    states = {entry.number: entry.state for entry in saved.items}
+    states = {item.number: item.state for item in saved.items}
     assert states == {0: "batched", 1: "batched", 2: "batched", 3: "batched", 4: "stored", 5: "leased"}
     assert isinstance(saved.items[0], ItemState) and saved.totals[("trained", "")] == Lengths(2, 4, 44, 28, 2)
 

@@ -61,7 +61,7 @@ from tests.harness.buffer_process import (
 
 
 class Wire:
-    """A bare socket that says exactly what it is told to: repetitions, reorderings, nonsense."""
+    """A bare socket that sends exactly what a test wants: repetitions, reorderings, nonsense."""
 
     def __init__(self, address: str, identity: bytes = b"wire") -> None:
         self.context = zmq.asyncio.Context()
@@ -118,7 +118,7 @@ def items_of(part: Part) -> list[int]:
 
 
 @in_loop
-async def test_a_stranger_is_told_to_say_hello_first():
+async def test_a_process_that_is_not_registered_must_say_hello_first():
     async with buffer() as it, Wire(it.address) as wire:
         assert await wire.ask(1, Ask(request=1, version=0, room=1)) == NotRegistered()
         await wire.ask(2, hello())
@@ -245,7 +245,7 @@ async def test_a_take_waits_for_its_batch_and_each_rank_gets_its_part():
 
 
 @in_loop
-async def test_leases_end_by_the_clock_and_wake_whoever_waits_for_work():
+async def test_leases_end_by_the_clock_and_wake_the_ask_that_waits_for_work():
     async with (
         buffer(make_requests(max_staleness=0, lease_s=1.0)) as it,
         Wire(it.address) as silent,
@@ -351,6 +351,25 @@ async def test_a_repeated_take_is_parked_once():
         number, part = await learner.hear()
         assert (number, type(part)) == (2, Part)
         assert await learner.silent()
+
+
+@in_loop
+async def test_failures_reach_the_state_the_part_and_the_line_that_says_what_a_batch_waits_for():
+    async with (
+        buffer(make_requests(attempts=1)) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        taking = asyncio.create_task(take(learner, 0))
+        broken, *items = await samples.ask(3)
+        await samples.fail(broken, "ZeroDivisionError: division by zero", kind="reward")
+        state = await learner.expect(Status(), State)
+        assert state.failed == {"reward: ZeroDivisionError: division by zero": 1}
+        assert state.dropped == {"ZeroDivisionError: division by zero": 1}
+        assert "1 attempts failed since the start, most often reward: ZeroDivisionError" in state.waiters[0].why
+        await make_groups(samples, items)
+        part = await taking
+        assert (part.failed, part.dropped) == (1, 1)
 
 
 @in_loop
