@@ -33,7 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from learner.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, LossInputs
+from configs.schema import AlgorithmConfig
+from learner.algorithms.advantages import ADVANTAGES
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES
 
 RESULTS = Path(__file__).parent / "results"
 AGES = (0, 1, 4, 16, 64)

@@ -50,14 +50,14 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
 
 def sharded(folder: Path, mesh: DeviceMesh, device: torch.device) -> tuple[PreTrainedModel, Costs]:
     """The model with random weights, under FSDP2; and what a token costs."""
-    model = loading.skeleton(ModelConfig(path=str(folder)), "sdpa")
+    model = loading.build_on_meta(ModelConfig(path=str(folder)), "sdpa")
     costs = Costs.of(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in loading.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    loading.draw(model, device)
+    loading.init_random(model, device)
     return model, costs
 
 

@@ -47,7 +47,7 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
         small = batch(policy, mesh, warm, 0, len(rows))
         profile(lambda: algorithm.step(policy, small))
     told = {"rows": rows, "budget": algorithm.budget, "loaded_s": loaded, "attention": policy.attention}
-    return told | summed(rows, mesh, expected) | {"estimate": expected.words(algorithm.budget)}
+    return told | summed(rows, mesh, expected) | {"estimate": expected.describe(algorithm.budget)}
 
 
 def tokens(learner: LearnerConfig, expected: Estimate, gpu: bool) -> int:

@@ -38,7 +38,7 @@ def live(folder: Path, mesh: DeviceMesh, stop: int) -> None:
         figures = algorithm.step(policy, world.cut(world.make_samples(version), version, [24], 0))
         with (folder / "losses.jsonl").open("a") as file:
             file.write(json.dumps([version, figures["loss"], figures["gradient/norm"]]) + "\n")
-        checkpoints.save(policy, version + 1)
+        checkpoints.save(policy, version + 1, figures["reward/mean"])
     checkpoints.close()
 
 

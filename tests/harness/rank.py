@@ -1,4 +1,4 @@
-"""One rank of a world of several, started by `tests.learner.world.together`."""
+"""One rank of several, started by `tests.harness.world.together`."""
 
 import json
 import os
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from configs.schema import AlgorithmConfig, ModelConfig
-from learner import collectives, watchdog
+from learner import watchdog
 from learner.checkpoint import Checkpoints
+from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
 from tests.harness import world
@@ -65,7 +66,7 @@ def run(folder: Path, mesh: Any, rank: int, start: int, stop: int, cuts: list[in
         part = world.cut(world.make_samples(version), version, cuts, rank)
         figures = algorithm.step(policy, part)
         records.append({name: value for name, value in figures.items() if not name.startswith("time/")})
-        checkpoints.save(policy, version + 1)
+        checkpoints.save(policy, version + 1, figures["reward/mean"])
     checkpoints.close()
     return {"records": records, "weights": world.weights(policy)}
 
@@ -86,7 +87,7 @@ def dawdle() -> None:
 if __name__ == "__main__":
     case, folder, arguments = sys.argv[1:]
     torch.set_num_threads(1)
-    watchdog.record()
+    watchdog.enable_flight_recorder()
     if json.loads(arguments).get("device") == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group(

@@ -10,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms import (
-    LOSSES,
-    AlgorithmConfig,
-    LossInputs,
-    combine,
-    m2_limit,
-    m2_squares,
-    needs_entropy_gradient,
-    needs_first_pass,
-    needs_reference,
-)
+from configs.schema import AlgorithmConfig
+from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.diagnostics import combine
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES, needs_entropy_gradient, needs_first_pass, needs_reference
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "dppo": {"loss": "dppo", "is_cap": 1.5},

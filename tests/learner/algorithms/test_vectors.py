@@ -8,27 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms import (
-    ADVANTAGES,
-    LOSSES,
-    AlgorithmConfig,
-    LossInputs,
-    m2_limit,
-    m2_squares,
-    soft_overlong,
-    summary,
-)
-from learner.algorithms.advantages import group_mean
+from configs.schema import AlgorithmConfig
+from learner.algorithms.advantages import ADVANTAGES, group_mean, soft_overlong
 from learner.algorithms.corrections import (
     behaviour_weight,
     log_linear_proximal,
+    m2_limit,
+    m2_squares,
     off_policy_sequences,
     outside_trust_region,
     reference_kl,
     tapered_weight,
 )
-from learner.algorithms.diagnostics import mismatch_sums
-from learner.algorithms.inputs import aggregation_weights
+from learner.algorithms.diagnostics import mismatch_sums, summary
+from learner.algorithms.inputs import LossInputs, aggregation_weights
+from learner.algorithms.losses import LOSSES
 
 VECTORS = json.loads((Path(__file__).parent / "loss_vectors.json").read_text())
 CASES, GIVEN = VECTORS["cases"], VECTORS["inputs"]

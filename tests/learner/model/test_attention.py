@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.model import attention, loading
-from learner.train.batch import lay
+from learner.model.microbatch import lay_out
 from tests.harness.world import VOCABULARY, plain, policy_of, tiny_model
 
 LENGTHS = (5, 9, 1, 2, 7)
@@ -22,7 +22,7 @@ def documents() -> list[list[int]]:
 
 def packed(texts: list[list[int]]):
     ones, zeros = ([[number] * len(ids) for ids in texts] for number in (1, 0))
-    return lay(texts, ones, zeros, zeros, list(range(len(texts))))
+    return lay_out(texts, ones, zeros, zeros, list(range(len(texts))))
 
 
 def padded_scores(model, texts: list[list[int]], temperature: float) -> torch.Tensor:
@@ -40,7 +40,7 @@ def padded_scores(model, texts: list[list[int]], temperature: float) -> torch.Te
 @pytest.mark.parametrize("name", attention.ATTENTIONS)
 def test_transformers_builds_a_model_with_each(name: str, tmp_path: Path) -> None:
     """It must not take one of ours for a kernel of its own, which it would look for, and not find."""
-    model = loading.skeleton(tiny_model(tmp_path), attention.registered(name))
+    model = loading.build_on_meta(tiny_model(tmp_path), attention.registered(name))
     assert model.config._attn_implementation == attention.registered(name)
 
 
@@ -134,18 +134,18 @@ def test_auto_passes_a_kernel_that_does_not_load_and_says_so(
     importlib.invalidate_caches()
     for loaded in [loaded for loaded in sys.modules if loaded.startswith("flash_attn")]:
         monkeypatch.delitem(sys.modules, loaded)
-    attention._broken.cache_clear()  # also for those after this one: what it says is of this package only
+    attention._import_failure.cache_clear()  # also for those after this one: what it says is of this package only
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = torch.device("cuda", 0)
     assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
     assert "flash_attn.cute is installed and does not load (ModuleNotFoundError: No module named" in caplog.text
     with pytest.raises(ValueError, match=r"flash4 is installed and does not load .*; use auto"):
         attention.choose("flash4", gpu, torch.bfloat16)
-    attention._broken.cache_clear()
+    attention._import_failure.cache_clear()
     (package / "__init__.py").write_text("flash_attn_varlen_func = None")
     assert attention.choose("auto", gpu, torch.bfloat16) == "flash4"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
     with pytest.raises(ValueError, match=r"flash4 needs a Hopper GPU or a later one; use auto"):
         attention.choose("flash4", gpu, torch.bfloat16)
-    attention._broken.cache_clear()
+    attention._import_failure.cache_clear()
