@@ -86,7 +86,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:
-    """Set this process's threads, seed and GPU; returns its own device. Raises ConfigError for an unusable attention."""
+    """Set this process's threads, seed and GPU; returns its own device. Raises ConfigError as `choose_device` does."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.learner.threads or device.type == "cpu":
         torch.set_num_threads(config.learner.threads or max(torch.get_num_threads() // local_ranks, 1))
@@ -102,7 +102,7 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """The default process group; gloo beside NCCL, for CPU tensors. Destroyed only without error: a failed rank exits."""
+    """The default process group, with gloo for CPU tensors. Not destroyed after an error: a failed rank just exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()

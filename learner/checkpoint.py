@@ -138,7 +138,7 @@ class Checkpoints:
         return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "version": torch.tensor(version)}
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
-        """Remove what a killed process left behind; then whether three fp32 copies, and the export's one, fit the disk."""
+        """Remove what a killed process left; then whether the disk has space for three fp32 copies and the export."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in [*self.folder.glob("v*.tmp"), *self.folder.glob("v*.old")]:
             shutil.rmtree(leftover)

@@ -24,7 +24,7 @@ from learner.algorithms.losses import LOSSES
 from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""(states, targets) -> loss."""
+"""(hidden states, targets) -> loss."""
 OPTIONS = HeadOptions(chunk_size=4096)
 TOKENS = {"cuda": (4096, 16384, 32768), "cpu": (64, 128)}
 
@@ -45,7 +45,7 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def contenders(weight: Tensor) -> dict[str, Head]:
-    """By name."""
+    """The heads to compare, by name."""
     default = policy_loss(max(TOKENS[weight.device.type]), weight.device)
 
     def ours(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -64,29 +64,28 @@ def contenders(weight: Tensor) -> dict[str, Head]:
     if find_spec("liger_kernel") is None:
         print("head: liger-kernel is not installed", flush=True)
         return heads
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # a rival, not a part of ours
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # a competitor, not a dependency
 
     liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return heads | {"liger": lambda hidden, targets: liger(weight, hidden, targets)}
 
 
 def policy_loss(tokens: int, device: torch.device) -> Callable[[Tensor, Tensor, slice], Tensor]:
-    """The learner's default loss, of random advantages."""
+    """The learner's default loss, with random advantages."""
     config = AlgorithmConfig()
     behaviour, advantages = torch.randn(2, tokens, device=device).unbind()
     sampled = torch.ones(tokens, dtype=torch.bool, device=device)
     sequence = torch.zeros(tokens, dtype=torch.int64, device=device)
 
     def loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
-        facts = (x[chunk] for x in (behaviour, advantages, sampled, sequence))
-        inputs = LossInputs(logprobs, *facts, num_sequences=1, num_tokens=tokens)
+        inputs = LossInputs(logprobs, behaviour[chunk], advantages[chunk], sampled[chunk], sequence[chunk], 1, tokens)
         return LOSSES[config.loss].of_tokens(inputs, config)
 
     return loss
 
 
 def timed(head: Head, hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[float, float]:
-    """Milliseconds of one pass, and GiB at its fullest beyond what was there."""
+    """Milliseconds of one forward and backward pass, and its peak GiB beyond what was allocated before."""
     gpu = hidden.is_cuda
     if gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -18,19 +18,17 @@ def ratio(new: Tensor, old: Tensor) -> Tensor:
     return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def outside_trust_region(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float | None, high: float | None
-) -> Tensor:
+def outside_trust_region(inputs: LossInputs, low: float | None, high: float | None) -> Tensor:
     """Where a probability has moved in its advantage's direction by more than the bound (DPPO, arXiv:2602.04879).
 
     One-sided binary total variation of a token: pi - mu > high for A > 0, mu - pi > low for A < 0; None means no bound.
     """
-    moved = logprobs.detach().exp() - behaviour.exp()
+    moved = inputs.policy_logprobs.detach().exp() - inputs.behaviour.exp()
     outside = torch.zeros_like(moved, dtype=torch.bool)
     if high is not None:
-        outside = outside | ((advantages > 0) & (moved > high))
+        outside = outside | ((inputs.advantages > 0) & (moved > high))
     if low is not None:
-        outside = outside | ((advantages < 0) & (moved < -low))
+        outside = outside | ((inputs.advantages < 0) & (moved < -low))
     return outside
 
 
@@ -38,18 +36,21 @@ def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
     """Tokens of samples with A < 0 whose mean log mu - log pi exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
     if delta is None:
         return torch.zeros_like(inputs.sampled)
-    drift = inputs.sequence_mean((inputs.behaviour - inputs.policy_logprobs).detach())
+    drift = inputs.sequence_mean(-inputs.log_ratio.detach())
     return (inputs.advantages < 0) & (drift > delta)
 
 
-def log_linear_proximal(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
+def log_linear_proximal(inputs: LossInputs) -> Tensor:
     """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
 
     log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1], 0 for tokens fresh at v.
+    Raises ValueError without versions.
     """
-    age = (version - versions).clamp(min=1)
-    alpha = (age - 1).to(logprobs.dtype) / age
-    return behaviour + alpha * (logprobs.detach() - behaviour)
+    if inputs.versions is None:
+        raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")
+    age = (inputs.version - inputs.versions).clamp(min=1)
+    alpha = (age - 1).to(inputs.behaviour.dtype) / age
+    return inputs.behaviour + alpha * inputs.log_ratio.detach()
 
 
 def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -61,25 +62,20 @@ def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float 
 
 
 def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor]:
-    """1 for positive samples, else pi/mu of the sample clamped to [0, 1]; and where clamped (TOPR, arXiv:2503.14286)."""
-    log_ratio = inputs.per_sequence((inputs.policy_logprobs - inputs.behaviour).detach())[inputs.sequence]
+    """1 for positive samples, else pi/mu of the sample, at most 1; and where it was larger (TOPR, arXiv:2503.14286)."""
+    log_ratio = inputs.per_sequence(inputs.log_ratio.detach())[inputs.sequence]
     return torch.where(positive, 1, log_ratio.clamp(max=0).exp()), ~positive & (log_ratio > 0)
-
-
-def m2_tokens(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:
-    """Where the ratio has already moved in the advantage's direction: the tokens that M2PO may drop."""
-    return (advantages * (logprobs - behaviour)).detach() > 0
 
 
 def m2_squares(inputs: LossInputs) -> Tensor:
     """Squared log-ratios of the tokens that M2PO may drop, to be gathered from all microbatches: [tokens] float.
 
-    inf for all other tokens: they never fit the budget, and unlike a boolean selection this does not synchronise with
-    the GPU. `inputs.policy_logprobs` may come from any forward pass with the weights at the start of the step.
+    Those are the tokens whose ratio has already moved in the advantage's direction. inf for all others: they never fit
+    the budget, and unlike a boolean selection this does not synchronise with the GPU. `inputs.policy_logprobs` may come
+    from any forward pass with the weights at the start of the step.
     """
-    inputs = inputs.clean()
-    chosen = m2_tokens(inputs.policy_logprobs, inputs.behaviour, inputs.advantages)
-    return torch.where(chosen, (inputs.policy_logprobs - inputs.behaviour).detach() ** 2, torch.inf)
+    log_ratio = inputs.log_ratio.detach()
+    return torch.where(inputs.advantages * log_ratio > 0, log_ratio**2, torch.inf)
 
 
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
@@ -92,11 +88,6 @@ def m2_limit(squares: Tensor, budget: float) -> Tensor:
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)
     padded = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
     return padded.gather(0, (means <= budget).sum(0, keepdim=True)).squeeze(0)
-
-
-def behaviour_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """(log pi - log mu)^2 of each token, also of masked ones: pulls the learner towards the data (prime-rl)."""
-    return (logprobs - behaviour) ** 2
 
 
 def reference_kl(logprobs: Tensor, behaviour: Tensor, reference: Tensor, cap: float) -> Tensor:

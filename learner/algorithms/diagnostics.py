@@ -28,7 +28,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
     With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
     """
-    log_ratio = (inputs.policy_logprobs - inputs.behaviour).detach().double()
+    log_ratio = inputs.log_ratio.detach().double()
     sampled = inputs.sampled.double()
     weight = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() * sampled
     k3 = torch.expm1(log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)) - log_ratio

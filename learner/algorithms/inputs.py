@@ -51,7 +51,12 @@ class LossInputs:
     sequence_tokens: Tensor | None = None
     """int64: sampled tokens of the token's sample. None: counted here, correct only if the sample is whole."""
     m2_limit: Tensor | None = None
-    """[] float: `corrections.m2_limit` of the whole batch. None: of this microbatch, correct only if it is the batch."""
+    """[] float: `corrections.m2_limit` of the whole batch. None: of this microbatch, correct if it is the batch."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi - log mu, with gradient: [tokens]."""
+        return self.policy_logprobs - self.behaviour
 
     def clean(self) -> "LossInputs":
         """The same with zeros (for versions: the version being trained) at all tokens that were not sampled."""

@@ -32,9 +32,7 @@ class TokenLosses(NamedTuple):
 def dppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's one-sided total-variation trust region (arXiv:2602.04879)."""
     loss, _, capped = cispo(inputs, config)
-    masked = corrections.outside_trust_region(
-        inputs.policy_logprobs, inputs.behaviour, inputs.advantages, config.tv_low, config.tv_high
-    )
+    masked = corrections.outside_trust_region(inputs, config.tv_low, config.tv_high)
     return TokenLosses(torch.where(masked, 0, loss), masked, capped & ~masked)
 
 
@@ -57,18 +55,13 @@ def ppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     """sg(prox/mu) times PPO's loss with ratio pi/prox (Hilton, arXiv:2110.00641; AReaL, arXiv:2505.24298 eq. 5)."""
     if config.proximal == "loglinear":
-        if inputs.versions is None:
-            raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")
-        proximal = corrections.log_linear_proximal(
-            inputs.policy_logprobs, inputs.behaviour, inputs.versions, inputs.version
-        )
+        proximal = corrections.log_linear_proximal(inputs)
     else:
         proximal = (inputs.policy_logprobs if inputs.proximal is None else inputs.proximal).detach()
-    weight, beyond = corrections.behaviour_weight(
-        proximal, inputs.behaviour, config.behaviour_mode, config.behaviour_cap
-    )
+    mode, cap = config.behaviour_mode, config.behaviour_cap
+    weight, beyond = corrections.behaviour_weight(proximal, inputs.behaviour, mode, cap)
     loss, masked, _ = _clipped(corrections.ratio(inputs.policy_logprobs, proximal), inputs.advantages, config)
-    if config.behaviour_mode == "mask":
+    if mode == "mask":
         return TokenLosses(torch.where(beyond, 0, weight * loss), masked | beyond, _none(loss))
     return TokenLosses(weight * loss, masked, beyond & ~masked)
 
@@ -79,20 +72,16 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     Always a mean over samples, regardless of `aggregation`. The gradient reaches each token through log pi - sg(log
     pi).
     """
-    log_ratio = inputs.sequence_mean((inputs.policy_logprobs - inputs.behaviour).detach())
+    log_ratio = inputs.sequence_mean(inputs.log_ratio.detach())
     sequence_ratio = (log_ratio + inputs.policy_logprobs - inputs.policy_logprobs.detach()).clamp(max=10).exp()
     return _clipped(sequence_ratio, inputs.advantages, config)
 
 
 def m2po(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """-keep A rho; keep drops the largest (log rho)^2 until their mean fits the budget (arXiv:2510.01161 Algorithm 1)."""
-    limit = (
-        corrections.m2_limit(corrections.m2_squares(inputs), config.m2_budget)
-        if inputs.m2_limit is None
-        else inputs.m2_limit
-    )
-    squares = (inputs.policy_logprobs - inputs.behaviour).detach() ** 2
-    dropped = corrections.m2_tokens(inputs.policy_logprobs, inputs.behaviour, inputs.advantages) & (squares >= limit)
+    """-keep A rho; drops the largest (log rho)^2 until their mean is in budget (arXiv:2510.01161 Algorithm 1)."""
+    squares = corrections.m2_squares(inputs)
+    limit = corrections.m2_limit(squares, config.m2_budget) if inputs.m2_limit is None else inputs.m2_limit
+    dropped = (squares >= limit) & squares.isfinite()
     loss = -inputs.advantages * corrections.ratio(inputs.policy_logprobs, inputs.behaviour)
     return TokenLosses(torch.where(dropped, 0, loss), dropped, _none(loss))
 
@@ -126,10 +115,10 @@ def _none(like: Tensor) -> Tensor:
 
 
 def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Terms added to the policy loss of each token, masked or not: [tokens] each. Raises ValueError for a missing input."""
+    """Terms added to the loss of each token, masked or not: [tokens] each. Raises ValueError for a missing input."""
     terms: dict[str, Tensor] = {}
     if config.behaviour_kl > 0:
-        terms["behaviour_kl"] = config.behaviour_kl * corrections.behaviour_kl(inputs.policy_logprobs, inputs.behaviour)
+        terms["behaviour_kl"] = config.behaviour_kl * inputs.log_ratio**2  # pulls towards the data (prime-rl)
     if config.reference_kl > 0:
         if inputs.reference is None:
             raise ValueError(f"algorithm.reference_kl is {config.reference_kl}, but LossInputs has no reference")

@@ -108,7 +108,7 @@ def flash(
 def flash4(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> AttentionOutput:
-    """FlashAttention 4, for Hopper and later; shapes as in `flash`. It has a compiler of its own, so torch's skips it."""
+    """FlashAttention 4, for Hopper and later; shapes as in `flash`. It compiles itself: torch's compiler skips it."""
     from flash_attn.cute import flash_attn_varlen_func
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

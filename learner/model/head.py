@@ -16,6 +16,10 @@ ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd."""
 
 
+ChunkGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Of a chunk: log-normalisers, entropies, gradient with respect to log-probabilities and, if wanted, to entropies."""
+
+
 class HeadOptions(NamedTuple):
     """How the head computes."""
 
@@ -75,22 +79,14 @@ class _RecomputedLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, norms, entropy = ctx.saved_tensors
-        options: HeadOptions = ctx.options
         grad_logprob, grad_entropy = (grad.contiguous() for grad in grads)
-        dtype = _precision(hidden)
-        wide = _widened(weight, dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        for chunk in _chunks(len(hidden), options.chunk_size):
-            z = _matmul(hidden[chunk], wide.T, dtype)
-            known = targets[chunk], norms[chunk], entropy[chunk]
-            by_chunk = grad_logprob[chunk], grad_entropy[chunk] if options.entropy_gradient else None
-            dz = _logit_gradient(z, *known, *by_chunk, options.temperature, wide.dtype)
-            del z
-            grad_hidden[chunk] = dz @ wide
-            _add_matmul(grad_weight, dz.T, hidden[chunk])
-            del dz
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        options: HeadOptions = ctx.options
+
+        def of_chunk(z: Tensor, chunk: slice) -> ChunkGradients:
+            wanted = grad_entropy[chunk] if options.entropy_gradient else None
+            return norms[chunk], entropy[chunk], grad_logprob[chunk], wanted
+
+        return *_input_gradients(hidden, weight, targets, options, of_chunk), None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -103,20 +99,14 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype = _precision(hidden)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
         total = logprobs.new_zeros(())
-        wide = _widened(weight, dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        for chunk in _chunks(len(hidden), options.chunk_size):
-            z = _matmul(hidden[chunk], wide.T, dtype)
+
+        def of_chunk(z: Tensor, chunk: slice) -> ChunkGradients:
             logprobs[chunk], norms, entropy[chunk] = _logprob_forward(z, targets[chunk], options.temperature)
             value, grads = _loss_gradient(loss, logprobs[chunk], entropy[chunk], chunk, options.entropy_gradient)
-            total += value
-            dz = _logit_gradient(z, targets[chunk], norms, entropy[chunk], *grads, options.temperature, wide.dtype)
-            del z
-            grad_hidden[chunk] = dz @ wide
-            _add_matmul(grad_weight, dz.T, hidden[chunk])
-            del dz
-        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+            total.add_(value)
+            return norms, entropy[chunk], *grads
+
+        ctx.save_for_backward(*_input_gradients(hidden, weight, targets, options, of_chunk))
         ctx.mark_non_differentiable(logprobs, entropy)
         return logprobs, entropy, total
 
@@ -124,6 +114,28 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grads[2], grad_weight * grads[2], None, None, None
+
+
+def _input_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: HeadOptions,
+    of_chunk: Callable[[Tensor, slice], ChunkGradients],
+) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to `hidden` and `weight`; `of_chunk` gets the logits of each chunk."""
+    dtype = _precision(hidden)
+    wide = _widened(weight, dtype)
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    for chunk in _chunks(len(hidden), options.chunk_size):
+        z = _matmul(hidden[chunk], wide.T, dtype)
+        dz = _logit_gradient(z, targets[chunk], *of_chunk(z, chunk), options.temperature, wide.dtype)
+        del z  # before the next allocation
+        grad_hidden[chunk] = dz @ wide
+        _add_matmul(grad_weight, dz.T, hidden[chunk])
+        del dz
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 def _loss_gradient(

@@ -14,7 +14,7 @@ from configs.schema import ModelConfig
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """The model without storage, in fp32 and training mode. Dropout is off: log-probabilities must not depend on chance."""
+    """The model without storage, in fp32 and training mode; no dropout, which would randomise log-probabilities."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(config, name, 0):

@@ -106,7 +106,7 @@ class Algorithm:
         return total, loss(context.inputs(logprobs, entropy), self.config)[1]
 
     def shared_context(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in the order of `batch.rows`."""
+        """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`."""
         group_tokens = Counter[int]()
         for row in batch.rows:
             group_tokens[row.item] += row.sampled
@@ -121,7 +121,7 @@ class Algorithm:
         }
 
     def _advantages(self, batch: Batch) -> Tensor:
-        """Advantage of each of `batch.rows`: [samples] float32. Every rank computes all of them: it is cheap and exact."""
+        """Advantage of each of `batch.rows`: [samples] float32. Every rank computes all: it is cheap and exact."""
         config, rows = self.config, batch.rows
         rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         lengths = torch.tensor([row.sampled for row in rows])
@@ -133,9 +133,9 @@ class Algorithm:
         return advantages.float()
 
     def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """M2PO's limit over the whole batch, from one more forward pass. No other loss needs one (`needs_first_pass`)."""
+        """M2PO's limit over the whole batch, from one more forward pass; see `needs_first_pass`."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
-        squares = collectives.all_gather_ragged(torch.cat([m2_squares(each) for each in inputs]))
+        squares = collectives.all_gather_ragged(torch.cat([m2_squares(each.clean()) for each in inputs]))
         return m2_limit(torch.cat(squares), self.config.m2_budget)
 
 

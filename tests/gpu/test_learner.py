@@ -181,8 +181,8 @@ def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh) -> None:
     """Two ranks over NCCL against one, in fp32."""
     model = tiny_model(tmp_path / "model", tied=True)
     want = gradients(model, gpu)
-    told = {"device": "cuda", "long": 90, "algorithms": [world.ALGORITHM.model_dump(mode="json")]}
-    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], **told)
+    arguments = {"device": "cuda", "long": 90, "algorithms": [world.ALGORITHM.model_dump(mode="json")]}
+    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], **arguments)
     found = torch.load(tmp_path / "gradients.pt", map_location="cuda")
     assert len(found) == 2
     for got in found.values():

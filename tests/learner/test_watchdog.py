@@ -16,7 +16,7 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout:" in line]
     assert len(lines) == 1, lines
     assert "gloo:all_reduce" in lines[0] and "for rank 1, which has begun" in lines[0]
-    assert "rank.py" in lines[0] and "dawdle" in lines[0] and "learner.timeout_s is 2" in lines[0]
+    assert "rank.py" in lines[0] and "sleep_in_here" in lines[0] and "learner.timeout_s is 2" in lines[0]
     accounts = list((tmp_path / "logs").glob("flight-*.json"))
     assert accounts and json.loads(accounts[0].read_text())["entries"]
 

@@ -202,7 +202,7 @@ def test_parts_add_up(config: AlgorithmConfig, seed: int, cuts: list[bool], loca
     inputs = batch(seed)
     whole, gradient, sums = evaluate(inputs, config)
     side = torch.tensor(cuts)[inputs.sequence]
-    squares = [m2_squares(part(inputs, mask, local)) for mask in (side, ~side)]
+    squares = [m2_squares(part(inputs, mask, local).clean()) for mask in (side, ~side)]
     inputs = replace(inputs, m2_limit=m2_limit(torch.cat(squares), config.m2_budget))
     total, gradients, parts = torch.zeros(()).double(), torch.zeros_like(gradient), []
     for mask in (side, ~side):

@@ -44,7 +44,7 @@ def head(tokens: int, seed: int) -> Head:
     return hidden, weight, torch.randint(VOCABULARY, (tokens,), generator=draw)
 
 
-def told(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
+def step_inputs(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
     """A random batch as the step knows it, the head it goes through, and which tokens do.
 
     Of each sample the tokens are counted, and the limit of m2po is there; behaviour is as far from the learner as in
@@ -62,7 +62,7 @@ def told(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
         proximal=None if seed % 2 else inputs.proximal,
         sequence_tokens=inputs.lengths()[inputs.sequence].long(),
     )
-    return replace(inputs, m2_limit=m2_limit(m2_squares(inputs), config.m2_budget)), scored, parts
+    return replace(inputs, m2_limit=m2_limit(m2_squares(inputs.clean()), config.m2_budget)), scored, parts
 
 
 def taken(inputs: LossInputs, place: Tensor | slice, **changes: Tensor) -> LossInputs:
@@ -77,7 +77,7 @@ def taken(inputs: LossInputs, place: Tensor | slice, **changes: Tensor) -> LossI
 
 def differences(config: AlgorithmConfig, seed: int) -> tuple[float, float]:
     """Of loss, and of gradients of states and weight: whole against chunks of 3 tokens, relative to their size."""
-    inputs, scored, parts = told(seed, config)
+    inputs, scored, parts = step_inputs(seed, config)
     options = HeadOptions(TEMPERATURE, CHUNK, config.entropy_bonus > 0)
     some, blank = taken(inputs, scored), torch.zeros_like(inputs.policy_logprobs)
 
@@ -133,7 +133,9 @@ def test_no_loss_waits_for_the_device(config: AlgorithmConfig) -> None:
     inputs = replace(inputs, policy_logprobs=inputs.policy_logprobs.requires_grad_())
     hidden, weight, targets = head(5, 3)
     with Reads() as reads:
-        loss, _ = LOSSES[config.loss](replace(inputs, m2_limit=m2_limit(m2_squares(inputs), config.m2_budget)), config)
+        loss, _ = LOSSES[config.loss](
+            replace(inputs, m2_limit=m2_limit(m2_squares(inputs.clean()), config.m2_budget)), config
+        )
         loss.backward()
         chunked_loss(hidden, weight, targets, lambda lp, en, chunk: lp.sum() + en.sum(), HeadOptions(1.0, 2, True))[
             2

@@ -1,4 +1,4 @@
-"""Microbatches: nothing lost, nothing over budget, the same number on all ranks."""
+"""Microbatches: no sample lost, none over budget, the same number on all ranks."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_first_fit(lengths: list[int], budget: int) -> None:
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 50), quadratic=st.floats(0, 1), more=st.integers(0, 5))
-def test_spread(lengths: list[int], budget: int, quadratic: float, more: int) -> None:
+def test_balance(lengths: list[int], budget: int, quadratic: float, more: int) -> None:
     number = len(first_fit(lengths, budget)) + more
     bins = balance(lengths, budget, quadratic, number)
     assert len(bins) == number
@@ -34,15 +34,15 @@ def test_spread(lengths: list[int], budget: int, quadratic: float, more: int) ->
     assert costs == sorted(costs, reverse=True)
 
 
-def test_spread_is_by_cost_of_attention() -> None:
-    """One document of 40 tokens attends as much as sixteen of 10: by tokens alone it would get company."""
+def test_balance_counts_the_cost_of_attention() -> None:
+    """A document of 40 tokens costs as much attention as sixteen of 10; by tokens alone it would not be alone."""
     lengths = [40] + [10] * 8
     alone = next(chosen for chosen in balance(lengths, 80, 1.0, 2) if 0 in chosen)
     shared = next(chosen for chosen in balance(lengths, 80, 0.0, 2) if 0 in chosen)
     assert (len(alone), len(shared)) == (1, 3)
 
 
-def test_a_row_of_documents(mesh) -> None:
+def test_pack(mesh) -> None:
     samples = [Sample.unpack(entry.sample) for entry in make_samples()[:3]]
     row = pack([(sample, place) for place, sample in enumerate(samples)])
     starts = row.cu_seqlens.tolist()

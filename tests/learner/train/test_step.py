@@ -154,8 +154,8 @@ def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
     """Two processes over gloo against this one: even parts, uneven ones, and a rank without any sample."""
     model = tiny_model(tmp_path / "model", tied=True)
     want, _ = gradient(policy_of(model, mesh), 64)
-    cuts, told = [[12, 12], [20, 4], [24, 0], [0, 24]], [ALGORITHM.model_dump(mode="json")]
-    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6], algorithms=told)
+    cuts, algorithms = [[12, 12], [20, 4], [24, 0], [0, 24]], [ALGORITHM.model_dump(mode="json")]
+    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6], algorithms=algorithms)
     found = torch.load(tmp_path / "gradients.pt")
     assert len(found) == 8
     for got in found.values():
@@ -173,11 +173,11 @@ ON_RANKS: list[dict] = [
 
 
 def test_ranks_change_nothing_of_what_is_counted_over_the_batch(tmp_path: Path, mesh) -> None:
-    """Deviations, punishments, limits and counts are of all ranks' samples; each option moves the gradient."""
+    """Deviations, penalties, limits and counts are of all ranks' samples; each option moves the gradient."""
     model = tiny_model(tmp_path / "model", tied=True)
     algorithms = [ALGORITHM.model_copy(update=options) for options in ON_RANKS]
-    told = [algorithm.model_dump(mode="json") for algorithm in algorithms]
-    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=told)
+    configs = [algorithm.model_dump(mode="json") for algorithm in algorithms]
+    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=configs)
     found, wanted = torch.load(tmp_path / "gradients.pt"), []
     for got, algorithm in zip(found.values(), algorithms, strict=True):
         policy = policy_of(model, mesh, entropy_gradient=algorithm.entropy_bonus > 0)
