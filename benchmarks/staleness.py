@@ -1,16 +1,17 @@
-"""Which loss bears which staleness: reward against versions for every loss at fixed ages, with naive PPO as control.
+"""How much staleness each loss tolerates: reward against versions for every loss at fixed ages, with naive PPO as
+control.
 
 `python -m benchmarks.staleness` runs on CPU by itself (no buffer, no servers) and waits for nothing but its own worker
-processes, of one thread each. A small transformer learns to reverse a row of digits; batch v is sampled by the
-learner's own weights of version max(0, v - age), as a server would that lags by exactly `age`. Losses and advantages
-are the learner's own, with their defaults; optimizer, batches and seeds are the same for all. Prints one table; writes
+processes, of one thread each. A small transformer learns to reverse a sequence of digits; batch v is sampled by the
+learner's own weights of version max(0, v - age), like a server that lags by exactly `age`. Losses and advantages are
+the learner's own, with their defaults; optimizer, batches and seeds are the same for all. Prints one table; writes
 `benchmarks/results/staleness.json` and `staleness.png`.
 
-Every loss runs at every learning rate of RATES. Table and plot show, for each loss, the one rate whose final reward
-(last fifth of the curve, mean over seeds) has the highest mean over ages 0 to 4: chosen once a loss, not once an age,
-for a run must settle its rate before it knows its age. The JSON holds all, seed by seed; a seed is the weights that all
-losses start from. At age 0 all losses have the same gradient, and what tells them apart is what rounding grows into:
-differences of that size mean nothing at other ages either.
+Every loss runs at every learning rate of RATES. Table and plot show, for each loss, the rate whose final reward (last
+fifth of the curve, mean over seeds) has the highest mean over ages 0 to 4: chosen once per loss, not once per age,
+because a run must choose its rate before it knows its age. The JSON holds all rates, seed by seed; a seed determines
+the weights that all losses start from. At age 0 all losses have the same gradient and differ by accumulated rounding
+errors only: differences of that size mean nothing at other ages either.
 """
 
 import argparse
@@ -33,7 +34,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from learner.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, LossInputs
+from configs.schema import AlgorithmConfig
+from learner.algorithms.advantages import ADVANTAGES
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES
 
 RESULTS = Path(__file__).parent / "results"
 AGES = (0, 1, 4, 16, 64)
@@ -43,17 +47,17 @@ CASES = {name: AlgorithmConfig(loss=name) for name in LOSSES} | {
     "gspo": AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4),
     "gspo wide": AlgorithmConfig(loss="gspo"),
 }
-"""What runs: each loss with the defaults of the schema. `gspo` has the clip range of its paper, meant for answers of
-hundreds of tokens, whose mean log-ratios are small; on the short ones here that of `ppo` may be fairer: `gspo wide`."""
+"""Each loss with the defaults of the schema. `gspo` has the clip range of its paper, meant for answers of hundreds of
+tokens, whose mean log-ratios are small; for the short answers here the range of `ppo` may be fairer: `gspo wide`."""
 RATES = (1e-3, 2e-3)
 CHOSEN_BY = range(5)
-"""Ages that choose the learning rate of a loss."""
+"""Ages by which the learning rate of a loss is chosen."""
 SYMBOLS = 10
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that all runs share."""
+    """What all runs have in common."""
 
     versions: int = 300
     groups: int = 8
@@ -163,7 +167,7 @@ def answer_logprobs(model: Model, tokens: Tensor, settings: Settings) -> Tensor:
 
 @cache
 def warm_start(seed: int, settings: Settings) -> dict[str, Tensor]:
-    """Weights of a model shown right answers until it earns `warm_reward`: good enough to be rewarded, not yet done."""
+    """Weights of a model trained on right answers until it reaches `warm_reward`: good enough to get some rewards."""
     torch.manual_seed(seed)
     random = torch.Generator().manual_seed(seed)
     model, reward = Model(settings), 0.0
@@ -187,8 +191,8 @@ def batch_loss(
     version: int,
     settings: Settings,
 ) -> Tensor:
-    """Loss of a batch that version `sampler` sampled and `version` is trained on. The batch is one part, so that the
-    limit of m2po and the proximal policy of decoupled need no pass of their own."""
+    """Loss of a batch that version `sampler` sampled and `version` trains on. The batch is one microbatch, so that the
+    limit of m2po and the proximal policy of decoupled need no forward pass of their own."""
     tokens, behaviour, rewards = data
     count = settings.groups * settings.samples
     advantages = ADVANTAGES[config.advantage](rewards, torch.arange(count) // settings.samples)
@@ -256,7 +260,7 @@ def choose(runs: list[Run]) -> dict[str, float]:
 
 
 def noise(runs: list[Run]) -> list[dict[str, Any]]:
-    """A row a rate: the largest difference between two losses at age 0. All have the same gradient there."""
+    """One row per rate: the largest difference between two losses at age 0, where all have the same gradient."""
     spreads: dict[float, float] = {}
     for lr in sorted({run.lr for run in runs if run.age == 0}):
         values = [final(runs, loss, 0, lr) for loss in dict.fromkeys(run.loss for run in runs)]
@@ -285,7 +289,7 @@ def table(runs: list[Run], rates: dict[str, float]) -> str:
 
 
 def record(runs: list[Run], rates: dict[str, float], settings: Settings, seconds: float, load: float) -> dict[str, Any]:
-    """What staleness.json holds: a row a loss, age and rate, beside the control at the same age; and all curves."""
+    """The contents of staleness.json: a row per loss, age and rate, with the control at the same age; all curves."""
     rows = [
         {
             "what": f"{loss}, age {age}, lr {lr:g}{' (shown)' if lr == rates[loss] else ''}: final reward",
@@ -312,7 +316,7 @@ def record(runs: list[Run], rates: dict[str, float], settings: Settings, seconds
 
 
 def written(results: dict[str, Any]) -> str:
-    """JSON with a line for each row and curve."""
+    """JSON with one line per row and curve."""
     fields = []
     for key, value in results.items():
         lines = ",\n".join("  " + json.dumps(one) for one in value) if isinstance(value, list) else ""
@@ -321,7 +325,7 @@ def written(results: dict[str, Any]) -> str:
 
 
 def draw(runs: list[Run], rates: dict[str, float], path: Path) -> None:
-    """One panel an age, one line a loss: mean over seeds. The last panel is the table: final reward against age."""
+    """One panel per age, one line per loss: mean over seeds. The last panel is the table: final reward against age."""
     import matplotlib
 
     matplotlib.use("Agg")

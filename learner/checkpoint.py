@@ -1,14 +1,13 @@
-"""Checkpoints that cannot be lost: sharded, written beside training, complete or absent.
+"""Checkpoints that cannot be lost: sharded, written while training goes on, complete or absent.
 
-`checkpoints/v000100.tmp` is filled by torch.distributed.checkpoint in a thread of each rank; once all ranks are done,
-rank 0 adds the Hugging Face export and a manifest of all files with their sizes, and renames the folder. Each public
-method is a collective: all ranks must call it. `save` waits for the writing before it, `finish` for all; `restore`
-takes the newest complete one.
+torch.distributed.checkpoint fills `checkpoints/v000100.tmp` in a thread of each rank. Once all ranks are done, rank 0
+adds the Hugging Face export and a manifest (all files with their sizes, the batch's mean reward), and renames the
+folder. Each public method is a collective: all ranks must call it. `save` waits for the previous writing, `finish` for
+all; `restore` takes the newest complete checkpoint.
 """
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,27 +17,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from buffer.wire.protocol import Part
 from configs.schema import LearnerConfig, ModelConfig
-from learner import collectives, export
-from learner.interfaces import Algorithm
+from learner import export
 from learner.model.policy import Policy
+from learner.train.collectives import broadcast_from_rank0
 from learner.train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-FIGURES = "figures.json"
-SPARE = 64 << 20
-"""Bytes of disk to leave free beside what a checkpoint takes."""
+SPARE_BYTES = 64 << 20
+"""Disk space to leave free besides what a checkpoint takes."""
 
 
 class NoDiskSpace(RuntimeError):
-    """There is no room for the last checkpoint."""
+    """The disk has no space for the last checkpoint."""
 
 
 class Checkpoints:
@@ -48,81 +46,84 @@ class Checkpoints:
         self, folder: Path, model: ModelConfig, config: LearnerConfig, optimizer: Optimizer, versions: int
     ) -> None:
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
-        self.group = dist.new_group(backend="gloo")  # its own: the writing threads must not meet training's collectives
+        self._group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._last = -1
-        self.reward = -math.inf
-        """Mean reward of the last batch, by which `keep_best` chooses; `Rewarded` sets it."""
+        self._reward: float | None = None
 
     def restore(self, policy: Policy) -> int:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
-        mine = newest(self.folder) if dist.get_rank() == 0 else 0
-        version = self._last = collectives.broadcast_from_rank0(mine)
+        version = self._last = broadcast_from_rank0(newest(self.folder) if dist.get_rank() == 0 else 0)
         if version == 0:
             return 0
+        folder = folder_of(self.folder, version)
         state = self._state(policy, version)
-        load(state, checkpoint_id=folder_of(self.folder, version) / "state", process_group=self.group)
+        load(state, checkpoint_id=folder / "state", process_group=self._group)
         set_state_dict(
             policy.model, self.optimizer.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         torch.set_rng_state(state["rng"])
         assert int(state["version"]) == version, "a folder renamed by hand"
+        self._reward = reward_of(folder)
         return version
 
-    def save(self, policy: Policy, version: int) -> int:
-        """Begin to write `version` if it is due; returns the oldest version to go back to, 0 if there is none."""
+    def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
+        """Begin to write `version` if it is due; returns the oldest version a restart may restore, 0 if there is none.
+
+        Call it for every version. `reward`: mean of the batch that made `version`, for `keep_best`; None if unknown.
+        """
+        self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
         if exported or version % self.config.checkpoint_every == 0 or (keep_every and version % keep_every == 0):
-            self._save(policy, version, exported)
+            self._begin(policy, version, exported)
         return min(complete(self.folder)[-self.config.keep_checkpoints :], default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
-        """Write `version` with its export, if that is not on disk, and wait. Raises NoDiskSpace where there is no room."""
-        self._settle()
+        """Write `version` with its export unless it is on disk, and wait. Raises NoDiskSpace if it does not fit."""
+        self._wait()
         exported = (folder_of(self.folder, version) / "huggingface").exists() and version in complete(self.folder)
-        if not collectives.broadcast_from_rank0(version == 0 or exported) and not self._save(
-            policy, version, exported=True
-        ):
+        written = broadcast_from_rank0(version == 0 or exported)
+        if not written and not self._begin(policy, version, exported=True):
             raise NoDiskSpace(f"the policy of version {version} is not on disk; what is: {complete(self.folder)}")
-        self._settle()
+        self._wait()
 
     def close(self) -> None:
         """Wait for the writing thread; call it before the process group ends."""
-        self._settle()
-        self._threads.shutdown()
-        dist.barrier(self.group)
+        self._wait()
+        self._thread.shutdown()
+        dist.barrier(self._group)
 
-    def _save(self, policy: Policy, version: int, exported: bool) -> bool:
-        """Whether there was room to begin."""
-        self._settle()
+    def _begin(self, policy: Policy, version: int, exported: bool) -> bool:
+        """Begin to write `version`; False if the disk has no space for it."""
+        self._wait()
         partial = folder_of(self.folder, version).with_suffix(".tmp")
-        if not collectives.broadcast_from_rank0(dist.get_rank() != 0 or self._room(policy, partial, exported)):
+        if not broadcast_from_rank0(dist.get_rank() != 0 or self._has_space(policy, partial, exported)):
             return False
         weights = export.collect(policy) if exported else None
-        state = self._state(policy, version)
-        answer = async_save(state, checkpoint_id=partial / "state", process_group=self.group)
-        written = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
-        self._writing = self._threads.submit(self._complete, written, partial, weights, self.reward)
+        response = async_save(self._state(policy, version), checkpoint_id=partial / "state", process_group=self._group)
+        shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+        self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward)
         self._last = version
         return True
 
-    def _complete(self, written: Future[Any], partial: Path, weights: export.Weights | None, reward: float) -> None:
-        """In the thread: wait for all ranks' shards; rank 0 then makes the folder a checkpoint."""
-        written.result()
+    def _complete(
+        self, shards: Future[Any], partial: Path, weights: dict[str, Tensor] | None, reward: float | None
+    ) -> None:
+        """In the thread: wait for all ranks' shards; rank 0 then makes the folder a checkpoint and removes old ones."""
+        shards.result()
         if dist.get_rank() != 0:
             return
         if weights is not None:
             export.write(weights, self.model, partial / "huggingface")
-        (partial / FIGURES).write_text(json.dumps({"reward": reward if math.isfinite(reward) else None}))
-        seal(partial)
+        seal(partial, reward)
         rewards = {version: reward_of(folder_of(self.folder, version)) for version in complete(self.folder)}
-        for version in rewards.keys() - kept(rewards, self.config):
+        for version in rewards.keys() - versions_to_keep(rewards, self.config):
             discard(folder_of(self.folder, version))
 
-    def _settle(self) -> None:
-        """Wait for the checkpoint being written. One that failed is a warning: the one before is still there."""
+    def _wait(self) -> None:
+        """Wait for the checkpoint being written. If it failed, warn: the one before is still there."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -136,13 +137,13 @@ class Checkpoints:
         model, optimizer = get_state_dict(policy.model, self.optimizer.adamw)
         return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "version": torch.tensor(version)}
 
-    def _room(self, policy: Policy, partial: Path, exported: bool) -> bool:
-        """Clear what a death left behind, then see whether the disk takes three fp32 copies, and the export's one."""
-        partial.parent.mkdir(parents=True, exist_ok=True)
+    def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
+        """Remove what a killed process left; then whether the disk has space for three fp32 copies and the export."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in [*self.folder.glob("v*.tmp"), *self.folder.glob("v*.old")]:
             shutil.rmtree(leftover)
         parameters = sum(p.numel() for p in policy.model.parameters())
-        needed = parameters * (12 + policy.dtype.itemsize * exported) + SPARE
+        needed = parameters * (12 + policy.dtype.itemsize * exported) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             log.warning(
@@ -153,57 +154,45 @@ class Checkpoints:
         return free >= needed
 
 
-class Rewarded:
-    """`algorithm`, whose batches' mean rewards the checkpoints get to know."""
-
-    def __init__(self, algorithm: Algorithm, checkpoints: Checkpoints) -> None:
-        self.algorithm, self.checkpoints = algorithm, checkpoints
-
-    def step(self, policy: Policy, part: Part) -> dict[str, float]:
-        figures = self.algorithm.step(policy, part)
-        self.checkpoints.reward = figures.get("reward/mean", -math.inf)
-        return figures
-
-
-def kept(rewards: Mapping[int, float], config: LearnerConfig) -> set[int]:
-    """Which of the checkpoints, version: reward, stay: the newest, every so many, and those of the highest reward."""
+def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
+    """Of the checkpoints, version: mean reward if known: the newest, each `keep_every`-th, and the best rewarded."""
     newest = sorted(rewards)[-config.keep_checkpoints :]
     every = [version for version in rewards if config.keep_every and version % config.keep_every == 0]
-    rewarded = [version for version in rewards if rewards[version] > -math.inf]
-    best = sorted(rewarded, key=lambda version: (rewards[version], version), reverse=True)[: config.keep_best]
+    known = [(reward, version) for version, reward in rewards.items() if reward is not None]
+    best = [version for _, version in sorted(known, reverse=True)[: config.keep_best]]
     return {*newest, *every, *best}
 
 
-def reward_of(checkpoint: Path) -> float:
-    """The mean reward a checkpoint was written with; -inf where none is known."""
-    try:
-        reward = json.loads((checkpoint / FIGURES).read_text())["reward"]
-    except (OSError, ValueError, KeyError):
-        return -math.inf
-    return -math.inf if reward is None else float(reward)
+def reward_of(checkpoint: Path) -> float | None:
+    """The mean reward that a complete checkpoint was saved with; None if unknown."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    if "files" not in manifest and (checkpoint / "figures.json").exists():  # written by an earlier release
+        manifest = json.loads((checkpoint / "figures.json").read_text())
+    reward: float | None = manifest.get("reward")
+    return reward
 
 
 def folder_of(folder: Path, version: int) -> Path:
-    """Where the checkpoint of `version` lies."""
+    """The folder of the checkpoint of `version`."""
     return folder / f"v{version:06d}"
 
 
-def seal(partial: Path) -> None:
-    """Give `v000100.tmp` its manifest and its name: from here on it is a checkpoint, also after a power cut."""
+def seal(partial: Path, reward: float | None = None) -> None:
+    """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-    (partial / MANIFEST).write_text(json.dumps(sizes, indent=1))
+    (partial / MANIFEST).write_text(json.dumps({"reward": reward, "files": sizes}, indent=1))
     for path in [*files, partial / MANIFEST]:
-        _sync(path)
+        _fsync(path)
     final, old = partial.with_suffix(""), partial.with_suffix(".old")
-    if final.exists():  # not whole, or without the export it is now to have
+    if final.exists():  # incomplete, or without the export it now gets
         final.rename(old)
     partial.rename(final)
-    _sync(final.parent)
+    _fsync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -212,24 +201,24 @@ def _sync(path: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint: the manifest first, so that it is never taken for a whole one."""
+    """Remove a checkpoint: the manifest first, so that it is never mistaken for a complete one."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
 
 
 def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None if all its files are there at their sizes."""
+    """What is wrong with a checkpoint, for people; None if all its files are there with their sizes."""
     try:
-        sizes: dict[str, int] = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, size in sizes.items():
+    for name, size in manifest.get("files", manifest).items():  # an earlier release wrote the files alone
         try:
-            there = (checkpoint / name).stat().st_size
+            found = (checkpoint / name).stat().st_size
         except OSError:
             return f"{name} is missing"
-        if there != size:
-            return f"{name} has {there} bytes instead of {size}"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}"
     return None
 
 
@@ -240,11 +229,11 @@ def complete(folder: Path) -> list[int]:
 
 
 def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, 0 if there is none; a warning for each newer one that is not whole."""
+    """Version of the newest complete checkpoint, 0 if there is none; logs a warning for each newer incomplete one."""
     for path in sorted(folder.glob("v*"), reverse=True):
         if not path.name[1:].isdigit():
             continue
         if (why := fault(path)) is None:
             return int(path.name[1:])
-        log.warning("checkpoint %s is not whole and is passed over: %s", path.name, why)
+        log.warning("checkpoint %s is incomplete and skipped: %s", path.name, why)
     return 0

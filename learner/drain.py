@@ -1,70 +1,56 @@
-"""The end of a run by signal: the first SIGTERM or SIGINT drains, the second forces.
+"""The end of a run by signal: the first SIGTERM or SIGINT drains, the second ends the process at once.
 
-`Draining` stands between the loop and the buffer. A drained learner finishes the version it trains and is told that no
-more batches come, so that it writes its checkpoint and ends well. The ranks agree on it once a version. Built by
+`Draining` stands between the loop and the buffer. After the first signal the current version is finished and `take`
+returns None, so that the loop writes its checkpoint and ends. The ranks agree on it once per version. Built by
 `learner/__main__.py`.
 """
 
 import os
 import signal
-from types import FrameType, TracebackType
-from typing import Any
 
+from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import Part
-from learner import collectives
-from learner.interfaces import Batches
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from learner.train import collectives
 
 
 class Drained(BaseException):
-    """Raised in `take`, so that a signal ends the wait for a batch that may be long in coming."""
+    """Raised by the signal handler inside `take`, to end a wait for a batch that may take long."""
 
 
 class Draining:
-    """`batches` until a signal asks for the end. A context manager, of the main thread."""
+    """`batches` until `begin` is called, by the handler of the first signal in the main thread."""
 
-    def __init__(self, batches: Batches) -> None:
-        self.batches, self.asked, self._waiting = batches, False, False
-        self._before: dict[int, Any] = {}
+    def __init__(self, batches: LearnerClient) -> None:
+        self.batches, self._begun, self._waiting = batches, False, False
 
-    def rewind(self, version: int) -> object:
-        return self.batches.rewind(version)
+    def rewind(self, version: int) -> None:
+        """As in LearnerClient."""
+        self.batches.rewind(version)
 
     def take(self, version: int) -> Part | None:
-        """This rank's part, or None once any rank is to end."""
+        """This rank's part of batch `version`; None if there will be none, or once any rank has got a signal."""
         try:
             part = self._take(version)
         except Drained:
             part = None
-        return None if collectives.all_reduce_max(float(self.asked)) else part
+        return None if collectives.all_reduce_max(self._begun) else part
 
     def _take(self, version: int) -> Part | None:
         self._waiting = True
         try:
-            return None if self.asked else self.batches.take(version)
+            return None if self._begun else self.batches.take(version)
         finally:
             self._waiting = False
 
     def trained(self, version: int, oldest_kept: int) -> None:
+        """As in LearnerClient."""
         self.batches.trained(version, oldest_kept)
 
-    def __enter__(self) -> "Draining":
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            os._exit(128 + number)  # threads and collectives may never end
-        self.asked = True
+    def begin(self, number: int) -> None:
+        """Let `take` return None from now on, also where it waits. `number`: the signal."""
+        self._begun = True
         name = signal.Signals(number).name
-        said = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
-        os.write(2, said.encode())  # print may be what the signal interrupts, and must not be entered twice
+        line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
+        os.write(2, line.encode())  # the signal may interrupt a print, and buffered streams are not reentrant
         if self._waiting:
             raise Drained

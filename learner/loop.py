@@ -1,16 +1,21 @@
-"""The learner's loop: take a batch, train on it, publish the policy. `learner/__main__.py` builds and runs it.
+"""The learner's loop: take a batch, train on it, publish the policy. Built and run by `learner/__main__.py`.
 
 Waits for: `batches.take`, until the buffer has formed batch `version`. Everything else is its own work.
 """
 
-from learner.interfaces import Algorithm, Batches, Checkpoints, Metrics, Policy, Weights
+from learner.checkpoint import Checkpoints
+from learner.drain import Draining
+from learner.metrics import Metrics
+from learner.model.policy import Policy
+from learner.train.step import Algorithm
+from learner.weights.sender.publish import Follower, Sender
 
 
 def run(
     policy: Policy,
     algorithm: Algorithm,
-    batches: Batches,
-    weights: Weights,
+    batches: Draining,
+    weights: Sender | Follower,
     checkpoints: Checkpoints,
     metrics: Metrics,
     versions: int,
@@ -30,7 +35,7 @@ def run(
         with metrics.span("publish"):
             weights.publish(policy, version)
         with metrics.span("checkpoint"):
-            oldest = checkpoints.save(policy, version)
+            oldest = checkpoints.save(policy, version, stats.get("reward/mean"))
         batches.trained(version - 1, oldest)
         metrics.log(version, stats | weights.stats())
     checkpoints.finish(policy, version)

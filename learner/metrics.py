@@ -1,7 +1,7 @@
-"""The record of a run: `metrics.jsonl`, one flat JSON object a version, written by learner rank 0.
+"""The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
-Consumes the figures of each version; waits for nothing. The other ranks hold a `Metrics` that writes nowhere. Trackers
-(`learner.trackers`) get the same records.
+Consumes the metrics of each version; waits for nothing. The other ranks hold a `Metrics` without a path, which writes
+nothing. Trackers (`trackers.py`) get the same records.
 """
 
 import json
@@ -16,19 +16,19 @@ from pathlib import Path
 
 import torch
 
-from learner.algorithms import alerts
+from learner.algorithms.diagnostics import alerts
 
 logger = logging.getLogger(__name__)
 Record = dict[str, float]
 HISTORY = 20
-"""Versions that alerts compare with."""
+"""Versions that alerts compare with, and for which an alert is not repeated."""
 
 
 class Metrics:
     """`with metrics.span("train")` adds to `time/train_s`; `log` writes the record and starts the next one.
 
-    `peak`: FLOP/s of all the learner's GPUs together, where known; `mfu` is of the time in training, `mfu/version` of
-    all time, waiting included (formula: `learner.flops`).
+    `peak`: FLOP/s of all the learner's GPUs together, if known. `mfu` is over the time in training, `mfu/version` over
+    all time, waiting included (formula: `model/flops.py`).
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class Metrics:
         peak: float | None = None,
     ):
         self.path, self.clock, self.trackers, self.peak = path, clock, trackers, peak
-        self.history: list[Record] = []
+        self._history: list[Record] = []
         self._spans: dict[str, float] = {}
         self._started = clock()
-        self._warned: dict[str, int] = {}
-        self._begun = False
+        self._alerted: dict[str, int] = {}
+        self._opened = False
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time what runs inside, failed or not."""
+        """Time the `with` block, also if it raises."""
         start = self.clock()
         try:
             yield
@@ -55,58 +55,58 @@ class Metrics:
             self._spans[name] = self._spans.get(name, 0.0) + self.clock() - start
 
     def log(self, version: int, stats: Mapping[str, float]) -> None:
-        """Record `version`, the policy that came of the batch that `stats` speak of."""
+        """Record `version`; `stats` are of the batch that made it."""
         record = self.record(version, stats)
         if self.path is None:
             return
-        if not self._begun:
-            self._begin(self.path, version)
+        if not self._opened:
+            self._truncate(self.path, version)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        for line in alerts(record, self.history):
+        for line in alerts(record, self._history):
             key = line.partition(" ")[0]
-            if version - self._warned.get(key, -HISTORY) >= HISTORY:  # one that stays is not told every version
+            if version - self._alerted.get(key, -HISTORY) >= HISTORY:
                 logger.warning("version %d: %s", version, line)
-                self._warned[key] = version
-        self.history = [*self.history, record][-HISTORY:]
+                self._alerted[key] = version
+        self._history = [*self._history, record][-HISTORY:]
         for track in self.trackers:
             track(record)
 
     def record(self, version: int, stats: Mapping[str, float]) -> Record:
-        """All figures of `version`; what is not finite is left out. The next one's times begin."""
+        """All metrics of `version`, without those that are not finite. Resets the times for the next version."""
         now = self.clock()
         elapsed, self._started = now - self._started, now
+        spans, self._spans = self._spans, {}
         record: Record = {"version": version}
         record |= {key: value for key, value in stats.items() if math.isfinite(value)}
-        record |= {f"time/{name}_s": seconds for name, seconds in self._spans.items()} | {"time/version_s": elapsed}
+        record |= {f"time/{name}_s": seconds for name, seconds in spans.items()} | {"time/version_s": elapsed}
         if self.peak and "flops" in record:
-            record["mfu"] = record["flops"] / max(self._spans.get("train", 0.0), 1e-9) / self.peak
+            record["mfu"] = record["flops"] / max(spans.get("train", 0.0), 1e-9) / self.peak
             record["mfu/version"] = record["flops"] / max(elapsed, 1e-9) / self.peak
-        self._spans = {}
         if "tokens" in record:
             record["tokens_per_s"] = record["tokens"] / max(elapsed, 1e-9)
-        return record | memory()
+        return record | peak_memory()
 
-    def _begin(self, path: Path, version: int) -> None:
-        """Cut off what an earlier process recorded from `version` on: it has been trained again."""
+    def _truncate(self, path: Path, version: int) -> None:
+        """Remove what an earlier process recorded from `version` on: these versions are trained again."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read(path) if record["version"] < version] if path.exists() else []
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
         partial.replace(path)
-        self.history, self._begun = kept[-HISTORY:], True
+        self._history, self._opened = kept[-HISTORY:], True
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a run, oldest first; a last line that was cut off in the writing is left out."""
+    """The records of a run, oldest first, without a last line that was not written completely."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def memory() -> Record:
-    """Largest memory so far in GiB: of this process, and of its GPU."""
+def peak_memory() -> Record:
+    """Peak memory so far in GiB: of this process, and of its GPU."""
     unit = 1024 if sys.platform == "linux" else 1
-    figures = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    record = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        figures["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return figures
+        record["memory/gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return record

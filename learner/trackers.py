@@ -1,7 +1,8 @@
-"""Loggers that read the records of `learner.metrics`: TensorBoard, Weights & Biases, SwanLab. None is ever waited for.
+"""Experiment trackers that get the records of `metrics.py`: TensorBoard, Weights & Biases, SwanLab. The run never waits
+for them.
 
-Each runs in a thread of its own on learner rank 0, fed by a queue: one that is missing, fails or hangs costs a warning,
-never the run, and the records are in metrics.jsonl all the same.
+Each runs in its own thread on learner rank 0 and reads a queue. One that is missing, fails or hangs costs a warning,
+never the run, and metrics.jsonl has the records anyway.
 """
 
 import json
@@ -15,11 +16,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 Record = Mapping[str, float]
 LAST_S = 10.0
-"""What a tracker gets at the end to send what it still has."""
+"""Time that a tracker gets at the end to send the rest of its queue."""
 
 
 class Tracker:
-    """Calls as `track(record)` return at once; `close` waits for at most LAST_S."""
+    """`tracker(record)` returns at once; `close` waits for at most LAST_S."""
 
     def __init__(self, name: str, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         self.name = name
@@ -31,7 +32,7 @@ class Tracker:
         self._queue.put(record)
 
     def close(self) -> None:
-        """End it."""
+        """End the tracker's thread."""
         self._queue.put(None)
         self._thread.join(LAST_S)
 
@@ -40,13 +41,13 @@ class Tracker:
             track = TRACKERS[self.name](folder, run, config)
             while (record := self._queue.get()) is not None:
                 track(record)
-        except Exception as error:  # the thread's outermost boundary, around foreign code that may raise anything
-            log.warning("log.trackers: %s failed, metrics.jsonl has the records all the same: %s", self.name, error)
+        except Exception as error:  # the thread's outermost boundary; trackers may raise anything
+            log.warning("log.trackers: %s failed, metrics.jsonl has the records anyway: %s", self.name, error)
 
 
 def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
     """Event files in `folder`/tensorboard."""
-    from torch.utils.tensorboard import SummaryWriter  # an extra of ours
+    from torch.utils.tensorboard import SummaryWriter  # an optional dependency
 
     writer = SummaryWriter(str(folder / "tensorboard"))
     writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
@@ -60,7 +61,7 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[
 
 
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
-    """Weights & Biases, under the project `headrace`; its own variables (WANDB_MODE, WANDB_PROJECT) apply."""
+    """Weights & Biases, under the project `headrace`; its environment variables (WANDB_MODE, WANDB_PROJECT) apply."""
     import wandb as service
 
     session = service.init(project="headrace", name=run, id=run, resume="allow", dir=str(folder), config=dict(config))

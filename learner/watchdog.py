@@ -1,9 +1,9 @@
-"""No collective outlives its deadline: a watch on each rank that says which rank was missing, where, and for how long.
+"""No collective outlives its timeout: a watchdog on each rank says which rank was missing, where, and for how long.
 
-A thread of each rank reads torch's flight recorder (it knows every collective, NCCL's and gloo's), tells the others
-through the ranks' store how far its rank is, and on expiry of `learner.timeout_s` prints one line, writes the
-recorder's account and ends the process; the other ranks' watches see it and end too. torch's own timeout stands behind
-it, a little later. Started by `learner/__main__.py`; waits for nothing but its clock.
+A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and tells the
+other ranks through a store how many collectives its rank has begun. When `learner.timeout_s` expires it prints one
+line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. torch's own
+timeout comes a little later. Started by `__main__.py`; waits for nothing but its clock.
 """
 
 import json
@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +21,58 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from configs.entrypoint import FAILED
+
 log = logging.getLogger(__name__)
-EXIT = 1
 RECORDER = "TORCH_FR_BUFFER_SIZE"
-"""Entries the flight recorder keeps; set before the process group is made."""
-LATER_S = 15.0
-"""torch's own deadline comes this much after ours."""
+"""Entries that the flight recorder keeps; read when the process group is created."""
+TORCH_LATER_S = 15.0
+"""torch's own timeout expires this much after ours."""
+Note = dict[str, Any]
+"""What a rank tells the others: collectives `begun`, the line `where` it is, the time `at` which it said so."""
 
 
-def record() -> None:
-    """Have the flight recorder on in this process, whose account a verdict is; call it before `init_process_group`."""
+def enable_flight_recorder() -> None:
+    """Turn the flight recorder on in this process, unless its size is set; call it before `init_process_group`."""
     if os.environ.get(RECORDER, "0") == "0":
         os.environ[RECORDER] = "2000"
 
 
 class Watchdog:
-    """A context manager around all that ranks do together. `folder` gets the recorder's account on expiry."""
+    """A context manager around all that the ranks do together. `folder` gets the recorder's dump on expiry."""
 
-    def __init__(self, timeout_s: float, folder: Path, end: Callable[[int], Any] = os._exit) -> None:
-        self.timeout_s, self.folder, self.end = timeout_s, folder, end
+    def __init__(self, timeout_s: float, folder: Path) -> None:
+        self.timeout_s, self.folder = timeout_s, folder
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self.world > 1:  # its own connection: the ranks' may be held by a wait
-            self._store = PrefixStore("deadlines", _get_default_store().clone())  # type: ignore[attr-defined]
+        if self.world > 1:  # a connection of its own: the default store's may be blocked by a wait
+            self._store = PrefixStore("watchdog", _get_default_store().clone())  # type: ignore[attr-defined]
             self._thread.start()
         return self
 
-    def __exit__(self, *of_what: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop.set()
 
     def _run(self) -> None:
         while not self._stop.wait(min(max(self.timeout_s / 10, 0.1), 5.0)):
             try:
-                self._look()
-            except dist.DistError as error:  # the store went with the rank or the parent that held it
-                log.warning("deadlines: the ranks' store is gone (%s)", str(error).splitlines()[0])
+                self._check()
+            except dist.DistError as error:  # the rank or parent that held the store has ended
+                log.warning("watchdog: the ranks' store is gone (%s)", str(error).splitlines()[0])
                 return
 
-    def _look(self) -> None:
-        state = recorded()
+    def _check(self) -> None:
+        state = flight_record()
         oldest = min(state["entries"], key=lambda entry: entry["time_created_ns"], default=None)
         waited = (time.time_ns() - oldest["time_created_ns"]) / 1e9 if oldest else 0.0
-        note = {"made": made(state), "where": where(self._main), "at": time.time()}
+        note = {"begun": collectives_begun(state), "where": current_line(self._main), "at": time.time()}
         self._store.set(str(self.rank), json.dumps(note))
         if self._store.check(["verdict"]):
-            self._stop.set()
-            self.end(EXIT)
+            os._exit(FAILED)
         elif oldest and waited > self.timeout_s:
             self._expire(oldest, waited)
 
@@ -79,36 +80,35 @@ class Watchdog:
         first = self._store.add("verdicts", 1) == 1
         path = self.folder / f"flight-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(recorded(active=False)))
-        if first:  # one line, whoever else waits
+        path.write_text(json.dumps(flight_record(active=False)))
+        if first:  # one line, however many ranks wait
             print(verdict(entry, waited, self._notes(), self.rank, self.timeout_s, path), file=sys.stderr, flush=True)
             self._store.set("verdict", "1")
-        self._stop.set()
-        self.end(EXIT)
+        os._exit(FAILED)
 
-    def _notes(self) -> list[dict[str, Any] | None]:
+    def _notes(self) -> list[Note | None]:
         names = [str(rank) for rank in range(self.world)]
         return [json.loads(self._store.get(name)) if self._store.check([name]) else None for name in names]
 
 
-def recorded(active: bool = True) -> dict[str, Any]:
-    """The flight recorder's account: all collectives it remembers, or those under way (`active`)."""
+def flight_record(active: bool = True) -> dict[str, Any]:
+    """The flight recorder's dump: the collectives in progress (`active`), or all that it remembers."""
     dumps = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, name)]
-    found = [json.loads(dump(includeCollectives=True, onlyActive=active) or b"{}") for dump in dumps]
-    entries = [entry for state in found for entry in state.get("entries") or []]
-    if active:  # gloo's stay "scheduled" to the end, and are told by being retired
+    states = [json.loads(dump(includeCollectives=True, onlyActive=active) or b"{}") for dump in dumps]
+    entries = [entry for state in states for entry in state.get("entries") or []]
+    if active:  # gloo's entries stay "scheduled" until they are retired
         entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    groups = {str(i) + name: status for i, state in enumerate(found) for name, status in state["pg_status"].items()}
+    groups = {str(i) + name: status for i, state in enumerate(states) for name, status in state["pg_status"].items()}
     return {"entries": entries, "pg_status": groups}
 
 
-def made(state: dict[str, Any]) -> int:
+def collectives_begun(state: dict[str, Any]) -> int:
     """How many collectives this rank has begun, over all groups."""
     return sum(max(int(status["last_enqueued_collective"]), 0) for status in state["pg_status"].values())
 
 
-def where(thread: int | None) -> str:
-    """The line a thread is at, the innermost outside of installed packages: `learner/train/step.py:80 backward`."""
+def current_line(thread: int | None) -> str:
+    """The innermost line that a thread executes outside of installed packages: `learner/train/step.py:80 backward`."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "nowhere"
@@ -119,30 +119,23 @@ def where(thread: int | None) -> str:
 
 
 def verdict(
-    entry: dict[str, Any],
-    waited: float,
-    notes: list[dict[str, Any] | None],
-    rank: int,
-    timeout_s: float,
-    path: Path,
+    entry: dict[str, Any], waited: float, notes: list[Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """Who was missing: the rank that has begun the fewest collectives, or else the one that has been silent longest."""
+    """Which rank was missing: one that never wrote a note, else the one that has begun the fewest collectives."""
     mine = notes[rank]
-    reached = {r: note["made"] for r, note in enumerate(notes) if note is not None}
-    name = entry["profiling_name"]
-    head = f"learner: deadline: rank {rank} has waited {waited:.1f} s in {name} ({mine['where'] if mine else '?'}) for"
-    tail = f"learner.timeout_s is {timeout_s:g}; account of all collectives: {path}"
-    missing = [r for r in range(len(notes)) if r not in reached]
-    behind = min(reached, key=lambda r: reached[r])
-    if missing:
-        return f"{head} rank {missing[0]}, never heard of; {tail}"
-    note = notes[behind]
-    assert note is not None
-    silent = time.time() - note["at"]
-    if reached[behind] == reached[rank]:
-        return f"{head} ranks that are as far as itself: the network between them, or a GPU, hangs; {tail}"
+    where = mine["where"] if mine else "?"
+    head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"
+    tail = f"learner.timeout_s is {timeout_s:g}; all collectives are in {path}"
+    if None in notes:
+        return f"{head} rank {notes.index(None)}, which never reported; {tail}"
+    known = [note for note in notes if note]
+    behind = min(range(len(known)), key=lambda r: known[r]["begun"])
+    begun, own = known[behind]["begun"], known[rank]["begun"]
+    if begun == own:
+        return f"{head} ranks that have begun as many collectives: the network between them, or a GPU, hangs; {tail}"
+    silent = time.time() - known[behind]["at"]
     quiet = f", silent for {silent:.1f} s" if silent > max(timeout_s / 2, 1.0) else ""
     return (
-        f"{head} rank {behind}, which has made {reached[behind]} collectives where rank {rank} has {reached[rank]}: "
-        f"it is at {note['where']}{quiet}; {tail}"
+        f"{head} rank {behind}, which has begun {begun} collectives where rank {rank} has begun {own}: "
+        f"it is at {known[behind]['where']}{quiet}; {tail}"
     )

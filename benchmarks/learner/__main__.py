@@ -1,11 +1,12 @@
 """The learner's whole step on GPUs: MFU, tokens/s, phases, memory, against transformers with padding and all logits.
 
 `python -m benchmarks.learner [--only ours-1.5b,naive-1.5b,ours-7b-2,ours-7b-4,naive-7b-4,head] [--steps 2]` prints one
-table and writes `benchmarks/results/learner.json`. Qwen2.5 shapes with random weights, lengths log-normal (median
-1,000, at most 8,192 tokens), 512 samples a batch, cut as the buffer cuts; ours runs `Algorithm.step` as the learner
-does. The naive one gets the same model, sharding, precision and samples (the first of the batch, as many as named), in
-the largest microbatches that fit. FLOPs: `learner.flops`. Cases side by side where there are GPUs for them. Without a
-GPU the shape `tiny` runs: `--cases '{"ours-tiny": {"kind": "ours", "model": "tiny", "samples": 16}}'`.
+table and writes `benchmarks/results/learner.json`. Qwen2.5 shapes with random weights, log-normal lengths (median
+1,000, at most 8,192 tokens), 512 samples per batch, split as the buffer splits them; ours runs the learner's
+`Algorithm.step`. The naive one gets the same model, sharding, precision and samples (the first ones of the batch, as
+many as the case says), in the largest microbatches that fit. FLOPs: `learner/model/flops.py`. Cases run side by side if
+there are enough GPUs. Without a GPU the shape `tiny` runs: `--cases '{"ours-tiny": {"kind": "ours", "model": "tiny",
+"samples": 16}}'`.
 """
 
 import argparse
@@ -79,7 +80,7 @@ Started = dict[str, list[subprocess.Popen[bytes]]]
 
 
 def together(cases: dict[str, Case], folder: Path, gpus: int, limit_s: float) -> dict[str, dict[str, Any]]:
-    """Run `cases`, as many at a time as there are GPUs for; those that fail or outlast `limit_s` have no answer."""
+    """Run `cases`, as many at a time as the GPUs allow; those that fail or exceed `limit_s` have no answer."""
     answers: dict[str, dict[str, Any]] = {}
     waiting, port = dict(cases), 29610
     while waiting:
@@ -89,14 +90,14 @@ def together(cases: dict[str, Case], folder: Path, gpus: int, limit_s: float) ->
                 started[name] = begin(waiting.pop(name), folder / name, first, port)
                 first, port = first + case.gpus, port + 1
         if not started:
-            print(f"not run, for want of GPUs: {', '.join(waiting)}", flush=True)
+            print(f"not run, too few GPUs: {', '.join(waiting)}", flush=True)
             break
         answers |= ended(started, folder, deadline, limit_s)
     return answers
 
 
 def ended(started: Started, folder: Path, deadline: float, limit_s: float) -> dict[str, dict[str, Any]]:
-    """What the cases that run now answer, once they are done or killed at `deadline`."""
+    """The answers of the running cases, once they have ended or were killed at `deadline`."""
     answers = {}
     for name, processes in started.items():
         for process in processes:
@@ -119,7 +120,7 @@ def row(what: str, value: float, unit: str, against: str, other: float | None) -
 
 
 def table(answers: dict[str, dict[str, Any]], speed: float) -> list[Row]:
-    """The rows of the result: each value beside what it is against."""
+    """The rows of the result: each value with the value that it is compared with."""
     rows = []
     for name, found in answers.items():
         if "flops_per_s" in found and "rows" in found:
@@ -135,7 +136,7 @@ def ours_rows(name: str, found: dict[str, Any], naive: dict[str, Any] | None, sp
     other = naive["tokens_per_s"] if naive else None
     return [
         row(f"{name}: MFU of the whole step", found["flops_per_s"] / found["peak"], "", "target", 0.5),
-        row(f"{name}: TFLOP/s a GPU", found["flops_per_s"] / 1e12, "TFLOP/s", "matrix product measured", speed),
+        row(f"{name}: TFLOP/s per GPU", found["flops_per_s"] / 1e12, "TFLOP/s", "matmul measured", speed),
         row(f"{name}: peak memory", found["gib"], "GiB", "estimate", found["estimate_gib"]),
         row(f"{name}: tokens/s", found["tokens_per_s"], "tokens/s", "naive", other),
         *(row(f"{name}: {phase}", spent[phase], "s", "whole step", found["seconds"]) for phase in PHASES),
@@ -143,7 +144,7 @@ def ours_rows(name: str, found: dict[str, Any], naive: dict[str, Any] | None, sp
 
 
 def head_rows(heads: dict[str, dict[str, float]]) -> list[Row]:
-    """Every head against the naive one, and ours against each other one."""
+    """Every head against the naive one, and ours against each of the others."""
     rows = []
     for name, found in heads.items():
         kind, tokens = name.split()
@@ -155,8 +156,8 @@ def head_rows(heads: dict[str, dict[str, float]]) -> list[Row]:
     return rows
 
 
-def product_tflops() -> float:
-    """bf16 TFLOP/s of an 8192-cubed matrix product on random data, here and now; 0 without a GPU."""
+def matmul_tflops() -> float:
+    """bf16 TFLOP/s of an 8192-cubed matmul on random data, measured now; 0 without a GPU."""
     code = (
         "import torch,time\na,b=(torch.randn(8192,8192,device='cuda',dtype=torch.bfloat16) for _ in 'ab')\n"
         "for n in (3,30):\n torch.cuda.synchronize();t=time.perf_counter()\n for _ in range(n): a@b\n"
@@ -177,17 +178,17 @@ def main() -> None:
     if chosen.rank:
         return rank(chosen.rank)
     cases = {name: CASES[name] for name in chosen.only.split(",")}
-    cases = {name: Case(**told) for name, told in chosen.cases.items()} if chosen.cases else cases
+    cases = {name: Case(**options) for name, options in chosen.cases.items()} if chosen.cases else cases
     for case in cases.values():
         case.steps = chosen.steps or case.steps
     gpus = torch.cuda.device_count()
     hardware = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
     with tempfile.TemporaryDirectory() as folder:
-        speed = product_tflops()
+        speed = matmul_tflops()
         answers = together(cases, Path(folder), gpus or 2, chosen.limit)
     rows = table(answers, speed)
     write({"hardware": hardware, "product_tflops": speed, "rows": rows, "cases": answers})
-    show(answers, rows, f"{hardware}; 8192-cubed bf16 product {speed:.0f} TFLOP/s; peak by datasheet 989")
+    show(answers, rows, f"{hardware}; 8192-cubed bf16 matmul {speed:.0f} TFLOP/s; peak by datasheet 989")
 
 
 def write(found: dict[str, Any]) -> None:
@@ -206,7 +207,7 @@ def show(answers: dict[str, dict[str, Any]], rows: list[Row], title: str) -> Non
     """The table, for people."""
     for name, found in answers.items():
         if "estimate" in found:
-            print(f"{name}: {found['budget']} tokens a microbatch, {found['attention']}: {found['estimate']}")
+            print(f"{name}: {found['budget']} tokens per microbatch, {found['attention']}: {found['estimate']}")
     print(title)
     for line in rows:
         other = "not run" if line["against_value"] is None else f"{line['against_value']:.4g}"

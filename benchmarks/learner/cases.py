@@ -1,4 +1,4 @@
-"""What the learner's benchmark runs: the cases, the shapes of the models, and batches as rollout servers make them.
+"""What the learner's benchmark runs: cases, model shapes, and batches like those of rollout servers.
 
 Imported by `benchmarks.learner` and the files of its cases; waits for nothing.
 """
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Case:
-    """One row of the table: what runs, on how many GPUs."""
+    """One row of the table: what runs, and on how many GPUs."""
 
     kind: str
     model: str = "1.5b"
@@ -52,7 +52,7 @@ CASES = {
 
 
 def documents(samples: int, seed: int, vocabulary: int) -> list[Sample]:
-    """Samples as rollout servers make them: random tokens, the lengths log-normal."""
+    """Samples like those of rollout servers: random tokens, log-normal lengths."""
     draw = np.random.default_rng(seed)
     lengths = np.exp(draw.normal(np.log(MEDIAN), SIGMA, samples)).clip(16, LONGEST).astype(int)
     made = []
@@ -71,7 +71,7 @@ def documents(samples: int, seed: int, vocabulary: int) -> list[Sample]:
 
 
 def part_of(made: list[Sample], version: int, rank: int, world: int) -> Part:
-    """Rank's part of a batch in groups of 8, cut as the buffer cuts."""
+    """The rank's part of a batch in groups of 8, split as the buffer splits it."""
     rewards = [[sample.reward for sample in made[start : start + 8]] for start in range(0, len(made), 8)]
     entries = [
         PartSample(item=i // 8, index=i % 8, dispatched=0, rewards=rewards[i // 8], sample=sample.pack())

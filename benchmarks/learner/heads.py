@@ -1,8 +1,9 @@
-"""The case `head`: forward and backward pass of the log-probability head alone, with the model's vocabulary and width.
+"""The case `head`: forward and backward pass of the log-probability head alone, with the model's vocabulary and hidden
+size.
 
-Ours makes its gradients while the logits are there (`ours`, and `dppo` with that loss in each chunk in place of a sum),
-or computes them again when a loss wants all tokens first (`twice`); against all logits at once (`naive`) and Liger's
-fused loss, where installed. Run by `benchmarks.learner`; waits for nothing.
+Ours computes gradients while a chunk's logits exist (`ours`; `dppo` is the same with that loss instead of a sum), or
+recomputes the logits if the loss needs all tokens first (`twice`). Compared with all logits at once (`naive`) and
+Liger's fused loss, if installed. Run by `benchmarks.learner`; waits for nothing.
 """
 
 import time
@@ -17,12 +18,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.learner.cases import SHAPES, Case
-from learner.algorithms import LOSSES, AlgorithmConfig, LossInputs
-from learner.model.head import chunked_loss, logprobs_and_entropy
+from configs.schema import AlgorithmConfig
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES
+from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""(states, targets) -> loss."""
-CHUNK = 4096
+"""(hidden states, targets) -> loss."""
+OPTIONS = HeadOptions(chunk_size=4096)
 TOKENS = {"cuda": (4096, 16384, 32768), "cpu": (64, 128)}
 
 
@@ -42,17 +45,17 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def contenders(weight: Tensor) -> dict[str, Head]:
-    """By name."""
+    """The heads to compare, by name."""
     default = policy_loss(max(TOKENS[weight.device.type]), weight.device)
 
     def ours(hidden: Tensor, targets: Tensor) -> Tensor:
-        return chunked_loss(hidden, weight, targets, lambda logprobs, entropy, part: logprobs.sum(), chunk=CHUNK)[2]
+        return chunked_loss(hidden, weight, targets, lambda logprobs, entropy, chunk: logprobs.sum(), OPTIONS)[2]
 
     def dppo(hidden: Tensor, targets: Tensor) -> Tensor:
-        return chunked_loss(hidden, weight, targets, default, chunk=CHUNK)[2]
+        return chunked_loss(hidden, weight, targets, default, OPTIONS)[2]
 
     def twice(hidden: Tensor, targets: Tensor) -> Tensor:
-        return logprobs_and_entropy(hidden, weight, targets, chunk=CHUNK)[0].sum()
+        return logprobs_and_entropy(hidden, weight, targets, OPTIONS)[0].sum()
 
     def naive(hidden: Tensor, targets: Tensor) -> Tensor:
         return (hidden @ weight.T).float().log_softmax(-1).gather(-1, targets[:, None]).sum()
@@ -61,28 +64,28 @@ def contenders(weight: Tensor) -> dict[str, Head]:
     if find_spec("liger_kernel") is None:
         print("head: liger-kernel is not installed", flush=True)
         return heads
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # a rival, not a part of ours
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # a competitor, not a dependency
 
     liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return heads | {"liger": lambda hidden, targets: liger(weight, hidden, targets)}
 
 
 def policy_loss(tokens: int, device: torch.device) -> Callable[[Tensor, Tensor, slice], Tensor]:
-    """The learner's default loss, of random advantages."""
+    """The learner's default loss, with random advantages."""
     config = AlgorithmConfig()
     behaviour, advantages = torch.randn(2, tokens, device=device).unbind()
     sampled = torch.ones(tokens, dtype=torch.bool, device=device)
     sequence = torch.zeros(tokens, dtype=torch.int64, device=device)
 
-    def loss(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
-        inputs = LossInputs(logprobs, behaviour[part], advantages[part], sampled[part], sequence[part], 1, tokens)
+    def loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+        inputs = LossInputs(logprobs, behaviour[chunk], advantages[chunk], sampled[chunk], sequence[chunk], 1, tokens)
         return LOSSES[config.loss].of_tokens(inputs, config)
 
     return loss
 
 
 def timed(head: Head, hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[float, float]:
-    """Milliseconds of one pass, and GiB at its fullest beyond what was there."""
+    """Milliseconds of one forward and backward pass, and its peak GiB beyond what was allocated before."""
     gpu = hidden.is_cuda
     if gpu:
         torch.cuda.reset_peak_memory_stats()

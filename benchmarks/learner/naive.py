@@ -1,6 +1,7 @@
-"""The case `naive`: the same model by transformers, padded, with all logits, in the largest microbatches that fit.
+"""The case `naive`: the same model in plain transformers, padded, with all logits, in the largest microbatches that
+fit.
 
-FSDP2, precision and optimizer are as ours; gradient checkpointing is on, for it does not fit without. Run by
+FSDP2, precision and optimizer are as in `ours`; gradient checkpointing is on, because it does not fit without. Run by
 `benchmarks.learner`, once on each rank of a case; waits for the other ranks.
 """
 
@@ -34,14 +35,14 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     texts = [torch.from_numpy(sample.tokens.numpy().astype(np.int64)) for sample in made]
     mine = texts[mesh.get_rank() :: mesh.size()]
     size = largest(model, adamw, min(len(mine), 4), device)
-    settled(gpu)
+    synchronize(gpu)
     start = time.perf_counter()
     for at in range(0, len(mine), size):
         backward(model, mine[at : at + size], device)
     norm = clip_grad_norm_(model.parameters(), 1.0)
     adamw.step()
     assert torch.isfinite(norm)
-    settled(gpu)
+    synchronize(gpu)
     seconds, tokens = time.perf_counter() - start, sum(map(len, texts))
     flops = costs.total((len(text), len(text) - min(PROMPT, len(text) // 2)) for text in texts)
     answer = {"seconds": seconds, "tokens_per_s": tokens / seconds, "microbatch_samples": size}
@@ -49,15 +50,15 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def sharded(folder: Path, mesh: DeviceMesh, device: torch.device) -> tuple[PreTrainedModel, Costs]:
-    """The model with random weights, under FSDP2; and what a token costs."""
-    model = loading.skeleton(ModelConfig(path=str(folder)), "sdpa")
+    """The model with random weights, under FSDP2; and its FLOPs per token."""
+    model = loading.build_on_meta(ModelConfig(path=str(folder)), "sdpa")
     costs = Costs.of(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in loading.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    loading.draw(model, device)
+    loading.init_random(model, device)
     return model, costs
 
 
@@ -71,7 +72,7 @@ def backward(model: PreTrainedModel, rows: list[Tensor], device: torch.device) -
 
 
 def largest(model: PreTrainedModel, adamw: torch.optim.AdamW, size: int, device: torch.device) -> int:
-    """The largest power of two from `size` (8 never fitted) that takes the longest sample; one rank in want is all."""
+    """Halve `size` (8 never fitted) until that many of the longest samples fit on every rank."""
     while True:
         full = torch.zeros(1, device=device)
         try:
@@ -86,8 +87,8 @@ def largest(model: PreTrainedModel, adamw: torch.optim.AdamW, size: int, device:
         torch.cuda.empty_cache()
 
 
-def settled(gpu: bool) -> None:
-    """All ranks here, all work done."""
+def synchronize(gpu: bool) -> None:
+    """Wait for all ranks, and for all work on the GPU."""
     dist.barrier()
     if gpu:
         torch.cuda.synchronize()

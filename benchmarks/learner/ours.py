@@ -1,6 +1,6 @@
-"""The case `ours`: steps of `Algorithm.step` by the learner's own parts, timed from barrier to barrier.
+"""The case `ours`: `Algorithm.step` with the learner's own policy and optimizer, timed from barrier to barrier.
 
-Two small batches before the measured ones warm the compiler and the allocator up. Run by `benchmarks.learner`, once on
+Two small batches before the measured ones warm up the compiler and the allocator. Run by `benchmarks.learner`, once on
 each rank of a case; waits for the other ranks.
 """
 
@@ -24,11 +24,11 @@ from learner.train.step import Algorithm
 
 OURS = {"activation_checkpointing": "none", "compile": True, "tokens_per_microbatch": "auto", "head_chunk_tokens": 4096}
 H200 = 989e12
-"""Stands for the peak where there is no GPU."""
+"""The peak FLOP/s assumed without a GPU."""
 
 
 def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
-    """Figures of the measured steps, and of every step by row."""
+    """Results of the measured steps together, and one row per step."""
     gpu = mesh.device_type == "cuda"
     model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32")
     learner = LearnerConfig(**(OURS | case.learner))
@@ -46,12 +46,12 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     if case.profile:
         small = batch(policy, mesh, warm, 0, len(rows))
         profile(lambda: algorithm.step(policy, small))
-    told = {"rows": rows, "budget": algorithm.budget, "loaded_s": loaded, "attention": policy.attention}
-    return told | summed(rows, mesh, expected) | {"estimate": expected.words(algorithm.budget)}
+    found = {"rows": rows, "budget": algorithm.budget, "loaded_s": loaded, "attention": policy.attention}
+    return found | summed(rows, mesh, expected) | {"estimate": expected.describe(algorithm.budget)}
 
 
 def tokens(learner: LearnerConfig, expected: Estimate, gpu: bool) -> int:
-    """Of a microbatch: `auto` fills the GPU as the learner does."""
+    """Tokens per microbatch: `auto` fills the GPU as in the learner."""
     everything = torch.cuda.get_device_properties(0).total_memory if gpu else 8 * GIB
     wanted = learner.tokens_per_microbatch
     return max(expected.fit(int(SHARE * everything)), LONGEST) if wanted == "auto" else wanted
@@ -64,7 +64,7 @@ def batch(policy: Policy, mesh: DeviceMesh, samples: int, seed: int, version: in
 
 
 def timed(policy: Policy, algorithm: Algorithm, part: Part) -> dict[str, Any]:
-    """One step: seconds, what it trained on, its phases, and the memory at its fullest."""
+    """One step: seconds, size of its batch, its phases, and peak memory."""
     gpu = policy.device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -84,7 +84,7 @@ def timed(policy: Policy, algorithm: Algorithm, part: Part) -> dict[str, Any]:
 
 
 def summed(rows: list[dict[str, Any]], mesh: DeviceMesh, expected: Estimate) -> dict[str, Any]:
-    """The measured steps in one."""
+    """The measured steps together."""
     measured = rows[2:]
     spent = sum(row["seconds"] for row in measured)
     return {

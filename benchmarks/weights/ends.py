@@ -234,7 +234,7 @@ def specs_of(config: Config) -> list[tuple[str, list[int]]]:
     """Names and shapes of the policy's weights."""
     from learner.model import loading
 
-    skeleton = loading.skeleton(config.model, "sdpa")
+    skeleton = loading.build_on_meta(config.model, "sdpa")
     return [(name, list(parameter.shape)) for name, parameter in skeleton.named_parameters()]
 
 

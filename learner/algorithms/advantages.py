@@ -1,7 +1,7 @@
-"""From rewards to advantages, and what is done to truncated answers before and after.
+"""From rewards to advantages, and the treatment of truncated answers before and after.
 
-Consumes rewards and lengths of all samples of the batch, for two of the advantages scale by all of it; waits for
-nothing. Every rank of the learner knows these facts (`learner.packing`), and calls it once a batch.
+Consumes rewards and lengths of all samples of the batch, because two of the advantages normalise over the whole batch;
+waits for nothing. Every learner rank knows these facts (`learner/train/batch.py`) and calls this once per batch.
 """
 
 from typing import Protocol
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Advantage(Protocol):
-    """What each of `ADVANTAGES` is.
+    """The type of each entry of `ADVANTAGES`.
 
-    `rewards` [samples] float and `groups` [samples] int64: of the whole batch. `lengths` [samples]: sampled tokens, all
-    equal if None. Returns [samples], detached.
+    `rewards` [samples] float and `groups` [samples] int64 are of the whole batch. `lengths` [samples]: sampled tokens;
+    None means all equal. Returns [samples], detached.
     """
 
     def __call__(self, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor: ...
@@ -48,7 +48,7 @@ def batch_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) ->
 def reinforce_baseline(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
     """R - mean of the group, whitened over all sampled tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262).
 
-    A sample weighs as many tokens as it has.
+    Each sample is weighted by its number of tokens.
     """
     centred = _centred(rewards, groups)[0]
     mean, variance = _mean_and_variance(centred, torch.ones_like(centred) if lengths is None else lengths.double())
@@ -65,9 +65,9 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
-    """Rewards less a punishment that grows from 0 to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
+    """Rewards minus a penalty that grows from 0 to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
 
-    `lengths` [samples]: sampled tokens of each, of all members of a group, for the baseline is theirs too.
+    `lengths` [samples]: sampled tokens of each sample, of whole groups, because penalties enter the group's baseline.
     """
     excess = (lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer
     return rewards - factor * excess.clamp(0, 1)
@@ -79,9 +79,9 @@ def mask_overlong(advantages: Tensor, truncated: Tensor) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R - mean of the group in float64, the group's row of each sample, and the groups' sizes.
+    """R - mean of the group in float64, the group index of each sample, and the group sizes.
 
-    Exactly 0 where a group's rewards are all equal, a group of one included: rounding must not become a direction.
+    Exactly 0 where a group's rewards are all equal, also in a group of one: rounding errors must not be trained on.
     """
     values = rewards.detach().double()
     _, inverse, counts = groups.unique(return_inverse=True, return_counts=True)
@@ -96,7 +96,7 @@ def _sums(values: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
 
 
 def _mean_and_variance(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of `values`, each there `counts` times."""
+    """Mean and unbiased variance of `values`, each repeated `counts` times."""
     count = counts.sum()
     mean = (counts * values).sum() / count.clamp(min=1)
     return mean, (counts * (values - mean) ** 2).sum() / (count - 1).clamp(min=1)

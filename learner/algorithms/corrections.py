@@ -1,7 +1,7 @@
-"""What keeps stale or mismatched tokens from hurting: ratios, trust regions, masks, and the KL terms.
+"""Corrections for stale or mismatched tokens: importance ratios, trust regions, masks, and the KL terms.
 
-Pure functions of packed [tokens] tensors that `LossInputs.clean` has been through; waits for nothing; the losses call
-them, and the learner calls `m2_squares` and `m2_limit` before the losses of a batch.
+Pure functions of packed [tokens] tensors that `LossInputs.clean` returned; waits for nothing. The losses call them;
+`learner/train/step.py` calls `m2_squares` and `m2_limit` before the losses of a batch.
 """
 
 import torch
@@ -10,27 +10,25 @@ from torch import Tensor
 from learner.algorithms.inputs import LossInputs
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut to +-20 before exp: beyond, a float32 square overflows and nothing is left to learn."""
+"""Log-ratios are clamped to +-20 before exp: beyond that a float32 square overflows and nothing is left to learn."""
 
 
 def ratio(new: Tensor, old: Tensor) -> Tensor:
-    """exp(new - old), with gradient to `new` inside the cut."""
+    """exp(new - old), with gradient to `new` where it is not clamped."""
     return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def outside_trust_region(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float | None, high: float | None
-) -> Tensor:
+def outside_trust_region(inputs: LossInputs, low: float | None, high: float | None) -> Tensor:
     """Where a probability has moved in its advantage's direction by more than the bound (DPPO, arXiv:2602.04879).
 
-    One-sided binary total variation of a token: pi - mu > high for A > 0, mu - pi > low for A < 0; None is no bound.
+    One-sided binary total variation of a token: pi - mu > high for A > 0, mu - pi > low for A < 0; None means no bound.
     """
-    moved = logprobs.detach().exp() - behaviour.exp()
+    moved = inputs.policy_logprobs.detach().exp() - inputs.behaviour.exp()
     outside = torch.zeros_like(moved, dtype=torch.bool)
     if high is not None:
-        outside = outside | ((advantages > 0) & (moved > high))
+        outside = outside | ((inputs.advantages > 0) & (moved > high))
     if low is not None:
-        outside = outside | ((advantages < 0) & (moved < -low))
+        outside = outside | ((inputs.advantages < 0) & (moved < -low))
     return outside
 
 
@@ -38,22 +36,25 @@ def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
     """Tokens of samples with A < 0 whose mean log mu - log pi exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
     if delta is None:
         return torch.zeros_like(inputs.sampled)
-    drift = inputs.sequence_mean((inputs.behaviour - inputs.policy_logprobs).detach())
+    drift = inputs.sequence_mean(-inputs.log_ratio.detach())
     return (inputs.advantages < 0) & (drift > delta)
 
 
-def log_linear_proximal(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
+def log_linear_proximal(inputs: LossInputs) -> Tensor:
     """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
 
     log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1], 0 for tokens fresh at v.
+    Raises ValueError without versions.
     """
-    age = (version - versions).clamp(min=1)
-    alpha = (age - 1).to(logprobs.dtype) / age
-    return behaviour + alpha * (logprobs.detach() - behaviour)
+    if inputs.versions is None:
+        raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")
+    age = (inputs.version - inputs.versions).clamp(min=1)
+    alpha = (age - 1).to(inputs.behaviour.dtype) / age
+    return inputs.behaviour + alpha * inputs.log_ratio.detach()
 
 
 def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Weight prox/mu of decoupled PPO, and where it exceeds `cap`: `clamp` cuts it, `mask` leaves it to be masked."""
+    """Weight prox/mu of decoupled PPO, clamped to `cap` if `mode` is clamp; and where it exceeds `cap`."""
     weight = ratio(proximal, behaviour).detach()
     if cap is None:
         return weight, torch.zeros_like(weight, dtype=torch.bool)
@@ -61,42 +62,32 @@ def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float 
 
 
 def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor]:
-    """1 for positive samples, pi/mu of the sample cut to [0, 1] for others; where cut (TOPR, arXiv:2503.14286)."""
-    log_ratio = inputs.per_sequence((inputs.policy_logprobs - inputs.behaviour).detach())[inputs.sequence]
+    """1 for positive samples, else pi/mu of the sample, at most 1; and where it was larger (TOPR, arXiv:2503.14286)."""
+    log_ratio = inputs.per_sequence(inputs.log_ratio.detach())[inputs.sequence]
     return torch.where(positive, 1, log_ratio.clamp(max=0).exp()), ~positive & (log_ratio > 0)
 
 
-def m2_tokens(logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:
-    """Tokens whose ratio has already moved in their advantage's direction: those that M2PO may drop."""
-    return (advantages * (logprobs - behaviour)).detach() > 0
-
-
 def m2_squares(inputs: LossInputs) -> Tensor:
-    """Squared log-ratios of the tokens that M2PO may drop in this part, to be gathered from all parts: [tokens] float.
+    """Squared log-ratios of the tokens that M2PO may drop, to be gathered from all microbatches: [tokens] float.
 
-    inf for all other tokens: never within a budget, and unlike a selection nothing waits for the GPU to count them.
-    `inputs.policy_logprobs` may come from any pass under the weights at the start of the step, without gradient.
+    Those are the tokens whose ratio has already moved in the advantage's direction. inf for all others: they never fit
+    the budget, and unlike a boolean selection this does not synchronise with the GPU. `inputs.policy_logprobs` may come
+    from any forward pass with the weights at the start of the step.
     """
-    inputs = inputs.clean()
-    chosen = m2_tokens(inputs.policy_logprobs, inputs.behaviour, inputs.advantages)
-    return torch.where(chosen, (inputs.policy_logprobs - inputs.behaviour).detach() ** 2, torch.inf)
+    log_ratio = inputs.log_ratio.detach()
+    return torch.where(inputs.advantages * log_ratio > 0, log_ratio**2, torch.inf)
 
 
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
     """Smallest squared log-ratio that is dropped, inf if none: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
 
-    The algorithm drops the largest while the mean of the rest exceeds the budget. Of equal ones it would drop some;
-    here all go, so that the result depends on no order.
+    The algorithm drops the largest while the mean of the rest exceeds the budget. Of equal values it would drop some;
+    here all are dropped, so that the result does not depend on their order.
     """
     ordered = squares.detach().sort().values
     means = ordered.double().cumsum(0) / torch.arange(1, ordered.numel() + 1, device=squares.device)
     padded = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
     return padded.gather(0, (means <= budget).sum(0, keepdim=True)).squeeze(0)
-
-
-def behaviour_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """(log pi - log mu)^2 of each token, masked ones too: pulls the learner back to where the data are (prime-rl)."""
-    return (logprobs - behaviour) ** 2
 
 
 def reference_kl(logprobs: Tensor, behaviour: Tensor, reference: Tensor, cap: float) -> Tensor:

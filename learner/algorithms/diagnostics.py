@@ -1,8 +1,9 @@
-"""How far the data are from the policy, as sums that add over microbatches and ranks; then metrics; then warnings.
+"""How far the data are from the policy: sums that add over microbatches and ranks, then metrics, then warnings.
 
 Consumes cleaned `LossInputs` and the facts of the batch's samples; waits for nothing. The losses return `mismatch_sums`
-and `limit_sums`; the learner adds `sample_sums` and `group_sums`, all-reduces, and logs `summary` and `alerts` once a
-version. A sum whose key ends in `_max` combines by maximum. All are [] float64; the keys never depend on the data.
+and `limit_sums`; `learner/train/step.py` all-reduces them, adds `sample_sums` and `group_sums` and returns `summary`;
+`learner/metrics.py` logs `alerts`. Sums are [] float64; one whose key ends in `_max` combines by maximum. The keys
+never depend on the data.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,15 +19,16 @@ AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 SIGNS = ("positive", "negative")
 MAX_LOG_WEIGHT = 350.0
-"""Bound of a sample's log-weight: the square of its exp must stay within float64. No cap in any other sense."""
+"""A sample's log-weight is clamped to this only so that the square of its exp stays within float64."""
 
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """Divergence of learner and behaviour, by age of the token if versions are known, and sums behind effective size.
+    """Divergence of learner and behaviour policy, by age of the token if versions are known; sums of importance
+    weights.
 
     With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
     """
-    log_ratio = (inputs.policy_logprobs - inputs.behaviour).detach().double()
+    log_ratio = inputs.log_ratio.detach().double()
     sampled = inputs.sampled.double()
     weight = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() * sampled
     k3 = torch.expm1(log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)) - log_ratio
@@ -54,10 +56,10 @@ def _sequence_sums(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
-    """Rows of `table` [tokens, 4] added up by age bucket."""
+    """Sums of the rows of `table` [tokens, 4] by age bucket."""
     assert inputs.versions is not None
     age = torch.where(inputs.sampled, inputs.version - inputs.versions, 0).clamp(min=0)
-    bucket = torch.stack([age >= low for low in AGES[1:]]).sum(0)  # a tensor of AGES would be copied, and waited for
+    bucket = torch.stack([age >= low for low in AGES[1:]]).sum(0)  # copying AGES to the GPU would block
     rows = table.new_zeros(len(AGES), table.shape[1]).index_add(0, bucket, table)
     sums = {"token_age": age.double().sum(), "token_age_max": _largest(age.double())}
     for name, row in zip(BUCKETS, rows.unbind(), strict=True):
@@ -66,7 +68,7 @@ def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
 
 
 def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, Tensor]:
-    """Tokens that lost their gradient and tokens whose weight was cut, by sign of the advantage."""
+    """Numbers of masked tokens and of tokens with a capped weight, by sign of the advantage."""
     sums: dict[str, Tensor] = {}
     for name, side in zip(SIGNS, (inputs.advantages > 0, inputs.advantages < 0), strict=True):
         side = side & inputs.sampled
@@ -77,7 +79,7 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
 
 
 def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor, num_versions: Tensor) -> dict[str, Tensor]:
-    """Facts of this rank's samples, [samples] each: reward, sampled tokens, whether cut, number of its versions."""
+    """Sums over samples. [samples] each: reward, sampled tokens, whether truncated, versions that sampled it."""
     rewards, lengths, num_versions = rewards.double(), lengths.double(), num_versions.double()
     return {
         "samples": torch.ones_like(rewards).sum(),
@@ -92,10 +94,7 @@ def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor, num_version
 
 
 def group_sums(rewards: Iterable[Sequence[float]], solved: float = 1.0) -> dict[str, Tensor]:
-    """Of whole groups' rewards: in how many all samples, in how many none reached `solved`.
-
-    Each group must be counted by one rank: the one that holds its first sample.
-    """
+    """Numbers of groups, of groups in which all samples reach the reward `solved`, and of groups in which none does."""
     groups = [[reward >= solved for reward in group] for group in rewards]
     counts = (len(groups), sum(map(all, groups)), sum(not any(group) for group in groups))
     names = ("groups", "solved_all", "solved_none")
@@ -103,7 +102,7 @@ def group_sums(rewards: Iterable[Sequence[float]], solved: float = 1.0) -> dict[
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Maximum of values that are never negative; 0 if there are none."""
+    """Maximum of non-negative values; 0 if there are none."""
     return torch.cat([values.new_zeros(1), values]).max()
 
 
@@ -112,11 +111,11 @@ def is_max(key: str) -> bool:
     return key.endswith("_max")
 
 
-def combine(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Sums of several parts, as one."""
+def combine(microbatches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of several microbatches, added up."""
     total: dict[str, Tensor] = {}
-    for part in parts:
-        for key, value in part.items():
+    for sums in microbatches:
+        for key, value in sums.items():
             if key not in total:
                 total[key] = value
             else:
@@ -125,7 +124,7 @@ def combine(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Metrics of a version from the sums of all its parts; names in docs/algorithms.md. Without data, no metric."""
+    """Metrics of a version from the sums of its whole batch; names in docs/algorithms.md. Without data, no metric."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():
@@ -162,7 +161,7 @@ MEANS: dict[str, tuple[str, str]] = {
     "groups/solved_all": ("solved_all", "groups"),
     "groups/solved_none": ("solved_none", "groups"),
 }
-"""Metric: sum and count that it is the quotient of."""
+"""Metric: the sum and the count whose quotient it is."""
 
 MAXIMA = {
     "ratio/max": "ratio_max",
@@ -177,9 +176,9 @@ Rule = Callable[[float, float], bool]
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
-    """One line, with a remedy, for each sign that training is about to suffer.
+    """One line, with a remedy, for each sign of trouble in training.
 
-    `history`: metrics of earlier versions, the last 20 of which count; what is judged against them needs `least`.
+    `history`: metrics of earlier versions, of which the last 20 count; rules relative to them need at least `least`.
     """
     lines = []
     for key, relative, rule, remedy in ALERTS:
@@ -199,24 +198,24 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
     ("offpolicy/k3", False, lambda now, usual: now > 0.05,
      "the data are far off-policy; lower batch.max_staleness or learner.lr, or take algorithm.loss m2po"),
     ("ess/sequence", True, lambda now, usual: now < usual / 2,
-     "few samples carry the batch; lower learner.lr or batch.max_staleness, raise batch.groups"),
+     "few samples dominate the batch; lower learner.lr or batch.max_staleness, raise batch.groups"),
     ("ess/token", False, lambda now, usual: now < 0.5,
-     "few tokens carry the batch; lower batch.max_staleness or learner.lr"),
+     "few tokens dominate the batch; lower batch.max_staleness or learner.lr"),
     ("limit/masked_positive", False, lambda now, usual: now > 0.03,
-     "good tokens lose their gradient; lower batch.max_staleness or learner.lr, or widen the bound of the loss"),
+     "positive tokens are masked; lower batch.max_staleness or learner.lr, or widen the bound of the loss"),
     ("limit/masked_negative", False, lambda now, usual: now > 0.03,
-     "bad tokens lose their gradient; lower batch.max_staleness or learner.lr, or widen the bound of the loss"),
+     "negative tokens are masked; lower batch.max_staleness or learner.lr, or widen the bound of the loss"),
     ("limit/capped_positive", False, lambda now, usual: now > 0.03,
-     "weights are cut; lower batch.max_staleness or learner.lr, or raise algorithm.is_cap"),
+     "importance weights are capped; lower batch.max_staleness or learner.lr, or raise algorithm.is_cap"),
     ("length/truncated", False, lambda now, usual: now > 0.1,
-     "answers are cut; raise sampling.max_tokens, or set algorithm.overlong to soft or mask"),
+     "answers are truncated; raise sampling.max_tokens, or set algorithm.overlong to soft or mask"),
     ("entropy/mean", True, lambda now, usual: now < 0.3 * usual,
-     "exploration ends; set algorithm.entropy_bonus, raise sampling.temperature or the loss's upper bound"),
+     "the policy stops exploring; set algorithm.entropy_bonus, raise sampling.temperature or the loss's upper bound"),
     ("gradient/norm", True, lambda now, usual: now > 10 * usual,
-     "an update out of proportion; look at the batch's samples, lower learner.max_grad_norm"),
+     "the gradient is unusually large; look at the batch's samples, lower learner.max_grad_norm"),
     ("groups/solved_all", False, lambda now, usual: now > 0.8,
      "most problems teach nothing; take harder ones, or set batch.skip_zero_variance"),
     ("groups/solved_none", False, lambda now, usual: now > 0.8,
      "most problems teach nothing; take easier ones, or raise batch.samples"),
 )  # fmt: skip
-"""Metric, whether it is judged against its history, rule, remedy. Sources of the thresholds: docs/algorithms.md."""
+"""Metric, whether the rule is relative to its history, rule, remedy. Sources of the thresholds: docs/algorithms.md."""

@@ -1,10 +1,11 @@
-"""What a loss sees of one part (a microbatch of a rank), and how its tokens are averaged over the whole batch.
+"""What a loss gets for one microbatch, and how its tokens are averaged over the whole batch.
 
-Consumes what the learner packed; waits for nothing; every loss and measure begins here. Whatever stands at positions
-that were not sampled is replaced before any arithmetic, so that NaN there reaches neither value nor gradient.
+Consumes a packed microbatch; waits for nothing; every loss and diagnostic starts here. Values at positions that were
+not sampled are replaced before any arithmetic, so that NaN there reaches neither value nor gradient.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One part of a batch, packed: every tensor is [tokens] long and every array is indexed by the token it scores.
+    """One microbatch of a batch: every tensor is [tokens], and entry i is about token i.
 
     Example: samples of 1 and 2 sampled tokens after prompts of one token, on the second of two equal ranks:
     `sampled` [F, T, F, T, T], `sequence` [0, 0, 1, 1, 1], `num_sequences` 4, `num_tokens` 6.
@@ -25,16 +26,16 @@ class LossInputs:
     advantages: Tensor
     """float: advantage of the token's sample."""
     sampled: Tensor
-    """bool: sampled by the policy, hence trained. All else is context."""
+    """bool: sampled by the policy, hence trained. All other tokens are context."""
     sequence: Tensor
-    """int64: which sample the token is of, numbered from 0 in this part or in the batch. A sample is never split."""
+    """int64: index of the token's sample, in this microbatch or in the batch. A sample is never split."""
     num_sequences: int
     """Samples in the whole batch, over all microbatches and ranks."""
     num_tokens: int
     """Sampled tokens in the whole batch, before any mask."""
     proximal: Tensor | None = None
-    """float: log-probability under the weights at the start of the step; None: those of `policy_logprobs`, which is the same
-    as long as a batch is one optimizer step."""
+    """float: log-probability under the weights at the start of the step. None: `policy_logprobs`, which is the same as
+    long as a batch is one optimizer step."""
     reference: Tensor | None = None
     """float: log-probability under the frozen initial model."""
     entropy: Tensor | None = None
@@ -44,16 +45,21 @@ class LossInputs:
     version: int = 0
     """Version being trained."""
     num_prompts: int | None = None
-    """Groups in the whole batch; needed by `aggregation: prompt`."""
+    """Groups in the whole batch; required by `aggregation: prompt`."""
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's whole group, over all ranks; needed by `aggregation: prompt`."""
+    """int64: sampled tokens of the token's whole group, over all ranks; required by `aggregation: prompt`."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's sample; None: counted here, right only where the sample is whole."""
+    """int64: sampled tokens of the token's sample. None: counted here, correct only if the sample is whole."""
     m2_limit: Tensor | None = None
-    """[] float: `corrections.m2_limit` of the whole batch; None: of this part, right only if it is the whole batch."""
+    """[] float: `corrections.m2_limit` of the whole batch. None: of this microbatch, correct if it is the batch."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi - log mu, with gradient: [tokens]."""
+        return self.policy_logprobs - self.behaviour
 
     def clean(self) -> "LossInputs":
-        """The same with zeros (for versions: the version being trained) wherever nothing was sampled."""
+        """The same with zeros (for versions: the version being trained) at all tokens that were not sampled."""
         changes: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -76,32 +82,45 @@ class LossInputs:
         return (self.per_sequence(values) / self.lengths().clamp(min=1))[self.sequence]
 
 
+@dataclass(frozen=True)
+class LossContext:
+    """The fields of `LossInputs` that are known before a forward pass: all but log-probabilities and entropies.
+
+    Example: `LossContext({"advantages": advantages, "num_tokens": 6, ...}).inputs(logprobs, entropy)`
+    """
+
+    known: dict[str, Any]
+
+    def select(self, tokens: Tensor | slice) -> "LossContext":
+        """The same of the given tokens only; counts stay those of the whole batch."""
+        per_token = {name: x[tokens] for name, x in self.known.items() if isinstance(x, Tensor) and x.dim()}
+        return LossContext(self.known | per_token)
+
+    def inputs(self, policy_logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
+        """The inputs of the loss, once the forward pass has computed the rest: [tokens] each."""
+        return LossInputs(policy_logprobs=policy_logprobs, entropy=entropy, **self.known)
+
+
 def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: int | None) -> Tensor:
     """[tokens] weights w such that the loss of the batch is the sum of w times the loss of each token.
 
     token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L)
     (Dr. GRPO).
-    The counts are of the whole batch and keep masked tokens. Raises ValueError when a count that it needs is missing.
+    The counts are of the whole batch and include masked tokens. Raises ValueError if a required count is missing.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":
         weights = ones / max(inputs.num_tokens, 1)
     elif aggregation == "sequence":
-        known = inputs.sequence_tokens
-        lengths = inputs.lengths()[inputs.sequence] if known is None else known
+        counted = inputs.sequence_tokens
+        lengths = inputs.lengths()[inputs.sequence] if counted is None else counted
         weights = ones / lengths.clamp(min=1) / max(inputs.num_sequences, 1)
     elif aggregation == "prompt":
         if inputs.prompt_tokens is None or inputs.num_prompts is None:
-            raise ValueError(
-                "algorithm.aggregation is prompt, but LossInputs has no prompt_tokens or num_prompts: give both"
-            )
+            raise ValueError("algorithm.aggregation is prompt, but LossInputs has no prompt_tokens or num_prompts")
         weights = ones / inputs.prompt_tokens.clamp(min=1) / max(inputs.num_prompts, 1)
-    elif aggregation == "constant":
-        if constant_length is None:
-            raise ValueError(
-                "algorithm.constant_length is null, aggregation is constant: set it, e.g. to sampling.max_tokens"
-            )
-        weights = ones / (constant_length * max(inputs.num_sequences, 1))
     else:
-        raise ValueError(f"algorithm.aggregation is {aggregation!r}: use token, sequence, prompt or constant")
+        if constant_length is None:
+            raise ValueError("algorithm.aggregation is constant, but algorithm.constant_length is null")
+        weights = ones / (constant_length * max(inputs.num_sequences, 1))
     return torch.where(inputs.sampled, weights, 0)

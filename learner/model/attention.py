@@ -2,7 +2,7 @@
 
 A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
 the end) and `max_length_q` reach these functions as keyword arguments of the model's forward. transformers builds no
-mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. Used by `learner.policy`; waits for
+mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. Used by `policy.py`; waits for
 nothing.
 """
 
@@ -19,41 +19,44 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from configs.load import ConfigError
+
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
-"""transformers takes a name with `flash` in it for one of its own kernels, and looks for a package of that name."""
+"""transformers takes a name that contains `flash` for one of its own kernels, and looks for a package of that name."""
 AUTO = ("flash4", "flash", "varlen", "sdpa")
-"""What `auto` tries, the fastest first."""
+"""What `auto` tries, fastest first."""
 PACKAGES = {
     "flash": ("flash-attn", "flash_attn.flash_attn_interface"),
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
-"""What to install, and the module that is there then."""
-Answer = tuple[Tensor, None]
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11 takes grouped heads without being asked."""
+"""The package to install, and the module it provides."""
+AttentionOutput = tuple[Tensor, None]
+GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11 accepts grouped heads without this argument, and does not know it."""
 
 
 def registered(name: str) -> str:
-    """The attention's name among those of transformers. Example: `registered("flash4") == "headrace_fa4"`"""
+    """The attention's name in transformers' registry. Example: `registered("flash4") == "headrace_fa4"`"""
     return PREFIX + name.replace("flash", "fa")
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ValueError.
+    """The attention for `learner.attention`: `wanted`, or for `auto` the first that works here. Raises ConfigError.
 
-    A `device` without a number is one that this process must not touch yet: its age and its kernels stay unknown.
+    A `device` without an index is one that this process must not touch yet: its generation is not checked and no
+    kernel is loaded.
     """
     if wanted == "auto":
-        return next(name for name in AUTO if _missing(name, device, dtype) is None)
-    missing = _missing(wanted, device, dtype)
-    if missing is not None:
-        raise ValueError(f"learner.attention: {wanted} {missing}; use auto, or sdpa, which works everywhere")
+        return next(name for name in AUTO if _unusable(name, device, dtype) is None)
+    reason = _unusable(wanted, device, dtype)
+    if reason is not None:
+        raise ConfigError([f"learner.attention: {wanted} {reason}; use auto, or sdpa, which works everywhere"])
     return wanted
 
 
-def _missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What `name` lacks here, in words; None when it works."""
+def _unusable(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why attention `name` does not work here; None if it does."""
     if name == "sdpa":
         return None
     if device.type != "cuda":
@@ -66,12 +69,12 @@ def _missing(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if name == "flash4" and torch.cuda.get_device_capability(device) < (9, 0):
         return "needs a Hopper GPU or a later one"
-    return _broken(PACKAGES[name][1])
+    return _import_failure(PACKAGES[name][1])
 
 
 @cache
-def _broken(module: str) -> str | None:
-    """Why an installed kernel does not load; None when it does. `auto` passes it by, so that is said here."""
+def _import_failure(module: str) -> str | None:
+    """Why an installed kernel does not load; None if it does. Logged, because `auto` skips it silently otherwise."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -82,21 +85,21 @@ def _broken(module: str) -> str | None:
 
 
 def installed(name: str) -> bool:
-    """Whether the kernel's package is there; the two share the name `flash_attn`, and either may be alone."""
+    """Whether the kernel's package is installed. Both packages provide `flash_attn`, and either may be there alone."""
     return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
 def flash(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Answer:
-    """flash-attn's variable-length kernel. `query` [1, heads, tokens, head_dim]; others may have fewer heads."""
-    from flash_attn import flash_attn_varlen_func  # an extra of ours, absent on CPU machines
+) -> AttentionOutput:
+    """flash-attn's variable-length kernel. `query` [1, heads, tokens, head_dim]; key and value may have fewer heads."""
+    from flash_attn import flash_attn_varlen_func  # an optional dependency, absent on CPU machines
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    starts, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     scale, window = kwargs.get("scaling"), _window(kwargs, none=(-1, -1))
     out = flash_attn_varlen_func(
-        q, k, v, starts, starts, longest, longest, softmax_scale=scale, causal=True, window_size=window
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True, window_size=window
     )
     return out[None], None
 
@@ -104,14 +107,14 @@ def flash(
 @torch.compiler.disable
 def flash4(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Answer:
-    """FlashAttention 4, for Hopper and later; shapes as in `flash`. It compiles itself: torch's compiler keeps out."""
+) -> AttentionOutput:
+    """FlashAttention 4, for Hopper and later; shapes as in `flash`. It compiles itself: torch's compiler skips it."""
     from flash_attn.cute import flash_attn_varlen_func
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    starts, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     out, _ = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=kwargs.get("scaling"), causal=True, window_size=_window(kwargs, none=(None, None)),
     )  # fmt: skip
     return out[None], None
@@ -119,53 +122,41 @@ def flash4(
 
 def varlen(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Answer:
+) -> AttentionOutput:
     """torch's own variable-length kernel; shapes as in `flash`."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    starts, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], _window(kwargs, none=(-1, 0))
-    out = varlen_attn(
-        q, k, v, starts, starts, longest, longest, scale=kwargs.get("scaling"), window_size=window, **GROUPED
-    )
+    cu_seqlens, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], _window(kwargs, none=(-1, 0))
+    scale = kwargs.get("scaling")
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=window, **GQA)
     assert isinstance(out, Tensor)
     return out[None], None
 
 
 def sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Answer:
+) -> AttentionOutput:
     """torch's causal SDPA on [documents, longest], padded on the right inside attention only; works on any device.
 
-    Needs no mask: in causal attention a real token never sees what stands to its right.
+    Needs no mask: in causal attention a real token never sees the padding to its right.
     """
-    starts, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     window = kwargs.get("sliding_window")
     if window is not None and longest > window:
         raise ValueError(f"learner.attention: sdpa knows no sliding window, the model has one of {window}; use varlen")
-    place = torch.arange(longest, device=query.device)
-    lengths = starts.diff()
-    real = place < lengths[:, None]
-    index = starts[:-1, None] + place.minimum(lengths[:, None] - 1)  # [documents, longest]
+    position = torch.arange(longest, device=query.device)
+    lengths = cu_seqlens.diff()
+    real = position < lengths[:, None]
+    index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
     q, k, v = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # [documents, heads, longest, head_dim]
-    groups = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=groups)
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=grouped)
     return out.transpose(1, 2)[real][None], None
 
 
 def _window(kwargs: dict[str, Any], none: tuple[Any, Any]) -> tuple[Any, Any]:
-    """A model's sliding window as (left, right) for the kernels; `none` where it has none."""
+    """The model's sliding window as (left, right) for the kernels; `none` if it has none."""
     window = kwargs.get("sliding_window")
     return none if window is None else (window - 1, 0)
-
-
-def products() -> list[Any]:
-    """The operations worth keeping for the backward pass, where the rest is computed again: products and attention."""
-    aten = torch.ops.aten
-    return [
-        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-        *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
-        *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
-        torch.ops.torch_attn._varlen_attn.default,
-    ]
 
 
 ATTENTIONS = {"flash4": flash4, "flash": flash, "varlen": varlen, "sdpa": sdpa}

@@ -1,11 +1,11 @@
-"""The arithmetic a batch needs, and the share of the GPUs' peak that is (model FLOPs utilisation, MFU).
+"""The FLOPs that a batch needs, and what share of the GPUs' peak that is (model FLOPs utilisation, MFU).
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
 B: parameters of all blocks' matrices; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
-scored tokens; L: blocks; a: heads x their width; q: sum of the squared lengths (causal attention: half of all pairs).
-6 = 2 in the forward and 4 in the backward pass. What is computed twice (checkpointing, some losses' logits) and padding
-do not count, nor does the look-up of embeddings. Pure; used by `learner.step` and `learner.metrics`.
+trainable tokens; L: blocks; a: heads x head dimension; q: sum of the squared document lengths (causal attention: half
+of all pairs). 6 = 2 in the forward and 4 in the backward pass. Recomputation (checkpointing, some losses' logits),
+padding and embedding look-ups do not count. Pure; used by `learner/train/step.py` and `learner/metrics.py`.
 """
 
 from collections.abc import Iterable
@@ -26,20 +26,21 @@ PEAKS = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-"""Dense bf16 FLOP/s of the vendor's datasheets, by what the GPU's name contains."""
+"""Dense bf16 FLOP/s according to the vendor's datasheets, by a word of the GPU's name."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs of forward and backward pass. Example: `Costs(by_token=6, by_scored=2, by_pair=1)`."""
+    """FLOPs of forward and backward pass. Example: `Costs(per_token=6, per_trainable=2, per_pair=1)`."""
 
-    by_token: float
-    by_scored: float
-    by_pair: float
-    """For each token and token of its document before it, counted as length squared."""
+    per_token: float
+    per_trainable: float
+    per_pair: float
+    """Attention, per squared token of a document's length."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":
+        """The costs of `model`, counted from its parameters."""
         config, layers = model.config.get_text_config(), blocks(model)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -48,11 +49,11 @@ class Costs:
         return cls(6.0 * matrices, 6.0 * head.numel(), 6.0 * len(layers) * width)
 
     def total(self, documents: Iterable[tuple[int, int]]) -> float:
-        """FLOPs of documents of (tokens, scored tokens) each."""
-        return sum(n * (self.by_token + self.by_pair * n) + self.by_scored * scored for n, scored in documents)
+        """FLOPs of documents of (tokens, trainable tokens) each."""
+        return sum(n * (self.per_token + self.per_pair * n) + self.per_trainable * m for n, m in documents)
 
 
 def peak(name: str) -> float | None:
-    """Peak of the GPU `name`, e.g. "NVIDIA H200"; None where it is not known."""
+    """Peak FLOP/s of the GPU called `name`, e.g. "NVIDIA H200"; None if unknown."""
     words = name.replace("-", " ").split()
     return next((speed for known, speed in PEAKS.items() if known in words), None)

@@ -1,7 +1,8 @@
-"""The head's two passes over a chunk of logits on GPU, fused: a read for the scores, a read and a write for the slope.
+"""The head's two passes over a chunk of logits, fused for GPU: the forward reads the logits once, the backward reads
+and writes them once.
 
-Logits of a chunk are hundreds of megabytes: what plain PyTorch does in twenty passes costs a sixth of a training step.
-The mathematics, and its plain form for CPU, are in `learner.head`. Imported by it on GPU only; waits for nothing.
+The logits of a chunk are hundreds of megabytes; plain PyTorch makes twenty passes over them, a sixth of a training
+step. The mathematics, and its plain form for CPU, are in `head.py`, which imports this on GPU only; waits for nothing.
 """
 
 import torch
@@ -11,15 +12,16 @@ from torch import Tensor
 
 BLOCK = 4096
 LOWEST = -1e30
-"""Stands for -inf where the difference of two must not be NaN."""
+"""Used for -inf, because -inf - -inf would be NaN."""
 
 
 @triton.jit
-def _scores_of(  # type: ignore[no-untyped-def]
+def _logprob_forward_kernel(  # type: ignore[no-untyped-def]
     logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature,
     BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: running maximum m, sum of exp(z - m) and of z exp(z - m) in each lane, joined at the end."""
+    """One program per row. Each lane keeps a running maximum m, the sum of exp(z - m) and of z exp(z - m); they are
+    combined at the end."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lane = tl.arange(0, BLOCK)
@@ -27,12 +29,12 @@ def _scores_of(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        there = start + lane < vocabulary
-        z = tl.load(logits + start + lane, mask=there, other=LOWEST) * inverse_temperature
-        z = tl.where(there, z, LOWEST)
+        valid = start + lane < vocabulary
+        z = tl.load(logits + start + lane, mask=valid, other=LOWEST) * inverse_temperature
+        z = tl.where(valid, z, LOWEST)
         higher = tl.maximum(top, z)
         shrink = tl.exp(top - higher)
-        e = tl.where(there, tl.exp(z - higher), 0.0)
+        e = tl.where(valid, tl.exp(z - higher), 0.0)
         total = total * shrink + e
         weighted = weighted * shrink + e * z
         top = higher
@@ -47,26 +49,25 @@ def _scores_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slope_of(  # type: ignore[no-untyped-def]
-    logits, slope, targets, norms, entropy, by_logprob, by_entropy, vocabulary, inverse_temperature,
+def _logit_gradient_kernel(  # type: ignore[no-untyped-def]
+    logits, gradient, targets, norms, entropy, grad_logprob, grad_entropy, vocabulary, inverse_temperature,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row a program."""
+    """One program per block of a row."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = place < vocabulary
-    z = tl.load(logits + row * vocabulary + place, mask=there, other=0.0) * inverse_temperature
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < vocabulary
+    z = tl.load(logits + row * vocabulary + column, mask=valid, other=0.0) * inverse_temperature
     logp = z - tl.load(norms + row)
     p = tl.exp(logp)
-    right = tl.where(place == tl.load(targets + row), 1.0, 0.0)
-    by_z = tl.load(by_logprob + row) * (right - p)
+    onehot = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    dz = tl.load(grad_logprob + row) * (onehot - p)
     if WITH_ENTROPY:
-        by_z -= tl.load(by_entropy + row) * p * (logp + tl.load(entropy + row))
-    by_logit = (by_z * inverse_temperature).to(slope.dtype.element_ty)
-    tl.store(slope + row * vocabulary + place, by_logit, mask=there)
+        dz -= tl.load(grad_entropy + row) * p * (logp + tl.load(entropy + row))
+    tl.store(gradient + row * vocabulary + column, (dz * inverse_temperature).to(gradient.dtype.element_ty), mask=valid)
 
 
-def scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def logprob_forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, log-normaliser and entropy: three [tokens] float32.
 
     `logits` [tokens, vocabulary] float32, `targets` [tokens] int64.
@@ -74,29 +75,33 @@ def scores(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
     tokens, vocabulary = logits.shape
     logprobs, norms, entropy = logits.new_empty(3, tokens).unbind()
     if tokens:
-        _scores_of[(tokens,)](
+        _logprob_forward_kernel[(tokens,)](
             logits, targets, logprobs, norms, entropy, vocabulary, 1 / temperature, BLOCK=BLOCK, LOWEST=LOWEST,
             num_warps=8,
         )  # fmt: skip
     return logprobs, norms, entropy
 
 
-def slope(
+def logit_gradient(
     logits: Tensor,
     targets: Tensor,
     norms: Tensor,
     entropy: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor | None,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient by the logits, [tokens, vocabulary] in `dtype`; the rest as `scores` gives it, `by_` are of the loss."""
+    """Gradient of the loss with respect to the logits: [tokens, vocabulary] in `dtype`.
+
+    `norms` and `entropy` are those of `logprob_forward`, the gradients [tokens] those of the loss.
+    """
     tokens, vocabulary = logits.shape
-    answer = torch.empty_like(logits, dtype=dtype)
+    gradient = torch.empty_like(logits, dtype=dtype)
     if tokens:
-        _slope_of[(tokens, triton.cdiv(vocabulary, BLOCK))](
-            logits, answer, targets, norms, entropy, by_logprob, by_logprob if by_entropy is None else by_entropy,
-            vocabulary, 1 / temperature, WITH_ENTROPY=by_entropy is not None, BLOCK=BLOCK, num_warps=8,
+        _logit_gradient_kernel[(tokens, triton.cdiv(vocabulary, BLOCK))](
+            logits, gradient, targets, norms, entropy, grad_logprob,
+            grad_logprob if grad_entropy is None else grad_entropy, vocabulary, 1 / temperature,
+            WITH_ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return answer
+    return gradient

@@ -1,7 +1,7 @@
-"""The initial model: its shape without storage, and its weights handed out over the ranks.
+"""The initial model: built on the meta device without storage, then filled with weights sharded over the ranks.
 
-Consumes the folder `model.path`. Rank 0 alone reads the weights; `hand_out` and `draw` are collectives or as good as
-one: all ranks must call them. Used by `learner.policy` and, for arithmetic without weights, by `learner.memory`.
+Consumes the folder `model.path`, which rank 0 alone reads. `distribute_weights` and `init_random` are collectives: all
+ranks must call them. Used by `policy.py` and, for arithmetic without weights, by `memory.py`.
 """
 
 import torch
@@ -13,22 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from configs.schema import ModelConfig
 
 
-def skeleton(model: ModelConfig, implementation: str) -> PreTrainedModel:
-    """The model without storage, in fp32, in training mode; its dropout off, for scores must not depend on chance."""
+def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
+    """The model without storage, in fp32 and training mode; no dropout, which would randomise log-probabilities."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
+    trusted = model.trust_remote_code
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config,
-            dtype=torch.float32,
-            attn_implementation=implementation,
-            trust_remote_code=model.trust_remote_code,
+        empty = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trusted
         )
-    assert isinstance(shape, PreTrainedModel)
-    shape.train()
-    return shape
+    assert isinstance(empty, PreTrainedModel)
+    empty.train()
+    return empty
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -41,44 +39,42 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
     return list(layers)
 
 
-def hand_out(shape: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool) -> None:
-    """Fill `shape`, sharded and on meta, from rank 0's copy of the file."""
+def distribute_weights(empty: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool) -> None:
+    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor."""
     source = _read(model) if dist.get_rank() == 0 else {}
-    first = {id(parameter): name for name, parameter in shape.named_parameters()}
+    first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
-    for name, parameter in shape.named_parameters(remove_duplicate=False):
-        same = first[id(parameter)]  # tied weights are one parameter under two names, and stay one
-        if same not in filled:
+    for name, parameter in empty.named_parameters(remove_duplicate=False):
+        first = first_name[id(parameter)]  # tied weights are one parameter under two names, and stay one
+        if first not in filled:
             assert isinstance(parameter, DTensor)
-            full = source[same].to(device, torch.float32) if source else torch.empty(parameter.shape, device=device)
+            full = source[first].to(device, torch.float32) if source else torch.empty(parameter.shape, device=device)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
-            filled[same] = nn.Parameter(shard.cpu() if offload else shard, requires_grad=parameter.requires_grad)
-        filled[name] = filled[same]
-    shape.load_state_dict(filled, strict=False, assign=True)
-    for name, buffer in list(shape.named_buffers()):
+            filled[first] = nn.Parameter(shard.cpu() if offload else shard, requires_grad=parameter.requires_grad)
+        filled[name] = filled[first]
+    empty.load_state_dict(filled, strict=False, assign=True)
+    for name, buffer in list(empty.named_buffers()):
         full = source[name].to(device, buffer.dtype) if source else torch.empty_like(buffer, device=device)
         dist.broadcast(full, src=0)
         owner, _, leaf = name.rpartition(".")
-        module = shape.get_submodule(owner)
+        module = empty.get_submodule(owner)
         module.register_buffer(leaf, full, persistent=leaf not in module._non_persistent_buffers_set)
 
 
 def _read(model: ModelConfig) -> dict[str, Tensor]:
     """The weights and buffers in the folder `model.path`, in the dtype of its files."""
-    whole_model = AutoModelForCausalLM.from_pretrained(
-        model.path, dtype="auto", trust_remote_code=model.trust_remote_code
-    )
-    return {name: x.detach() for name, x in [*whole_model.named_parameters(), *whole_model.named_buffers()]}
+    read = AutoModelForCausalLM.from_pretrained(model.path, dtype="auto", trust_remote_code=model.trust_remote_code)
+    return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
 
-def draw(shape: PreTrainedModel, device: torch.device) -> None:
-    """Random weights in place of the file's, each rank its own shard: for benchmarks of shapes, not for training."""
-    shape.to_empty(device=device)
-    spread = getattr(shape.config.get_text_config(), "initializer_range", 0.02)
+def init_random(empty: PreTrainedModel, device: torch.device) -> None:
+    """Random weights instead of the file's, each rank its own shard: for benchmarks of shapes, not for training."""
+    empty.to_empty(device=device)
+    spread = getattr(empty.config.get_text_config(), "initializer_range", 0.02)
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     with torch.no_grad():
-        for name, parameter in shape.named_parameters():
+        for name, parameter in empty.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.normal_(0.0, spread, generator=generator) if parameter.dim() > 1 else local.fill_("norm" in name)
-    decoder = shape.get_decoder()  # type: ignore[no-untyped-call]
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=shape.config.get_text_config()).to(device)
+    decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)

@@ -20,16 +20,25 @@ from transformers import PreTrainedModel
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import attention, loading
 from learner.model.flops import Costs
-from learner.model.head import ChunkLoss, chunked_loss, logprobs_and_entropy
-from learner.train.batch import Microbatch, whole
+from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
+from learner.model.microbatch import Microbatch, one_document
 from learner.weights.plan import Spec
+
+aten = torch.ops.aten
+SAVED_OPS = [
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
+    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
+    torch.ops.torch_attn._varlen_attn.default,
+]
+"""Matmuls and attention: what selective activation checkpointing keeps, because recomputing it is expensive."""
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` scores its tokens. `frozen`: a reference model, without gradients; `random`: weights drawn.
+    """`policy(microbatch)` computes log-probabilities. `frozen`: a reference model, without gradients.
 
-    The initial weights are read once, by rank 0, and handed out tensor by tensor: no rank but that holds the whole
-    model, and it only in its file's dtype in host memory.
+    The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
+    model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead.
     """
 
     def __init__(
@@ -43,89 +52,89 @@ class Policy(nn.Module):
         random: bool = False,
     ) -> None:
         super().__init__()
-        self.mesh, self.temperature, self.entropy_gradient = mesh, temperature, entropy_gradient
+        self.mesh, self.head = mesh, HeadOptions(temperature, learner.head_chunk_tokens, entropy_gradient)
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, model.dtype)
-        self.chunk = learner.head_chunk_tokens
         self.attention = attention.choose(learner.attention, self.device, self.dtype)
-        self.model = loading.skeleton(model, attention.registered(self.attention))
+        self.model = loading.build_on_meta(model, attention.registered(self.attention))
         self.model.requires_grad_(not frozen)
-        self.offload = learner.cpu_offload and on_gpu
         self.costs = Costs.of(self.model)
-        self._shard(learner, frozen)
-        if random:
-            loading.draw(self.model, torch.device("cpu") if self.offload else self.device)
-        else:
-            loading.hand_out(self.model, model, self.device, self.offload)
-
-    def _shard(self, learner: LearnerConfig, frozen: bool) -> None:
-        """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass."""
+        offload = learner.cpu_offload and on_gpu
         if not frozen:
-            _checkpoint(self.model, learner)
-        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+            _checkpoint_activations(self.model, learner)
+        self._shard(learner.compile, offload)
+        if random:
+            loading.init_random(self.model, torch.device("cpu") if offload else self.device)
+        else:
+            loading.distribute_weights(self.model, model, self.device, offload)
+
+    def _shard(self, compiled: bool, offload: bool) -> None:
+        """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass."""
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        }
         for block in loading.blocks(self.model):
-            if learner.compile:  # the arithmetic alone: FSDP's hooks around it gather and reduce as ever
+            if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
-            fully_shard(block, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
-        fully_shard(self, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+            fully_shard(block, **options)
+        fully_shard(self, **options)
 
     def forward(
         self, microbatch: Microbatch, temperature: float | None = None, loss: ChunkLoss | None = None
     ) -> tuple[Tensor, ...]:
         """Log-probability and entropy of each trainable token given those before it: two [tokens] float32.
 
-        0 where `microbatch.sampled` is false: there the head computes nothing. With `loss`, a function of some of
-        `microbatch.scored`, they have no gradient, and its sum is the third answer, [] float32, which has.
+        Both are 0 where `microbatch.sampled` is false: the head skips these tokens. With `loss`, a function of slices
+        of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third result.
         """
         scored = microbatch.scored
-        given = (
+        inputs = (
             self._hidden(microbatch).index_select(0, scored - 1),
             self.model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
             microbatch.tokens[scored],
         )
-        options = self.temperature if temperature is None else temperature, self.chunk, self.entropy_gradient
+        options = self.head if temperature is None else self.head._replace(temperature=temperature)
         if loss is None:
-            scores: tuple[Tensor, ...] = logprobs_and_entropy(*given, *options)
+            outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options)
         else:
-            scores = chunked_loss(*given, loss, *options)
-        blank = scores[0].new_zeros(len(microbatch.tokens))
-        return *(blank.index_copy(0, scored, score) for score in scores[:2]), *scores[2:]
+            outputs = chunked_loss(*inputs, loss, options)
+        zeros = outputs[0].new_zeros(len(microbatch.tokens))
+        return *(zeros.index_copy(0, scored, output) for output in outputs[:2]), *outputs[2:]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
-        """What the last norm answers: [tokens, width]."""
+        """Final hidden states: [tokens, hidden_size]."""
         decoder = self.model.get_decoder()  # type: ignore[no-untyped-call]
         hidden: Tensor = decoder(
             input_ids=microbatch.tokens[None],
             position_ids=microbatch.positions[None],
             use_cache=False,
-            cu_seq_lens_q=microbatch.starts,
-            cu_seq_lens_k=microbatch.starts,
-            max_length_q=microbatch.longest,
-            max_length_k=microbatch.longest,
+            cu_seq_lens_q=microbatch.cu_seqlens,
+            cu_seq_lens_k=microbatch.cu_seqlens,
+            max_length_q=microbatch.max_seqlen,
+            max_length_k=microbatch.max_seqlen,
         ).last_hidden_state[0]
         return hidden
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
-        """Log-probabilities as `forward` has them, without gradient: [tokens] float32."""
+        """Log-probabilities as in `forward`, without gradient: [tokens] float32."""
         logprobs: Tensor = self(microbatch, temperature)[0]
-        self._shards().reshard()  # only a backward pass does it by itself, and the next reader wants the shards
+        assert isinstance(self, FSDPModule), "fully_shard made it one"
+        self.reshard()  # only a backward pass does it by itself, and readers of the weights want shards
         return logprobs
 
-    def _shards(self) -> FSDPModule:
-        assert isinstance(self, FSDPModule)  # `fully_shard` made it one
-        return self
-
     def logprobs_of(self, tokens: Sequence[int]) -> list[float]:
-        """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it."""
-        return self.score(whole(tokens).to(self.device), temperature=1.0)[1:].tolist()
+        """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it."""
+        return self.score(one_document(tokens).to(self.device), temperature=1.0)[1:].tolist()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight, whole, under its Hugging Face name, in `model.dtype` on this rank's device; order of the specs.
+        """Each whole weight with its Hugging Face name, in `model.dtype` on this rank's device; order of
+        `weight_specs`.
 
-        A collective for each tensor: every rank must run through it, to the end.
+        Each tensor is a collective: every rank must iterate to the end.
         """
         for name, parameter in self.model.named_parameters():  # a tied head is listed once, as the embedding
             shard = parameter.detach().to(self.device, self.dtype)
@@ -137,17 +146,18 @@ class Policy(nn.Module):
 
     @property
     def attention_cost(self) -> float:
-        """Cost of attending to one token, in units of a token's cost in all else: the q of n + q n² for n tokens."""
-        return self.costs.by_pair / (self.costs.by_token + self.costs.by_scored)
+        """FLOPs of attention per token pair over all other FLOPs per token: the q of n + q n² for n tokens."""
+        return self.costs.per_pair / (self.costs.per_token + self.costs.per_trainable)
 
 
-def _checkpoint(model: PreTrainedModel, learner: LearnerConfig) -> None:
-    """Have each block keep less for its backward pass: `block` its input, `selective` what came of products too.
+def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:
+    """Have each block keep less for its backward pass: its input (`block`), or the results of SAVED_OPS too
+    (`selective`).
 
-    Compiled, a block is selective by itself: the compiler keeps products and computes what is cheap again.
+    A compiled block is selective by itself: the compiler keeps matmuls and recomputes what is cheap.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if learner.activation_checkpointing == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, attention.products())
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
     if learner.activation_checkpointing == "block" or ("context_fn" in options and not learner.compile):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)

@@ -1,7 +1,8 @@
-"""AdamW over the sharded master weights: clipped by the global norm, its rate a function of the version alone.
+"""AdamW over the sharded master weights: gradients clipped by their global norm, a learning rate that depends on the
+version only.
 
-`update` is a collective. A gradient that is not finite changes nothing, on any rank: the norm that tells is the same on
-all. Used by `learner.step`; `learner.checkpoint` keeps its state.
+`update` is a collective. A gradient that is not finite changes nothing, on any rank, because the global norm is the
+same on all. Used by `step.py`; `learner/checkpoint.py` saves its state.
 """
 
 import math
@@ -14,11 +15,11 @@ from configs.schema import LearnerConfig
 from learner.model.policy import Policy
 
 FLOOR = 0.1
-"""Share of the rate at which `linear` and `cosine` end."""
+"""Share of the learning rate at which `linear` and `cosine` end."""
 
 
 class Optimizer:
-    """`adamw` is torch's; a version is one `update`, made or skipped."""
+    """Wraps torch's AdamW, as `adamw`. Each version is one `update`, applied or skipped."""
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int) -> None:
         self.config, self.versions = config, versions
@@ -31,22 +32,22 @@ class Optimizer:
             fused=True,
         )
 
-    def rate(self, version: int) -> float:
+    def learning_rate(self, version: int) -> float:
         """Learning rate of the step from `version` to `version + 1`."""
         warmup = self.config.warmup_versions
         if version < warmup:
             return self.config.lr * (version + 1) / warmup
-        done = min((version - warmup) / max(self.versions - 1 - warmup, 1), 1.0)
-        falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return self.config.lr * (FLOOR + (1 - FLOOR) * falling[self.config.schedule])
+        progress = min((version - warmup) / max(self.versions - 1 - warmup, 1), 1.0)
+        decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return self.config.lr * (FLOOR + (1 - FLOOR) * decay[self.config.schedule])
 
     def update(self, version: int) -> dict[str, float]:
-        """Apply the gradients and clear them; the figures are the same on all ranks."""
+        """Apply the gradients and clear them; the metrics are the same on all ranks."""
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(norm.isfinite())
-        rate = self.rate(version)
+        rate = self.learning_rate(version)
         if finite:
             clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
             for group in self.adamw.param_groups:

@@ -1,12 +1,11 @@
 """The algorithm's step: a batch becomes one optimizer step, the same whatever the ranks, packing or microbatches.
 
-Consumes the buffer's `Part`; gradients of microbatches add up under counts of the whole batch. A collective: all ranks
-must come, each with its part of the same batch. Called by `learner.loop`.
+Consumes the buffer's `Part`; the gradients of microbatches add up, since each loss is divided by counts of the whole
+batch. A collective: all ranks must call it, each with its part of the same batch. Called by `learner/loop.py`.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -16,40 +15,30 @@ from torch import Tensor
 
 from buffer.wire.protocol import Part
 from configs.schema import AlgorithmConfig
-from learner import collectives
-from learner.algorithms import (
-    ADVANTAGES,
-    LOSSES,
-    LossInputs,
-    combine,
-    group_sums,
-    is_max,
-    is_tokenwise,
-    m2_limit,
-    m2_squares,
-    mask_overlong,
-    needs_first_pass,
-    sample_sums,
-    soft_overlong,
-    summary,
-)
+from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
+from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.diagnostics import combine, group_sums, is_max, sample_sums, summary
+from learner.algorithms.inputs import LossContext
+from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
+from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
-from learner.train.batch import Batch, Microbatch
+from learner.train import collectives
+from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
 
 PER_SAMPLE = ("advantages", "prompt_tokens", "sequence_tokens")
+"""Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 PHASES = ("pack", "backward", "update")
-"""Of a step: laying out the batch, forward and backward pass with their waits, optimizer."""
-Known = dict[str, Any]
-"""What `LossInputs` is told of a microbatch before its forward pass: all but log-probabilities and entropies."""
-Pass = Callable[[Policy, Microbatch, Known, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
-"""A forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
+"""Of a step: packing the batch, forward and backward passes, optimizer."""
+Result = tuple[Tensor, dict[str, Tensor]]
+"""Of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
 
 
 class Algorithm:
-    """Loss, advantages and optimizer. `reference` is the frozen initial model, where the loss wants one.
+    """Loss, advantages and optimizer. `reference` is the frozen initial model, if the loss needs one.
 
-    `max_tokens` is the longest answer: soft punishment of length and `aggregation: constant` count from it.
+    `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
+    default, `aggregation: constant` count.
     """
 
     def __init__(
@@ -60,52 +49,71 @@ class Algorithm:
         max_tokens: int,
         reference: Policy | None = None,
     ) -> None:
-        length = config.constant_length or max_tokens
-        self.config = config.model_copy(update={"constant_length": length})
+        self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
-        self.forward: Pass = by_chunk if is_tokenwise(config) else at_once
+        # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
+        # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/learner.md).
+        self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
         """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks."""
-        marks = [time.perf_counter()]
+        times = [time.perf_counter()]
         batch = Batch.from_part(part, self.budget, policy.attention_cost)
-        marks.append(time.perf_counter())
-        sums = self.backward(policy, batch)
-        total = _added(sums)  # waits for the GPU
-        marks.append(time.perf_counter())
-        figures = self.optimizer.update(batch.version)
-        marks.append(time.perf_counter())
-        spent = {f"time/{name}_s": end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}
-        metrics = summary({**total, **_facts(batch)})
-        metrics["loss"] = sum(value for key, value in metrics.items() if key.startswith("loss/"))
-        flops = policy.costs.total((row.tokens, row.sampled) for row in batch.rows)
-        return metrics | figures | _more(batch) | spent | {"flops": flops}
+        times.append(time.perf_counter())
+        sums = _all_reduce(self.backward(policy, batch))  # waits for the GPU
+        times.append(time.perf_counter())
+        metrics = batch_metrics(batch, sums) | self.optimizer.update(batch.version)
+        times.append(time.perf_counter())
+        metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
+        metrics |= {"buffer/failed": float(part.failed), "buffer/dropped": float(part.dropped)}
+        return metrics | {"flops": policy.costs.total((row.tokens, row.sampled) for row in batch.rows)}
 
     def backward(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
-        shared = self._shared(batch, policy.device)
-        microbatches = [microbatch.to(policy.device) for microbatch in batch.microbatches]  # at once: copies wait
+        shared = self.shared_context(batch, policy.device)
+        microbatches = [microbatch.to(policy.device) for microbatch in batch.microbatches]  # all now: copies block
         if needs_first_pass(self.config):
-            shared |= {"m2_limit": self._m2_limit(policy, microbatches, shared)}
-        return combine([self.backward_of(policy, moved, shared) for moved in microbatches])
+            shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
+        return combine([self.backward_of(policy, microbatch, shared) for microbatch in microbatches])
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
-        """Add one microbatch's gradient. Nothing in here waits for the GPU, so that it is never left without work."""
-        reference = self.reference.score(microbatch) if self.reference else None
-        known = _known(microbatch, shared) | {"reference": reference}
-        loss, sums = self.forward(policy, microbatch, known, self.config)
-        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks where the loss is a sum
+        """Add one microbatch's gradient. Nothing in here synchronises with the GPU, so its queue never runs empty."""
+        if self.reference:
+            shared = shared | {"reference": self.reference.score(microbatch)}
+        loss, sums = self.forward(policy, microbatch, loss_context(microbatch, shared))
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
         return sums
 
-    def _shared(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """What the losses of all microbatches are told alike; tensors are [samples], in the order of `batch.rows`."""
-        sampled, group_tokens = [row.sampled for row in batch.rows], Counter[int]()
+    def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
+        """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass."""
+        logprobs, entropy = policy(microbatch)
+        loss, sums = LOSSES[self.config.loss](context.inputs(logprobs, entropy), self.config)
+        return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
+
+    def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
+        """The same for a loss that `is_tokenwise`, differentiated in the head's chunks; the sums of all tokens
+        together.
+
+        A chunk's loss is some fifty kernels of microseconds beside milliseconds of matmuls; the sums would be three
+        times as many again.
+        """
+        loss, scored = LOSSES[self.config.loss], context.select(microbatch.scored)
+
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+            return loss.of_tokens(scored.select(chunk).inputs(logprobs, entropy), self.config)
+
+        logprobs, entropy, total = policy(microbatch, loss=chunk_loss)
+        return total, loss(context.inputs(logprobs, entropy), self.config)[1]
+
+    def shared_context(self, batch: Batch, device: torch.device) -> dict[str, Any]:
+        """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`."""
+        group_tokens = Counter[int]()
         for row in batch.rows:
             group_tokens[row.item] += row.sampled
         return {
             "advantages": self._advantages(batch).to(device),
             "prompt_tokens": torch.tensor([group_tokens[row.item] for row in batch.rows]).to(device),
-            "sequence_tokens": torch.tensor(sampled).to(device),
+            "sequence_tokens": torch.tensor([row.sampled for row in batch.rows]).to(device),
             "num_sequences": len(batch.rows),
             "num_tokens": group_tokens.total(),
             "num_prompts": len(group_tokens),
@@ -113,7 +121,7 @@ class Algorithm:
         }
 
     def _advantages(self, batch: Batch) -> Tensor:
-        """Advantage of each of `batch.rows`: [samples] float32. Each rank computes them all: it is cheap, and exact."""
+        """Advantage of each of `batch.rows`: [samples] float32. Every rank computes all: it is cheap and exact."""
         config, rows = self.config, batch.rows
         rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
         lengths = torch.tensor([row.sampled for row in rows])
@@ -125,88 +133,52 @@ class Algorithm:
         return advantages.float()
 
     def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
-        """M2PO's bound over the whole batch, from one more pass.
-
-        No other loss needs one: a batch is one optimizer step, so that the proximal policy of `decoupled` is the policy
-        itself, which is what LossInputs without `proximal` means.
-        """
-        scored = (LossInputs(policy_logprobs=policy.score(moved), **_known(moved, shared)) for moved in microbatches)
-        squares = [m2_squares(inputs) for inputs in scored]
-        return m2_limit(collectives.concatenate(torch.cat(squares), torch.inf), self.config.m2_budget)
+        """M2PO's limit over the whole batch, from one more forward pass; see `needs_first_pass`."""
+        inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
+        squares = collectives.all_gather_ragged(torch.cat([m2_squares(each.clean()) for each in inputs]))
+        return m2_limit(torch.cat(squares), self.config.m2_budget)
 
 
-def at_once(
-    policy: Policy, microbatch: Microbatch, known: Known, config: AlgorithmConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of all tokens together, after their pass; the head's logits are computed again to differentiate it."""
-    logprobs, entropy = policy(microbatch)
-    loss, sums = LOSSES[config.loss](LossInputs(policy_logprobs=logprobs, entropy=entropy, **known), config)
-    return loss + 0.0 * logprobs.sum(), sums  # the anchor ties even a dummy's loss to every parameter
+def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
+    """What is known of a microbatch's tokens before its forward pass; `shared` as in `Algorithm.shared_context`."""
+    known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
+    fields = ("behaviour", "sampled", "sequence", "versions")
+    return LossContext(known | {name: getattr(microbatch, name) for name in fields})
 
 
-def by_chunk(
-    policy: Policy, microbatch: Microbatch, known: Known, config: AlgorithmConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same for a loss that `is_tokenwise`, differentiated in the head's chunks; the sums of all tokens together.
-
-    A chunk's loss is some fifty kernels of microseconds beside milliseconds of matrix products; the sums would be three
-    times as many again.
-    """
-    name, scored = config.loss, _at(known, microbatch.scored)
-
-    def loss(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
-        return LOSSES[name].of_tokens(
-            LossInputs(policy_logprobs=logprobs, entropy=entropy, **_at(scored, part)), config
-        )
-
-    logprobs, entropy, total = policy(microbatch, loss=loss)
-    return total, LOSSES[name](LossInputs(policy_logprobs=logprobs, entropy=entropy, **known), config)[1]
-
-
-def _known(microbatch: Microbatch, shared: dict[str, Any]) -> Known:
-    place = microbatch.sequence
-    told = {name: x[place] if name in PER_SAMPLE else x for name, x in shared.items()}
-    return told | {name: getattr(microbatch, name) for name in ("behaviour", "sampled", "sequence", "versions")}
-
-
-def _at(known: Known, place: Tensor | slice) -> Known:
-    """`known` of the tokens at `place`."""
-    return {name: x[place] if isinstance(x, Tensor) and x.dim() else x for name, x in known.items()}
-
-
-def _added(sums: dict[str, Tensor]) -> dict[str, float]:
-    """This rank's sums, added (or the largest taken) over all ranks."""
-    names = {side: [key for key in sums if is_max(key) is side] for side in (False, True)}
+def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
+    """The sums of all ranks, added, or the largest for `is_max` keys."""
     total: dict[str, float] = {}
-    for side, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
-        values = torch.stack([sums[key].double() for key in names[side]]).cpu()
+    for maximum, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+        names = [key for key in sums if is_max(key) is maximum]
+        values = torch.stack([sums[key].double() for key in names]).cpu()
         dist.all_reduce(values, operation)
-        total |= dict(zip(names[side], values.tolist(), strict=True))
+        total |= dict(zip(names, values.tolist(), strict=True))
     return total
 
 
-def _facts(batch: Batch) -> dict[str, Tensor]:
-    """Sums over the samples and groups of the whole batch, which every rank knows."""
+def batch_metrics(batch: Batch, sums: dict[str, float]) -> dict[str, float]:
+    """Metrics from the losses' `sums` and the facts of the samples, both of the whole batch."""
     groups: dict[int, list[float]] = defaultdict(list)
-    for row in batch.rows:
-        groups[row.item].append(row.reward)
-    columns = ((row.reward, row.sampled, row.truncated, row.num_versions) for row in batch.rows)
-    return sample_sums(*(torch.tensor(column) for column in zip(*columns, strict=True))) | group_sums(groups.values())
-
-
-def _more(batch: Batch) -> dict[str, float]:
-    """Ages by dispatch, sizes, and the means of what rewards and tasks report."""
-    ages = [batch.version - row.dispatched for row in batch.rows]
     reported: dict[str, list[float]] = defaultdict(list)
     for row in batch.rows:
+        groups[row.item].append(row.reward)
         for name, value in row.metrics.items():
             reported[f"sample/{name}"].append(value)
-    return {name: fmean(values) for name, values in reported.items()} | {
-        "age/mean": fmean(ages),
-        "age/max": float(max(ages)),
-        "tokens": float(sum(row.tokens for row in batch.rows)),
-        "tokens_sampled": float(sum(row.sampled for row in batch.rows)),
-        "samples": float(len(batch.rows)),
-        "microbatches": float(len(batch.microbatches)),
-        "tokens_microbatch_max": float(max(len(microbatch.tokens) for microbatch in batch.microbatches)),
-    }
+    columns = zip(*((row.reward, row.sampled, row.truncated, row.num_versions) for row in batch.rows), strict=True)
+    metrics = summary({**sums, **sample_sums(*map(torch.tensor, columns)), **group_sums(groups.values())})
+    metrics["loss"] = sum(value for key, value in metrics.items() if key.startswith("loss/"))
+    ages = [batch.version - row.dispatched for row in batch.rows]
+    return (
+        metrics
+        | {name: fmean(values) for name, values in reported.items()}
+        | {
+            "age/mean": fmean(ages),
+            "age/max": float(max(ages)),
+            "tokens": float(sum(row.tokens for row in batch.rows)),
+            "tokens_sampled": float(sum(row.sampled for row in batch.rows)),
+            "samples": float(len(batch.rows)),
+            "microbatches": float(len(batch.microbatches)),
+            "tokens_microbatch_max": float(max(len(microbatch.tokens) for microbatch in batch.microbatches)),
+        }
+    )

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import AlgorithmConfig
 from learner.model import attention
-from learner.model.head import chunked_loss, logprobs_and_entropy
-from learner.train.batch import Batch, lay
+from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
+from learner.model.microbatch import lay_out
+from learner.train.batch import Batch
 from tests.harness import world
 from tests.harness.world import LEARNER, algorithm_of, cut, make_samples, plain, policy_of, tiny_model
 from tests.learner.model.test_attention import documents, packed, padded_scores
@@ -52,7 +53,7 @@ def test_head(vocabulary: int, tokens: int, entropy_gradient: bool) -> None:
     )
     targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=draw)
     by = torch.randn(2, tokens, device="cuda", generator=draw)
-    got = logprobs_and_entropy(hidden, weight, targets, 0.7, 128, entropy_gradient)
+    got = logprobs_and_entropy(hidden, weight, targets, HeadOptions(0.7, 128, entropy_gradient))
     (got[0] @ by[0] + (got[1] @ by[1] if entropy_gradient else 0)).backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / 0.7).log_softmax(-1)
@@ -76,12 +77,12 @@ def test_chunked_loss(vocabulary: int, tokens: int, bonus: bool) -> None:
     targets = torch.randint(vocabulary, (tokens,), device="cuda", generator=draw)
     by = torch.randn(2, tokens, device="cuda", generator=draw)
 
-    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
-        terms = by[0][part] * logprobs.sin()
-        return (terms + by[1][part] * entropy.cos() if bonus else terms).sum()
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, chunk: slice) -> torch.Tensor:
+        terms = by[0][chunk] * logprobs.sin()
+        return (terms + by[1][chunk] * entropy.cos() if bonus else terms).sum()
 
-    *scores, total = chunked_loss(hidden, weight, targets, loss, 0.7, 128, bonus)
-    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, 0.7, 128, bonus)
+    *scores, total = chunked_loss(hidden, weight, targets, loss, HeadOptions(0.7, 128, bonus))
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, HeadOptions(0.7, 128, bonus))
     want = loss(logprobs, entropy, slice(None))
     assert torch.equal(scores[0], logprobs) and torch.equal(scores[1], entropy)
     for a, b in zip(*(torch.autograd.grad(2 * x, (hidden, weight)) for x in (total, want)), strict=True):
@@ -90,14 +91,14 @@ def test_chunked_loss(vocabulary: int, tokens: int, bonus: bool) -> None:
 
 @pytest.mark.parametrize("loss", ["dppo", "m2po", "gspo"])
 def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: str) -> None:
-    """From the forward pass to the end of the backward pass the CPU only hands out work."""
+    """From the forward pass to the end of the backward pass the CPU only launches kernels."""
     learner = LEARNER.model_copy(update={"attention": "varlen"})
     policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
     step, entries = algorithm_of(policy, 200, AlgorithmConfig(loss=loss)), make_samples(long=90)
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 200)
-    shared = step._shared(batch, policy.device) | {"m2_limit": torch.ones((), device="cuda")}
+    shared = step.shared_context(batch, policy.device) | {"m2_limit": torch.ones((), device="cuda")}
     microbatch = batch.microbatches[0].to(policy.device)
-    step.backward_of(policy, microbatch, shared)  # kernels are built, FSDP has seen its order
+    step.backward_of(policy, microbatch, shared)  # compiles kernels, records FSDP's order
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -170,7 +171,7 @@ def test_compiled_once_for_all_blocks_and_lengths(tmp_path: Path, gpu: DeviceMes
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for lengths in ([40, 3, 9], [17] * 11, [200]):
         texts = [[1] * n for n in lengths]
-        row = lay(texts, texts, [[0] * n for n in lengths], [[0] * n for n in lengths], list(range(len(texts))))
+        row = lay_out(texts, texts, [[0] * n for n in lengths], [[0] * n for n in lengths], list(range(len(texts))))
         policy(row.to(torch.device("cuda")))[0].sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == pieces
 
@@ -180,8 +181,8 @@ def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh) -> None:
     """Two ranks over NCCL against one, in fp32."""
     model = tiny_model(tmp_path / "model", tied=True)
     want = gradients(model, gpu)
-    told = {"device": "cuda", "long": 90, "algorithms": [world.ALGORITHM.model_dump(mode="json")]}
-    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], **told)
+    arguments = {"device": "cuda", "long": 90, "algorithms": [world.ALGORITHM.model_dump(mode="json")]}
+    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], **arguments)
     found = torch.load(tmp_path / "gradients.pt", map_location="cuda")
     assert len(found) == 2
     for got in found.values():

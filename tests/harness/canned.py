@@ -1,4 +1,4 @@
-"""A buffer that serves batches made beforehand: what `python -m learner` asks, answered over a real socket."""
+"""A buffer that serves canned batches: answers the requests of `python -m learner` over a real socket."""
 
 import threading
 from types import TracebackType
@@ -11,10 +11,10 @@ from tests.harness.world import cut, make_samples
 
 
 class Canned:
-    """Answers Take for versions below `batches` and keeps silent on later ones."""
+    """Answers Take for versions below `batches`, and never for later ones."""
 
     def __init__(self, batches: int) -> None:
-        self.batches, self.heard, self.waiting = batches, [], threading.Event()
+        self.batches, self.requests, self.waiting = batches, [], threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -43,7 +43,7 @@ class Canned:
         while self._stop not in dict(poller.poll()):
             asker, data = self._socket.recv_multipart()
             number, message = unpack(data, REQUESTS)
-            self.heard.append(message)
+            self.requests.append(message)
             answer = self._answer(message)
             if answer is not None:
                 assert type(answer).__name__ in ANSWERS

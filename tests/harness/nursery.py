@@ -1,8 +1,9 @@
-"""Lives of a learner without GPUs or buffer, two of three killed while they write a checkpoint; run by `test_kills.py`.
+"""Learners without GPUs or buffer, two of three killed while they write a checkpoint; run by `test_kills.py`.
 
-`python -m tests.harness.nursery FOLDER KILLS SEED`: one process imports everything and forks the lives, so that a life
-begins in milliseconds. Each trains on from the newest checkpoint, one checkpoint a version, and notes each version's
-loss in `FOLDER/losses.jsonl`; the last one is let live to the end. `FOLDER/kills.json` tells what each kill hit.
+`python -m tests.harness.nursery FOLDER KILLS SEED`: one process imports everything and forks the learners, so that each
+starts in milliseconds. Each restores the newest checkpoint, writes one checkpoint per version, and appends each
+version's loss to `FOLDER/losses.jsonl`; the last one runs to the end. `FOLDER/kills.json` says what each kill
+interrupted.
 """
 
 import json
@@ -21,13 +22,13 @@ from learner.checkpoint import Checkpoints, complete, newest
 from tests.harness import world
 
 LONGEST_S = 0.5
-"""Longest time between the first sign of a checkpoint and the kill: about what several take."""
+"""Longest time between the start of a checkpoint and the kill: about as long as several checkpoints take."""
 EVERY = 3
-"""One kill in so many comes whenever it comes; the others must find a checkpoint in the writing."""
+"""Every third kill comes at a random moment; the others must interrupt the writing of a checkpoint."""
 
 
-def live(folder: Path, mesh: DeviceMesh, stop: int) -> None:
-    """Train to version `stop`."""
+def run_learner(folder: Path, mesh: DeviceMesh, stop: int) -> None:
+    """Train from the newest checkpoint to version `stop`."""
     model = ModelConfig(path=str(folder / "model"), dtype="float32")
     policy = world.policy_of(model, mesh)
     algorithm = world.algorithm_of(policy, 64)
@@ -38,19 +39,19 @@ def live(folder: Path, mesh: DeviceMesh, stop: int) -> None:
         figures = algorithm.step(policy, world.cut(world.make_samples(version), version, [24], 0))
         with (folder / "losses.jsonl").open("a") as file:
             file.write(json.dumps([version, figures["loss"], figures["gradient/norm"]]) + "\n")
-        checkpoints.save(policy, version + 1)
+        checkpoints.save(policy, version + 1, figures["reward/mean"])
     checkpoints.close()
 
 
-def born(folder: Path, stop: int) -> int:
-    """Fork a life; its process id."""
+def fork(folder: Path, stop: int) -> int:
+    """Fork a learner; returns its process id."""
     process = os.fork()
     if process == 0:
         code = 1
         try:
             torch.set_num_threads(1)
             with world.alone() as mesh:
-                live(folder, mesh, stop)
+                run_learner(folder, mesh, stop)
             code = 0
         finally:
             sys.stderr.flush()
@@ -58,27 +59,27 @@ def born(folder: Path, stop: int) -> int:
     return process
 
 
-def begun(folder: Path, process: int) -> None:
-    """Wait until the life is writing a checkpoint."""
+def wait_for_writing(folder: Path, process: int) -> None:
+    """Wait until the learner is writing a checkpoint."""
     deadline = time.monotonic() + 60
     while not writing(folder):
-        assert os.waitpid(process, os.WNOHANG) == (0, 0), "a life ended by itself: it could not resume"
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), "a learner ended by itself: it could not resume"
         assert time.monotonic() < deadline, "no checkpoint is begun"
         time.sleep(0.002)
 
 
 def writing(folder: Path) -> list[str]:
-    """The checkpoints begun and not finished."""
+    """The checkpoints that are not finished."""
     return sorted(path.name for path in (folder / "checkpoints").glob("v*.tmp"))
 
 
-def stopped(folder: Path, process: int, after_s: float, aimed: bool) -> None:
-    """Stop the life `after_s` after the first sign of a checkpoint; if `aimed`, in the midst of one.
+def stop_while_writing(folder: Path, process: int, after_s: float, aimed: bool) -> None:
+    """Stop the learner `after_s` after a checkpoint was started; if `aimed`, while it writes one.
 
-    Where the checkpoint is finished by then, however fast the machine is, the next is stopped after half the time.
+    If that checkpoint is finished by then, stop the next one after half the time, however fast the machine is.
     """
     while True:
-        begun(folder, process)
+        wait_for_writing(folder, process)
         time.sleep(after_s)
         os.kill(process, signal.SIGSTOP)
         os.waitpid(process, os.WUNTRACED)
@@ -89,24 +90,24 @@ def stopped(folder: Path, process: int, after_s: float, aimed: bool) -> None:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
-    draw, told, reached = random.Random(seed), [], 0
+    draw, kills_made, reached = random.Random(seed), [], 0
     for number in range(kills):
         for left in (folder / "checkpoints").glob("v*.tmp"):
-            left.rename(left.with_suffix(".left"))  # so that the next life's is seen; a glob for .tmp misses it
-            left.with_suffix(".left").rename(left.with_suffix(".old"))  # what lives clear away
-        process = born(folder, 10**6)
+            left.rename(left.with_suffix(".left"))  # so that the next learner's is noticed
+            left.with_suffix(".left").rename(left.with_suffix(".old"))  # which learners remove
+        process = fork(folder, 10**6)
         aimed = number % EVERY > 0
-        stopped(folder, process, draw.uniform(0, LONGEST_S), aimed)
+        stop_while_writing(folder, process, draw.uniform(0, LONGEST_S), aimed)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         before, reached = reached, newest(folder / "checkpoints")
         assert reached >= before, f"went back from {before} to {reached}"
         hit = writing(folder)
         assert hit or not aimed
-        told.append({"reached": reached, "writing": hit, "complete": complete(folder / "checkpoints")})
+        kills_made.append({"reached": reached, "writing": hit, "complete": complete(folder / "checkpoints")})
     stop = reached + 2
-    assert os.waitstatus_to_exitcode(os.waitpid(born(folder, stop), 0)[1]) == 0
-    (folder / "kills.json").write_text(json.dumps({"stop": stop, "kills": told}))
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(folder, stop), 0)[1]) == 0
+    (folder / "kills.json").write_text(json.dumps({"stop": stop, "kills": kills_made}))
 
 
 if __name__ == "__main__":

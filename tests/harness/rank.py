@@ -1,4 +1,4 @@
-"""One rank of a world of several, started by `tests.learner.world.together`."""
+"""One rank of several, started by `tests.harness.world.together`."""
 
 import json
 import os
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from configs.schema import AlgorithmConfig, ModelConfig
-from learner import collectives, watchdog
+from learner import watchdog
 from learner.checkpoint import Checkpoints
+from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
 from tests.harness import world
@@ -29,7 +30,7 @@ def gradients(
     device: str = "cpu",
     long: int = 24,
 ) -> None:
-    """Gradients of one batch under several cuts into parts, budgets and algorithms, as `FOLDER/gradients.pt`."""
+    """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`."""
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
     entries = world.make_samples(long=long)
@@ -46,7 +47,7 @@ def gradients(
 
 
 def train(folder: Path, start: int, stop: int, cuts: list[int], name: str) -> None:
-    """Train from the newest checkpoint, of version `start`, to `stop`; figures and weights as `FOLDER/NAME.pt`."""
+    """Train from the newest checkpoint, of version `start`, to `stop`; metrics and weights go to `FOLDER/NAME.pt`."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
     result = run(folder, mesh, rank, start, stop, cuts)
     if rank == 0:
@@ -65,7 +66,7 @@ def run(folder: Path, mesh: Any, rank: int, start: int, stop: int, cuts: list[in
         part = world.cut(world.make_samples(version), version, cuts, rank)
         figures = algorithm.step(policy, part)
         records.append({name: value for name, value in figures.items() if not name.startswith("time/")})
-        checkpoints.save(policy, version + 1)
+        checkpoints.save(policy, version + 1, figures["reward/mean"])
     checkpoints.close()
     return {"records": records, "weights": world.weights(policy)}
 
@@ -75,18 +76,18 @@ def late(folder: Path, timeout_s: float) -> None:
     with Watchdog(timeout_s, folder / "logs"):
         collectives.all_reduce_max(1.0)
         if dist.get_rank() == 1:
-            dawdle()
+            sleep_in_here()
         collectives.all_reduce_max(2.0)
 
 
-def dawdle() -> None:
+def sleep_in_here() -> None:
     threading.Event().wait(110)
 
 
 if __name__ == "__main__":
     case, folder, arguments = sys.argv[1:]
     torch.set_num_threads(1)
-    watchdog.record()
+    watchdog.enable_flight_recorder()
     if json.loads(arguments).get("device") == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group(
@@ -94,4 +95,4 @@ if __name__ == "__main__":
     )
     {"gradients": gradients, "train": train, "late": late}[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
-    os._exit(0)  # as a learner ends: threads of torch at times abort an interpreter that takes itself apart
+    os._exit(0)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down

@@ -1,4 +1,4 @@
-"""What tests of the learner share: tiny models, batches, a world of one rank here and of several in processes."""
+"""What the learner's tests share: tiny models, batches, a process group of one rank here or of several processes."""
 
 import json
 import os
@@ -32,7 +32,7 @@ LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_gra
 
 
 def tiny_model(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -> ModelConfig:
-    """A random Qwen2 of 2 layers in `folder`, grouped heads of 32."""
+    """A random Qwen2 with 2 layers and grouped heads of dimension 32, in `folder`."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=64,
@@ -50,7 +50,7 @@ def tiny_model(folder: Path, tied: bool = False, dtype: torch.dtype = torch.floa
 
 
 def plain(model: ModelConfig) -> Any:
-    """The same model as transformers runs it."""
+    """The same model, run by transformers."""
     return AutoModelForCausalLM.from_pretrained(model.path, attn_implementation="eager").train()
 
 
@@ -95,7 +95,7 @@ def make_sample(draw: np.random.Generator, prompt: int, answer: int, version: in
 
 
 def cut(entries: Sequence[PartSample], version: int, cuts: Sequence[int], rank: int) -> Part:
-    """Part `rank` of the batch `entries`, where rank r takes `cuts[r]` samples."""
+    """Part `rank` of the batch `entries`; rank r gets `cuts[r]` samples."""
     start = sum(cuts[:rank])
     mine = list(entries[start : start + cuts[rank]])
     lengths = [len(Sample.unpack(entry.sample).tokens.numpy()) for entry in entries]
@@ -112,7 +112,7 @@ def cut(entries: Sequence[PartSample], version: int, cuts: Sequence[int], rank: 
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """Whole gradients, on every rank."""
+    """Unsharded gradients, on every rank."""
     return {name: p.grad.full_tensor().clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
@@ -122,7 +122,7 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def alone() -> Iterator[DeviceMesh]:
-    """A world of one rank in this process."""
+    """A process group of one rank in this process."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
     try:
         yield init_device_mesh("cpu", (1,))
@@ -131,13 +131,13 @@ def alone() -> Iterator[DeviceMesh]:
 
 
 def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
-    """Run `case` of tests/harness/rank.py in `ranks` processes that form a world; raises if one fails."""
+    """Run `case` of tests/harness/rank.py in a process group of `ranks` processes; raises if one fails."""
     ended = outcome(case, ranks, folder, **arguments)
     assert not any(code for code, _ in ended), "\n".join(errors for _, errors in ended)[-4000:]
 
 
 def outcome(case: str, ranks: int, folder: Path, **arguments: Any) -> list[tuple[int, str]]:
-    """Exit code and stderr of each rank of such a world."""
+    """Run it likewise; exit code and stderr of each rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}

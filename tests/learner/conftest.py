@@ -14,7 +14,7 @@ logging.disable_progress_bar()
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A world of one rank."""
+    """The mesh of a process group of one rank."""
     torch.set_num_threads(1)
     with alone() as mesh:
         yield mesh

@@ -1,4 +1,4 @@
-"""Checkpoints: resumed is uninterrupted, half-written is passed over, a full disk is told, old ones go."""
+"""Checkpoints: resuming changes nothing, incomplete ones are skipped, a full disk is reported, old ones are removed."""
 
 import json
 import logging
@@ -16,7 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema import LearnerConfig
 from learner import checkpoint, export
-from learner.checkpoint import MANIFEST, Checkpoints, NoDiskSpace, Rewarded, complete, fault, kept, newest, seal
+from learner.checkpoint import (
+    MANIFEST,
+    Checkpoints,
+    NoDiskSpace,
+    complete,
+    fault,
+    folder_of,
+    newest,
+    reward_of,
+    seal,
+    versions_to_keep,
+)
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.world import LEARNER, policy_of, tiny_model
@@ -95,7 +106,7 @@ def test_which_versions_are_written_and_kept(tmp_path: Path, mesh) -> None:
     oldest = []
     for version in range(1, 8):
         oldest.append(checkpoints.save(policy, version))
-        checkpoints._settle()
+        checkpoints._wait()
     checkpoints.finish(policy, 7)
     folder = tmp_path / "checkpoints"
     assert complete(folder) == [6, 7]
@@ -106,30 +117,21 @@ def test_which_versions_are_written_and_kept(tmp_path: Path, mesh) -> None:
 
 
 @given(
-    rewards=st.dictionaries(st.integers(1, 60), st.floats(0, 1) | st.just(float("-inf"))),
+    rewards=st.dictionaries(st.integers(1, 60), st.none() | st.floats(0, 1)),
     last=st.integers(1, 4),
     every=st.none() | st.integers(1, 20),
     best=st.integers(0, 4),
 )
-def test_kept(rewards: dict[int, float], last: int, every: int | None, best: int) -> None:
-    stay = kept(rewards, LEARNER.model_copy(update={"keep_checkpoints": last, "keep_every": every, "keep_best": best}))
+def test_versions_to_keep(rewards: dict[int, float | None], last: int, every: int | None, best: int) -> None:
+    changes = {"keep_checkpoints": last, "keep_every": every, "keep_best": best}
+    stay = versions_to_keep(rewards, LEARNER.model_copy(update=changes))
     assert set(sorted(rewards)[-last:]) <= stay <= rewards.keys()
     assert all(version in stay for version in rewards if every and version % every == 0)
-    known = {version for version, reward in rewards.items() if reward >= 0}
+    known = {version for version, reward in rewards.items() if reward is not None}
     for gone in known - stay:
         assert sum(rewards[version] >= rewards[gone] for version in stay & known) >= best
     if every is None:
         assert len(stay) <= last + best
-
-
-class Told:
-    """An algorithm that only tells."""
-
-    def __init__(self, figures: dict[str, float]) -> None:
-        self.figures = figures
-
-    def step(self, policy, part) -> dict[str, float]:
-        return self.figures
 
 
 def test_every_so_many_and_the_best_are_kept(tmp_path: Path, mesh) -> None:
@@ -137,12 +139,56 @@ def test_every_so_many_and_the_best_are_kept(tmp_path: Path, mesh) -> None:
     policy, checkpoints = parts(tmp_path, mesh, **changes)
     oldest = []
     for version, reward in enumerate([0.1, 0.9, 0.2, 0.3, 0.8], 1):
-        Rewarded(Told({"reward/mean": reward}), checkpoints).step(policy, None)
-        oldest.append(checkpoints.save(policy, version))
-        checkpoints._settle()
+        oldest.append(checkpoints.save(policy, version, reward))
+        checkpoints._wait()
     assert complete(tmp_path / "checkpoints") == [2, 3, 5]
-    assert oldest == [0, 1, 2, 3, 4]  # the buffer need not keep batches for what is kept for people
+    assert oldest == [0, 1, 2, 3, 4]  # the buffer need not keep batches for those that no restart restores
     checkpoints.close()
+
+
+def test_the_reward_outlives_a_restart_and_a_later_export(tmp_path: Path, mesh) -> None:
+    policy, checkpoints = parts(tmp_path, mesh)
+    checkpoints.save(policy, 2, 0.5)
+    checkpoints.save(policy, 3, 0.25)
+    checkpoints.close()
+    other, restarted = parts(tmp_path, mesh)
+    assert restarted.restore(other) == 2
+    restarted.finish(other, 2)  # writes it again, with the export
+    assert (tmp_path / "checkpoints" / "v000002" / "huggingface").exists()
+    assert reward_of(tmp_path / "checkpoints" / "v000002") == 0.5
+    restarted.save(other, 3, 0.25)
+    restarted.finish(other, 3)  # not due by itself
+    assert reward_of(tmp_path / "checkpoints" / "v000003") == 0.25
+    restarted.close()
+
+
+def as_an_earlier_release_wrote_it(checkpoint: Path) -> None:
+    """The manifest had the files alone, and the reward a file of its own."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    (checkpoint / "figures.json").write_text(json.dumps({"reward": manifest["reward"]}))
+    size = (checkpoint / "figures.json").stat().st_size
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest["files"] | {"figures.json": size}))
+
+
+def test_checkpoints_of_an_earlier_release_restore_and_keep_their_rank(tmp_path: Path, mesh) -> None:
+    changes = {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_best": 1}
+    policy, checkpoints = parts(tmp_path, mesh, **changes)
+    folder, before = tmp_path / "checkpoints", world.weights(policy)
+    for version, reward in enumerate([0.9, 0.1], 1):
+        checkpoints.save(policy, version, reward)
+        checkpoints._wait()
+        as_an_earlier_release_wrote_it(folder_of(folder, version))
+    checkpoints.close()
+    assert complete(folder) == [1, 2] and reward_of(folder_of(folder, 1)) == 0.9
+    other, restarted = parts(tmp_path, mesh, **changes)
+    with torch.no_grad():
+        next(other.parameters()).zero_()
+    assert restarted.restore(other) == 2 and same(world.weights(other), before)
+    restarted.save(other, 3, 0.3)
+    restarted.close()
+    assert complete(folder) == [1, 3]
+    (folder_of(folder, 1) / "figures.json").write_text("{")
+    assert fault(folder_of(folder, 1)) is not None
 
 
 def test_finish_writes_what_is_not_there(tmp_path: Path, mesh) -> None:
@@ -176,17 +222,17 @@ def damage_unsealed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_manifest, damage_unsealed])
-def test_a_broken_one_is_passed_over(tmp_path: Path, mesh, damage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_one_is_skipped(tmp_path: Path, mesh, damage, caplog: pytest.LogCaptureFixture) -> None:
     policy, checkpoints = parts(tmp_path, mesh)
     for version in (2, 4):
         checkpoints.save(policy, version)
     checkpoints.close()
     damage(tmp_path / "checkpoints" / "v000004")
-    (tmp_path / "checkpoints" / "v000006.tmp" / "state").mkdir(parents=True)  # killed in the writing
+    (tmp_path / "checkpoints" / "v000006.tmp" / "state").mkdir(parents=True)  # killed while writing
     other, restoring = parts(tmp_path, mesh)
     with caplog.at_level(logging.WARNING):
         assert restoring.restore(other) == 2
-    assert len(warnings(caplog)) == 1 and "v000004 is not whole and is passed over" in caplog.text
+    assert len(warnings(caplog)) == 1 and "v000004 is incomplete and skipped" in caplog.text
     assert restoring.save(other, 4) == 2  # written anew, in its place
     restoring.close()
     assert complete(tmp_path / "checkpoints") == [2, 4]
@@ -238,7 +284,7 @@ def test_a_small_disk_is_refused_and_training_goes_on(tmp_path: Path, mesh, smal
 def test_writing_that_fails_costs_a_warning(tmp_path: Path, mesh, caplog) -> None:
     policy, checkpoints = parts(tmp_path, mesh)
     checkpoints.save(policy, 2)
-    checkpoints._settle()
+    checkpoints._wait()
     (tmp_path / "model" / "config.json").unlink()  # what the export copies
     checkpoints.config = LearnerConfig(checkpoint_every=2, export_every=2)
     with caplog.at_level(logging.WARNING):

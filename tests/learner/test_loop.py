@@ -1,4 +1,4 @@
-"""The loop's order of words, and the ends of a run: versions used up, problems used up, a signal."""
+"""The order of the loop's calls, and the ends of a run: versions used up, problems used up, a signal."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import nullcontext
 
+from configs.entrypoint import StopSignals
 from learner import loop
 from learner.drain import Draining
 from tests.harness.world import ROOT
@@ -15,51 +16,51 @@ POLICY = object()
 
 
 class Parts:
-    """All the loop's parts at once, writing down what is said to them."""
+    """All the loop's parts at once; records its calls."""
 
     def __init__(self, restored: int = 0, batches: int = 100) -> None:
-        self.restored, self.batches, self.said = restored, batches, []
+        self.restored, self.batches, self.calls = restored, batches, []
 
     def restore(self, policy) -> int:
         assert policy is POLICY
         return self.restored
 
     def rewind(self, version: int) -> None:
-        self.said.append(f"rewind {version}")
+        self.calls.append(f"rewind {version}")
 
     def take(self, version: int):
-        self.said.append(f"take {version}")
+        self.calls.append(f"take {version}")
         return f"part {version}" if version < self.batches else None
 
     def step(self, policy, part) -> dict[str, float]:
-        self.said.append(f"step {part}")
-        return {"loss": 1.0}
+        self.calls.append(f"step {part}")
+        return {"loss": 1.0, "reward/mean": 0.5}
 
     def publish(self, policy, version: int) -> None:
-        self.said.append(f"publish {version}")
+        self.calls.append(f"publish {version}")
 
     def stats(self) -> dict[str, float]:
         return {"weights/servers": 2.0}
 
-    def save(self, policy, version: int) -> int:
-        self.said.append(f"save {version}")
+    def save(self, policy, version: int, reward: float | None) -> int:
+        self.calls.append(f"save {version}, reward {reward}")
         return version - 1
 
     def trained(self, version: int, oldest_kept: int) -> None:
-        self.said.append(f"trained {version}, kept {oldest_kept}")
+        self.calls.append(f"trained {version}, kept {oldest_kept}")
 
     def span(self, name: str):
         return nullcontext()
 
     def log(self, version: int, stats) -> None:
-        self.said.append(f"log {version} {sorted(stats)}")
+        self.calls.append(f"log {version} {sorted(stats)}")
 
     def finish(self, policy, version: int) -> None:
-        self.said.append(f"finish {version}")
+        self.calls.append(f"finish {version}")
 
     def run(self, versions: int) -> list[str]:
         loop.run(POLICY, self, self, self, self, self, versions)
-        return self.said
+        return self.calls
 
 
 def test_a_version() -> None:
@@ -69,16 +70,16 @@ def test_a_version() -> None:
         "take 4",
         "step part 4",
         "publish 5",
-        "save 5",
+        "save 5, reward 0.5",
         "trained 4, kept 4",
-        "log 5 ['loss', 'weights/servers']",
+        "log 5 ['loss', 'reward/mean', 'weights/servers']",
         "finish 5",
     ]
 
 
 def test_versions_end() -> None:
-    said = Parts().run(3)
-    assert [word for word in said if word.startswith("step")] == ["step part 0", "step part 1", "step part 2"]
+    calls = Parts().run(3)
+    assert [call for call in calls if call.startswith("step")] == ["step part 0", "step part 1", "step part 2"]
 
 
 def test_problems_end() -> None:
@@ -97,9 +98,10 @@ def test_a_signal_in_a_step_lets_it_finish(mesh) -> None:
             return super().step(policy, part)
 
     parts = Signalled()
-    with Draining(parts) as draining:
+    draining = Draining(parts)
+    with StopSignals(draining.begin):
         loop.run(POLICY, parts, draining, parts, parts, parts, 9)
-    assert parts.said[-3:] == ["trained 1, kept 1", "log 2 ['loss', 'weights/servers']", "finish 2"]
+    assert parts.calls[-3:] == ["trained 1, kept 1", "log 2 ['loss', 'reward/mean', 'weights/servers']", "finish 2"]
 
 
 def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
@@ -109,8 +111,8 @@ def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
             threading.Event().wait(30)
             raise AssertionError("nothing woke it")
 
-    parts, before = Waiting(), signal.getsignal(signal.SIGINT)
-    with Draining(parts) as draining:
+    draining, before = Draining(Waiting()), signal.getsignal(signal.SIGINT)
+    with StopSignals(draining.begin):
         assert draining.take(3) is None
         assert draining.take(3) is None
     assert signal.getsignal(signal.SIGINT) is before
@@ -118,8 +120,9 @@ def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
 
 TWICE = """
 import os, signal, threading
+from configs.entrypoint import StopSignals
 from learner.drain import Draining
-with Draining(None):
+with StopSignals(Draining(None).begin):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(30)

@@ -1,4 +1,4 @@
-"""`python -m learner` as a process: ranks of its own, signals, deaths, refusals; a canned buffer."""
+"""`python -m learner` as a process with a canned buffer: ranks, signals, killed processes, refused run files."""
 
 import json
 import os
@@ -60,11 +60,11 @@ def test_a_run_of_one_rank(tmp_path: Path, start) -> None:
     assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert complete(tmp_path / "run" / "checkpoints") == [2, 3]
     assert (tmp_path / "run" / "checkpoints" / "v000003" / "huggingface" / "model.safetensors").exists()
-    assert [(m.version, m.oldest_kept) for m in buffer.heard if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
-    assert next(m for m in buffer.heard if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
+    assert [(m.version, m.oldest_kept) for m in buffer.requests if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
+    assert next(m for m in buffer.requests if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
 
 
-def test_two_ranks_drain_die_and_go_on(tmp_path: Path, start) -> None:
+def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
     """Drained while it waits for batch 1; then a rank is killed, then the parent."""
     with Canned(batches=1) as buffer:
         process = start(command(tmp_path, buffer.address, ranks=2))
@@ -83,7 +83,7 @@ def test_two_ranks_drain_die_and_go_on(tmp_path: Path, start) -> None:
         code, errors = ended(process)
         assert code == 128 + signal.SIGKILL and "rank 1 failed first (exit code -9)" in errors
         assert not psutil.wait_procs(ranks, 0)[1]
-    assert next(m for m in buffer.heard if isinstance(m, Rewind)).version == 1
+    assert next(m for m in buffer.requests if isinstance(m, Rewind)).version == 1
     with Canned(batches=1) as buffer:
         process = start(command(tmp_path, buffer.address, ranks=2))
         assert buffer.waiting.wait(60)
@@ -100,13 +100,13 @@ def test_two_ranks_drain_die_and_go_on(tmp_path: Path, start) -> None:
         ({"lrr": 1}, "learner.lrr"),
     ],
 )
-def test_refusals(tmp_path: Path, learner: dict, problem: str, start) -> None:
+def test_refused_run_files(tmp_path: Path, learner: dict, problem: str, start) -> None:
     code, errors = ended(start(command(tmp_path, "tcp://127.0.0.1:9", **learner)))
     assert code == 2
     assert problem in errors and "Traceback" not in errors
 
 
-def test_a_model_that_is_none(tmp_path: Path, start) -> None:
+def test_an_unknown_model_is_refused(tmp_path: Path, start) -> None:
     line = command(tmp_path, "tcp://127.0.0.1:9")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     code, errors = ended(start(line))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one record a version, whatever was recorded before; trackers never hold it up."""
+"""metrics.jsonl: one record per version, also after a restart; trackers never delay it."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from learner.metrics import Metrics, read
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -55,7 +55,7 @@ def test_a_span_that_fails_is_timed(tmp_path: Path) -> None:
 def test_each_version_appears_once_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"version": version, "loss": 0.0}) + "\n" for version in (1, 2, 3, 4)]
-    path.write_text("".join(lines) + '{"version": 5, "lo')  # killed in the writing
+    path.write_text("".join(lines) + '{"version": 5, "lo')  # killed while writing
     metrics = Metrics(path)
     metrics.log(3, {"loss": 1.0})  # restored 2
     metrics.log(4, {"loss": 1.0})
@@ -72,9 +72,9 @@ def test_alerts_are_warnings(tmp_path: Path, caplog) -> None:
         metrics = Metrics(tmp_path / "metrics.jsonl")
         for version in range(7, 30):
             metrics.log(version, {"length/truncated": 0.4})
-    told = [record.getMessage() for record in caplog.records]
-    assert [line.partition(":")[0] for line in told] == ["version 7", "version 27"]
-    assert "length/truncated is 0.4" in told[0]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0] for line in warnings] == ["version 7", "version 27"]
+    assert "length/truncated is 0.4" in warnings[0]
 
 
 def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, monkeypatch) -> None:

@@ -1,4 +1,5 @@
-"""`python -m tests.system.chaos_learner RUN`: the learner of the chaos test. Its loop and `LearnerClient` are the real ones.
+"""`python -m tests.system.chaos_learner RUN`: the learner of the chaos test. Its loop and `LearnerClient` are the real
+ones.
 
 What it trains is a chain of digests: the policy after a version is a hash of the policy before and of every byte of the
 batch. So a batch that is lost, repeated or changed anywhere makes a different policy. Each batch is written to the
@@ -101,7 +102,7 @@ class Checkpoints:
         policy.state = json.loads((self.folder / f"{versions[-1]}.json").read_text())
         return versions[-1]
 
-    def save(self, policy: Policy, version: int) -> int:
+    def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
         if version % self.every == 0:
             self.finish(policy, version)
         return (self.versions() or [0])[0] if len(self.versions()) == KEEP else 0

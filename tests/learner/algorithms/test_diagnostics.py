@@ -7,18 +7,23 @@ import pytest
 import torch
 
 from configs.load import load
-from learner.algorithms import (
-    ADVANTAGES,
-    LossInputs,
+from learner.algorithms.advantages import ADVANTAGES, mask_overlong
+from learner.algorithms.diagnostics import (
+    AGES,
+    ALERTS,
+    BUCKETS,
+    MAXIMA,
+    MEANS,
     alerts,
     combine,
     group_sums,
     is_max,
-    mask_overlong,
+    limit_sums,
+    mismatch_sums,
     sample_sums,
     summary,
 )
-from learner.algorithms.diagnostics import AGES, ALERTS, BUCKETS, MAXIMA, MEANS, limit_sums, mismatch_sums
+from learner.algorithms.inputs import LossInputs
 
 VERSION = 70
 DEFAULTS = load(["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"])

@@ -6,9 +6,10 @@ import pytest
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig
-from learner.algorithms import LOSSES, needs_first_pass
+from learner.algorithms.losses import LOSSES, needs_first_pass
+from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
-from learner.train.batch import Batch, Microbatch
+from learner.train.batch import Batch
 from tests.harness.world import LEARNER, algorithm_of, cut, make_samples, tiny_model
 
 

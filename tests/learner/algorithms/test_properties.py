@@ -10,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms import (
-    LOSSES,
-    AlgorithmConfig,
-    LossInputs,
-    combine,
-    m2_limit,
-    m2_squares,
-    needs_entropy_gradient,
-    needs_first_pass,
-    needs_reference,
-)
+from configs.schema import AlgorithmConfig
+from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.diagnostics import combine
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES, needs_entropy_gradient, needs_first_pass, needs_reference
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "dppo": {"loss": "dppo", "is_cap": 1.5},
@@ -208,7 +202,7 @@ def test_parts_add_up(config: AlgorithmConfig, seed: int, cuts: list[bool], loca
     inputs = batch(seed)
     whole, gradient, sums = evaluate(inputs, config)
     side = torch.tensor(cuts)[inputs.sequence]
-    squares = [m2_squares(part(inputs, mask, local)) for mask in (side, ~side)]
+    squares = [m2_squares(part(inputs, mask, local).clean()) for mask in (side, ~side)]
     inputs = replace(inputs, m2_limit=m2_limit(torch.cat(squares), config.m2_budget))
     total, gradients, parts = torch.zeros(()).double(), torch.zeros_like(gradient), []
     for mask in (side, ~side):

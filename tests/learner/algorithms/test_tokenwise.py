@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms import LOSSES, AlgorithmConfig, LossInputs, is_tokenwise, m2_limit, m2_squares
-from learner.model.head import chunked_loss, logprobs_and_entropy
+from configs.schema import AlgorithmConfig
+from learner.algorithms.corrections import m2_limit, m2_squares
+from learner.algorithms.inputs import LossInputs
+from learner.algorithms.losses import LOSSES, is_tokenwise
+from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
 from tests.learner.algorithms.test_properties import CONFIGS, batch
 
 AGGREGATIONS = ("token", "sequence", "prompt", "constant")
@@ -41,7 +44,7 @@ def head(tokens: int, seed: int) -> Head:
     return hidden, weight, torch.randint(VOCABULARY, (tokens,), generator=draw)
 
 
-def told(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
+def step_inputs(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
     """A random batch as the step knows it, the head it goes through, and which tokens do.
 
     Of each sample the tokens are counted, and the limit of m2po is there; behaviour is as far from the learner as in
@@ -50,7 +53,7 @@ def told(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
     inputs = batch(seed)
     scored = inputs.sampled.nonzero().squeeze(1)
     parts = head(len(scored), seed)
-    logprobs = logprobs_and_entropy(*parts, TEMPERATURE)[0].detach()
+    logprobs = logprobs_and_entropy(*parts, HeadOptions(TEMPERATURE))[0].detach()
     drift = (inputs.policy_logprobs - inputs.behaviour)[scored]
     inputs = replace(
         inputs,
@@ -59,7 +62,7 @@ def told(seed: int, config: AlgorithmConfig) -> tuple[LossInputs, Tensor, Head]:
         proximal=None if seed % 2 else inputs.proximal,
         sequence_tokens=inputs.lengths()[inputs.sequence].long(),
     )
-    return replace(inputs, m2_limit=m2_limit(m2_squares(inputs), config.m2_budget)), scored, parts
+    return replace(inputs, m2_limit=m2_limit(m2_squares(inputs.clean()), config.m2_budget)), scored, parts
 
 
 def taken(inputs: LossInputs, place: Tensor | slice, **changes: Tensor) -> LossInputs:
@@ -74,16 +77,17 @@ def taken(inputs: LossInputs, place: Tensor | slice, **changes: Tensor) -> LossI
 
 def differences(config: AlgorithmConfig, seed: int) -> tuple[float, float]:
     """Of loss, and of gradients of states and weight: whole against chunks of 3 tokens, relative to their size."""
-    inputs, scored, parts = told(seed, config)
-    options = TEMPERATURE, CHUNK, config.entropy_bonus > 0
+    inputs, scored, parts = step_inputs(seed, config)
+    options = HeadOptions(TEMPERATURE, CHUNK, config.entropy_bonus > 0)
     some, blank = taken(inputs, scored), torch.zeros_like(inputs.policy_logprobs)
 
-    def loss(logprobs: Tensor, entropy: Tensor, part: slice) -> Tensor:
-        return LOSSES[config.loss].of_tokens(taken(some, part, logprobs=logprobs, entropy=entropy), config)
+    def loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+        inputs = taken(some, chunk, policy_logprobs=logprobs, entropy=entropy)
+        return LOSSES[config.loss].of_tokens(inputs, config)
 
-    logprobs, entropy = (blank.index_copy(0, scored, score) for score in logprobs_and_entropy(*parts, *options))
+    logprobs, entropy = (blank.index_copy(0, scored, score) for score in logprobs_and_entropy(*parts, options))
     want, _ = LOSSES[config.loss](replace(inputs, policy_logprobs=logprobs, entropy=entropy), config)
-    got = chunked_loss(*parts, loss, *options)[2]
+    got = chunked_loss(*parts, loss, options)[2]
     ours, theirs = (torch.autograd.grad(total, parts[:2]) for total in (got, want))
     apart = sum(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(ours, theirs, strict=True))
     return float((got - want).detach().abs() / want.detach().abs().clamp(min=1e-6)), apart
@@ -129,9 +133,13 @@ def test_no_loss_waits_for_the_device(config: AlgorithmConfig) -> None:
     inputs = replace(inputs, policy_logprobs=inputs.policy_logprobs.requires_grad_())
     hidden, weight, targets = head(5, 3)
     with Reads() as reads:
-        loss, _ = LOSSES[config.loss](replace(inputs, m2_limit=m2_limit(m2_squares(inputs), config.m2_budget)), config)
+        loss, _ = LOSSES[config.loss](
+            replace(inputs, m2_limit=m2_limit(m2_squares(inputs.clean()), config.m2_budget)), config
+        )
         loss.backward()
-        chunked_loss(hidden, weight, targets, lambda lp, en, part: lp.sum() + en.sum(), 1.0, 2, True)[2].backward()
+        chunked_loss(hidden, weight, targets, lambda lp, en, chunk: lp.sum() + en.sum(), HeadOptions(1.0, 2, True))[
+            2
+        ].backward()
     assert not reads.found
     with Reads() as reads:
         inputs.policy_logprobs[inputs.sampled].sum().item()

@@ -8,27 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms import (
-    ADVANTAGES,
-    LOSSES,
-    AlgorithmConfig,
-    LossInputs,
-    m2_limit,
-    m2_squares,
-    soft_overlong,
-    summary,
-)
-from learner.algorithms.advantages import group_mean
+from configs.schema import AlgorithmConfig
+from learner.algorithms.advantages import ADVANTAGES, group_mean, soft_overlong
 from learner.algorithms.corrections import (
     behaviour_weight,
     log_linear_proximal,
+    m2_limit,
+    m2_squares,
     off_policy_sequences,
     outside_trust_region,
     reference_kl,
     tapered_weight,
 )
-from learner.algorithms.diagnostics import mismatch_sums
-from learner.algorithms.inputs import aggregation_weights
+from learner.algorithms.diagnostics import mismatch_sums, summary
+from learner.algorithms.inputs import LossInputs, aggregation_weights
+from learner.algorithms.losses import LOSSES
 
 VECTORS = json.loads((Path(__file__).parent / "loss_vectors.json").read_text())
 CASES, GIVEN = VECTORS["cases"], VECTORS["inputs"]
@@ -146,8 +140,7 @@ def test_shares_of_masked_and_capped_tokens() -> None:
 
 
 def test_dppo_masks_what_prime_rl_masks(dtype: torch.dtype) -> None:
-    inputs = given(dtype).clean()
-    outside = outside_trust_region(inputs.policy_logprobs, inputs.behaviour, inputs.advantages, 0.2, 0.2)
+    outside = outside_trust_region(given(dtype).clean(), 0.2, 0.2)
     assert outside.tolist() == torch.tensor(CASES["prime_rl_default"]["is_masked"]).flatten().tolist()
 
 
@@ -158,7 +151,7 @@ def test_dppo_uncapped_has_the_gradient_of_prime_rl(dtype: torch.dtype) -> None:
 
 
 def test_m2po_trust_region_and_budget(dtype: torch.dtype) -> None:
-    case, squares = CASES["m2po_paper"], m2_squares(given(dtype))
+    case, squares = CASES["m2po_paper"], m2_squares(given(dtype).clean())
     finite = squares[squares.isfinite()]
     assert finite.numel() == sum(map(sum, case["trust_region_tokens"]))
     for tau, expected in ((0.04, case["tau_004"]), (0.3, case["tau_03"])):
@@ -200,10 +193,7 @@ def test_gspo_sequence_ratio(dtype: torch.dtype) -> None:
 
 
 def test_log_linear_proximal(dtype: torch.dtype) -> None:
-    inputs = given(dtype).clean()
-    assert inputs.versions is not None
-    proximal = log_linear_proximal(inputs.policy_logprobs, inputs.behaviour, inputs.versions, inputs.version)
-    close(proximal, CASES["prox_interpolation"]["loglinear"], dtype)
+    close(log_linear_proximal(given(dtype).clean()), CASES["prox_interpolation"]["loglinear"], dtype)
 
 
 def test_behaviour_weight(dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Packed documents through our attention against the same documents one by one, and padded, through transformers."""
+"""Packed documents through our attention against the same documents, padded, through transformers."""
 
 import importlib
 import shutil
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.model import attention, loading
-from learner.train.batch import lay
+from learner.model.microbatch import lay_out
 from tests.harness.world import VOCABULARY, plain, policy_of, tiny_model
 
 LENGTHS = (5, 9, 1, 2, 7)
@@ -22,7 +22,7 @@ def documents() -> list[list[int]]:
 
 def packed(texts: list[list[int]]):
     ones, zeros = ([[number] * len(ids) for ids in texts] for number in (1, 0))
-    return lay(texts, ones, zeros, zeros, list(range(len(texts))))
+    return lay_out(texts, ones, zeros, zeros, list(range(len(texts))))
 
 
 def padded_scores(model, texts: list[list[int]], temperature: float) -> torch.Tensor:
@@ -39,8 +39,8 @@ def padded_scores(model, texts: list[list[int]], temperature: float) -> torch.Te
 
 @pytest.mark.parametrize("name", attention.ATTENTIONS)
 def test_transformers_builds_a_model_with_each(name: str, tmp_path: Path) -> None:
-    """It must not take one of ours for a kernel of its own, which it would look for, and not find."""
-    model = loading.skeleton(tiny_model(tmp_path), attention.registered(name))
+    """It must not mistake one of our names for a kernel of its own, for which it would look for a package."""
+    model = loading.build_on_meta(tiny_model(tmp_path), attention.registered(name))
     assert model.config._attn_implementation == attention.registered(name)
 
 
@@ -72,7 +72,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path, mesh) -> None:
 
 
 def test_no_mask_is_made(tmp_path: Path, mesh) -> None:
-    """No tensor of tokens x tokens exists in the forward pass: documents are short, their row is long."""
+    """No [tokens, tokens] tensor exists in the forward pass of many short documents."""
     policy = policy_of(tiny_model(tmp_path), mesh)
     texts = [[1, 2, 3, 4]] * 400
     largest = []
@@ -111,7 +111,7 @@ def test_choice() -> None:
             attention.choose("flash4", gpu, torch.bfloat16)
 
 
-def test_the_two_packages_that_share_a_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_two_packages_that_share_a_name_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for name, file in (("flash4", "cute/__init__.py"), ("flash", "flash_attn_interface.py")):
         shutil.rmtree(tmp_path / "flash_attn", ignore_errors=True)
@@ -124,7 +124,7 @@ def test_the_two_packages_that_share_a_name_are_told_apart(tmp_path: Path, monke
         assert [found for found in attention.PACKAGES if attention.installed(found)] == [name]
 
 
-def test_auto_passes_a_kernel_that_does_not_load_and_says_so(
+def test_auto_skips_a_kernel_that_does_not_load_and_logs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -134,18 +134,18 @@ def test_auto_passes_a_kernel_that_does_not_load_and_says_so(
     importlib.invalidate_caches()
     for loaded in [loaded for loaded in sys.modules if loaded.startswith("flash_attn")]:
         monkeypatch.delitem(sys.modules, loaded)
-    attention._broken.cache_clear()  # also for those after this one: what it says is of this package only
+    attention._import_failure.cache_clear()  # its result is about this test's package
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = torch.device("cuda", 0)
     assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
     assert "flash_attn.cute is installed and does not load (ModuleNotFoundError: No module named" in caplog.text
     with pytest.raises(ValueError, match=r"flash4 is installed and does not load .*; use auto"):
         attention.choose("flash4", gpu, torch.bfloat16)
-    attention._broken.cache_clear()
+    attention._import_failure.cache_clear()
     (package / "__init__.py").write_text("flash_attn_varlen_func = None")
     assert attention.choose("auto", gpu, torch.bfloat16) == "flash4"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert attention.choose("auto", gpu, torch.bfloat16) == "varlen"
     with pytest.raises(ValueError, match=r"flash4 needs a Hopper GPU or a later one; use auto"):
         attention.choose("flash4", gpu, torch.bfloat16)
-    attention._broken.cache_clear()
+    attention._import_failure.cache_clear()

@@ -18,8 +18,8 @@ def test_formula(tmp_path: Path, tied: bool) -> None:
     costs = Costs.of(model)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, n, dtype=torch.int64)).logits.sum().backward()
-    attention = 2 * costs.by_pair * n * n
-    want = costs.by_token * n + costs.by_scored * n + attention
+    attention = 2 * costs.per_pair * n * n
+    want = costs.per_token * n + costs.per_trainable * n + attention
     # what torch need not do: the gradient of the embedding look-up's input
     assert counter.get_total_flops() == pytest.approx(want, rel=0.02)
     assert costs.total([(n, n)]) == pytest.approx(want - attention / 2)

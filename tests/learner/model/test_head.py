@@ -1,4 +1,4 @@
-"""The chunked head against torch.autograd and against the head that holds all logits; three products, not four."""
+"""The chunked head against torch.autograd and against a head that holds all logits; three matmuls, not four."""
 
 import json
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.model.head import chunked_loss, logprobs_and_entropy
-from learner.model.memory import PRODUCTS
+from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
+from learner.model.memory import MATMULS
 
 
 def naive(hidden, weight, targets, temperature):
@@ -20,11 +20,11 @@ def naive(hidden, weight, targets, temperature):
 
 
 def curved(by, bonus: bool):
-    """A loss whose slope depends on the log-probability (and, with `bonus`, the entropy) of each token alone."""
+    """A loss whose gradient depends on the log-probability (and, with `bonus`, the entropy) of each token alone."""
 
-    def loss(logprobs, entropy, part):
-        terms = by[0][part] * logprobs.sin()
-        return (terms + by[1][part] * entropy.cos() if bonus else terms).sum()
+    def loss(logprobs, entropy, chunk):
+        terms = by[0][chunk] * logprobs.sin()
+        return (terms + by[1][chunk] * entropy.cos() if bonus else terms).sum()
 
     return loss
 
@@ -41,7 +41,7 @@ def test_gradient_by_finite_differences(entropy_gradient: bool) -> None:
     hidden, weight, targets = case(7)
 
     def both(h, w):
-        logprobs, entropy = logprobs_and_entropy(h, w, targets, 0.7, 3, entropy_gradient)
+        logprobs, entropy = logprobs_and_entropy(h, w, targets, HeadOptions(0.7, 3, entropy_gradient))
         return (logprobs, entropy) if entropy_gradient else logprobs
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
@@ -53,7 +53,7 @@ def test_gradient_of_a_chunked_loss_by_finite_differences(bonus: bool) -> None:
     by = torch.randn(2, 7, dtype=torch.float64)
 
     def total(h, w):
-        return 3 * chunked_loss(h, w, targets, curved(by, bonus), 0.7, 3, bonus)[2] + h.sum()
+        return 3 * chunked_loss(h, w, targets, curved(by, bonus), HeadOptions(0.7, 3, bonus))[2] + h.sum()
 
     assert torch.autograd.gradcheck(total, (hidden, weight))
 
@@ -72,12 +72,13 @@ COMMON = given(
 def test_chunked_loss_equals_the_loss_of_all(
     tokens: int, chunk: int, temperature: float, seed: int, bonus: bool
 ) -> None:
-    """Scores to the bit, loss and gradients to rounding; the gradient is multiplied by what comes from above."""
+    """Log-probabilities to the bit, loss and gradients to rounding; the gradient scales with the incoming one."""
     hidden, weight, targets = case(tokens, seed=seed)
     loss = curved(torch.randn(2, tokens, dtype=torch.float64), bonus)
-    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, temperature, chunk, bonus)
+    options = HeadOptions(temperature, chunk, bonus)
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, options)
     want = loss(logprobs, entropy, slice(None))
-    *scores, total = chunked_loss(hidden, weight, targets, loss, temperature, chunk, bonus)
+    *scores, total = chunked_loss(hidden, weight, targets, loss, options)
     assert not any(score.requires_grad for score in scores)
     assert all(torch.equal(a, b) for a, b in zip(scores, (logprobs, entropy), strict=True))
     torch.testing.assert_close(total, want, rtol=1e-10, atol=1e-10)
@@ -89,7 +90,7 @@ def test_chunked_loss_equals_the_loss_of_all(
 @COMMON
 def test_equals_the_naive_head(tokens: int, chunk: int, temperature: float, seed: int, bonus: bool) -> None:
     hidden, weight, targets = case(tokens, seed=seed)
-    got = logprobs_and_entropy(hidden, weight, targets, temperature, chunk, bonus)
+    got = logprobs_and_entropy(hidden, weight, targets, HeadOptions(temperature, chunk, bonus))
     want = naive(hidden, weight, targets, temperature)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -99,10 +100,10 @@ def test_equals_the_naive_head(tokens: int, chunk: int, temperature: float, seed
         torch.testing.assert_close(a, b)
 
 
-def test_bf16_states_are_scored_in_fp32() -> None:
+def test_bf16_hidden_states_give_fp32_logprobs() -> None:
     hidden, weight, targets = (x.detach() for x in case(6, torch.bfloat16))
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, 1.0, 4)
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, HeadOptions(1.0, 4))
     want = naive(hidden.float(), weight.float(), targets, 1.0)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs, want[0])
@@ -110,17 +111,17 @@ def test_bf16_states_are_scored_in_fp32() -> None:
     logprobs.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
     kept, hidden.grad, weight.grad = (hidden.grad, weight.grad), None, None
-    chunked_loss(hidden, weight, targets, lambda lp, en, part: lp.sum(), 1.0, 4)[2].backward()
+    chunked_loss(hidden, weight, targets, lambda lp, en, chunk: lp.sum(), HeadOptions(1.0, 4))[2].backward()
     for a, b in zip((hidden.grad, weight.grad), kept, strict=True):
         assert torch.equal(a, b)
 
 
 def whole_pass(hidden, weight, targets, chunk: int) -> None:
-    logprobs_and_entropy(hidden, weight, targets, 1.0, chunk)[0].sum().backward()
+    logprobs_and_entropy(hidden, weight, targets, HeadOptions(1.0, chunk))[0].sum().backward()
 
 
 def chunked_pass(hidden, weight, targets, chunk: int) -> None:
-    chunked_loss(hidden, weight, targets, lambda logprobs, entropy, part: logprobs.sum(), 1.0, chunk)[2].backward()
+    chunked_loss(hidden, weight, targets, lambda lp, en, chunk: lp.sum(), HeadOptions(1.0, chunk))[2].backward()
 
 
 PASSES = pytest.mark.parametrize("head", [whole_pass, chunked_pass])
@@ -146,24 +147,24 @@ def test_never_holds_tokens_times_vocabulary(head: Callable[..., None]) -> None:
     assert max(largest) <= max(chunk * vocabulary, tokens * width, vocabulary * width)
 
 
-@pytest.mark.parametrize(("head", "products"), [(whole_pass, 4), (chunked_pass, 3)])
-def test_products_of_a_chunk(head: Callable[..., None], products: int) -> None:
-    """Logits, gradient of the states, gradient of the weight; and the logits once more where the loss comes later."""
+@pytest.mark.parametrize(("head", "matmuls"), [(whole_pass, 4), (chunked_pass, 3)])
+def test_matmuls_per_chunk(head: Callable[..., None], matmuls: int) -> None:
+    """Logits, gradient of the hidden states, gradient of the weight; and the logits again if the loss comes later."""
     made = []
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            made.append(func in PRODUCTS)
+            made.append(func in MATMULS)
             return func(*args, **(kwargs or {}))
 
     hidden, weight, targets = case(12)
     with Count():
         head(hidden, weight, targets, 4)
-    assert sum(made) == 3 * products
+    assert sum(made) == 3 * matmuls
 
 
-def fullest(head: Callable[..., None], path: Path) -> int:
-    """Bytes that `head` has allocated at its fullest, beyond what was there."""
+def peak_bytes(head: Callable[..., None], path: Path) -> int:
+    """Peak bytes that `head` allocates beyond what was allocated before."""
     hidden, weight, targets = case(400, torch.float32, 2000, 100)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
         head(hidden, weight, targets, 100)
@@ -174,6 +175,6 @@ def fullest(head: Callable[..., None], path: Path) -> int:
     return int(totals.max())
 
 
-def test_three_products_take_no_more_memory_than_four(tmp_path: Path) -> None:
+def test_three_matmuls_take_no_more_memory_than_four(tmp_path: Path) -> None:
     """The gradient of the weight lives from the forward pass on, when nothing else has to."""
-    assert fullest(chunked_pass, tmp_path / "a.json") <= 1.02 * fullest(whole_pass, tmp_path / "b.json")
+    assert peak_bytes(chunked_pass, tmp_path / "a.json") <= 1.02 * peak_bytes(whole_pass, tmp_path / "b.json")

@@ -1,12 +1,13 @@
-"""The memory estimate: what the meta pass counts is what autograd keeps, and its words and refusals."""
+"""The memory estimate: the pass on meta counts what autograd keeps; descriptions, budgets and errors."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from configs.schema import Config
 from learner.model import memory
-from learner.model.memory import GIB, Estimate, OutOfMemory, PeakCandidate, estimate, explained
+from learner.model.memory import GIB, Estimate, OutOfMemory, PeakCandidate, estimate, explain_out_of_memory
 from tests.harness.world import LEARNER, policy_of, tiny_model
 from tests.learner.model.test_attention import packed
 
@@ -16,10 +17,10 @@ TWO = Estimate([
 ])  # fmt: skip
 
 
-def test_the_fullest_moment_counts() -> None:
+def test_the_peak_is_the_largest_candidate() -> None:
     assert TWO.total(1024) == 6 * GIB and TWO.total(4096) == 11 * GIB
-    assert TWO.words(1024) == "6.0 GiB = 3.0 weights + 2.0 head + 1.0 activations"
-    assert TWO.words(4096).startswith("11.0 GiB = 4.0 activations + 4.0 backward pass")
+    assert TWO.describe(1024) == "6.0 GiB = 3.0 weights + 2.0 head + 1.0 activations"
+    assert TWO.describe(4096).startswith("11.0 GiB = 4.0 activations + 4.0 backward pass")
 
 
 @pytest.mark.parametrize("room", [5, 6, 8, 40])
@@ -30,7 +31,7 @@ def test_fit_is_the_largest_that_fits(room: int) -> None:
 
 
 def kept_by_autograd(tmp_path: Path, mesh, saving: str, tokens: int) -> int:
-    """Bytes of what the forward pass of a real policy keeps, weights apart."""
+    """Bytes that the forward pass of a real policy keeps, without weights."""
     policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
     seen: dict[int, torch.Tensor] = {}
 
@@ -42,7 +43,7 @@ def kept_by_autograd(tmp_path: Path, mesh, saving: str, tokens: int) -> int:
     decoder = policy.model.get_decoder()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy.unshard()
-        given = {"cu_seq_lens_q": row.starts, "max_length_q": row.longest}
+        given = {"cu_seq_lens_q": row.cu_seqlens, "max_length_q": row.max_seqlen}
         decoder(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **given)
     weights = {p.untyped_storage()._cdata for p in policy.parameters()}
     sizes = [x.untyped_storage().nbytes() for place, x in seen.items() if place not in weights]
@@ -51,40 +52,53 @@ def kept_by_autograd(tmp_path: Path, mesh, saving: str, tokens: int) -> int:
 
 @pytest.mark.parametrize("saving", ["none", "block"])
 def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) -> None:
-    """By the difference of two lengths, so that weights, gathered by the pass, do not count."""
+    """By the difference of two lengths, so that the weights that the pass gathers do not count."""
     model = tiny_model(tmp_path)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
-    ours = estimate(model, learner, 1).moments[0].by_token["activations"]
+    ours = estimate(model, learner, 1).candidates[0].per_token["activations"]
     small, large = (kept_by_autograd(tmp_path, mesh, saving, tokens) for tokens in (512, 1024))
     assert ours == pytest.approx((large - small) / 512, rel=0.25)
 
 
-def test_what_saves_memory_is_estimated_to(tmp_path: Path) -> None:
+def test_options_that_save_memory_lower_the_estimate(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, dtype=torch.bfloat16)
     kept, offloaded = {}, LEARNER.model_copy(update={"cpu_offload": True})
     for name in ("none", "selective", "block"):
         learner = LEARNER.model_copy(update={"activation_checkpointing": name})
-        kept[name] = estimate(model, learner, 1).moments[0].by_token["activations"]
+        kept[name] = estimate(model, learner, 1).candidates[0].per_token["activations"]
     assert kept["none"] > kept["selective"] > kept["block"]
     assert estimate(model, offloaded, 1).total(256) < estimate(model, LEARNER, 1).total(256)
 
 
-def test_state_is_shared_over_ranks(tmp_path: Path) -> None:
+def test_state_is_sharded_over_ranks(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
-    one, four = (estimate(model, LEARNER, world).moments[0].fixed for world in (1, 4))
+    one, four = (estimate(model, LEARNER, world).candidates[0].fixed for world in (1, 4))
     for name in ("weights", "gradients", "optimizer"):
         assert four[name] == one[name] // 4
     assert four["gathered weights"] == one["gathered weights"]
-    assert estimate(model, LEARNER, 1, reference=True).moments[0].fixed["weights"] == 2 * one["weights"]
+    assert estimate(model, LEARNER, 1, reference=True).candidates[0].fixed["weights"] == 2 * one["weights"]
+
+
+def test_budget_on_cpu(tmp_path: Path) -> None:
+    given = {"model": tiny_model(tmp_path), "data": {"train": "x", "max_prompt_tokens": 9}, "reward": {"function": "x"}}
+
+    def budget(tokens: int | str, answer: int) -> int:
+        learner, sampling = {"tokens_per_microbatch": tokens}, {"max_tokens": answer}
+        config = Config(**given, learner=learner, sampling=sampling)
+        return memory.memory_budget(config, torch.device("cpu"), 1, reference=False)[1]
+
+    assert budget(100, 20) == 100
+    assert budget("auto", 20) == 8192
+    assert budget("auto", 10000) == 10009
 
 
 def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:
-    with pytest.raises(OutOfMemory) as told, explained(TWO, 4096):
+    with pytest.raises(OutOfMemory) as raised, explain_out_of_memory(TWO, 4096):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.13 GiB. GPU 0 has a total capacity")
-    text = str(told.value)
+    text = str(raised.value)
     assert text.startswith("the GPU is full: CUDA out of memory. A rank should take 11.0 GiB = 4.0 activations")
     assert "Lower learner.tokens_per_microbatch (4096)" in text and "\n" not in text
 
 
 def test_meta_needs_no_storage(tmp_path: Path) -> None:
-    assert memory.skeleton(tiny_model(tmp_path), memory.META).device.type == "meta"
+    assert memory.build_on_meta(tiny_model(tmp_path), memory.META_ATTENTION).device.type == "meta"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.train.batch import whole
+from learner.model.microbatch import one_document
 from tests.harness.world import LEARNER, plain, policy_of, tiny_model
 
 
@@ -45,7 +45,7 @@ def test_bf16_computes_near_fp32(tmp_path: Path, mesh) -> None:
 
 def test_entropy(tmp_path: Path, mesh) -> None:
     model, tokens = tiny_model(tmp_path), [3, 1, 4, 1]
-    _, entropy = policy_of(model, mesh, LEARNER, temperature=0.5)(whole(tokens))
+    _, entropy = policy_of(model, mesh, LEARNER, temperature=0.5)(one_document(tokens))
     logp = (plain(model)(torch.tensor([tokens])).logits[0, :-1] / 0.5).log_softmax(-1)
     torch.testing.assert_close(entropy, torch.cat([torch.zeros(1), -(logp.exp() * logp).sum(-1)]), rtol=1e-5, atol=1e-5)
 
@@ -53,4 +53,4 @@ def test_entropy(tmp_path: Path, mesh) -> None:
 def test_frozen_has_no_gradient(tmp_path: Path, mesh) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh, frozen=True)
     assert not any(parameter.requires_grad for parameter in policy.parameters())
-    assert not policy(whole([1, 2, 3]))[0].requires_grad
+    assert not policy(one_document([1, 2, 3]))[0].requires_grad

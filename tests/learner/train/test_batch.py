@@ -1,4 +1,4 @@
-"""Microbatches: nothing lost, nothing over budget, the same number on all ranks."""
+"""Microbatches: no sample lost, none over budget, the same number on all ranks."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.wire.sample import Sample
-from learner.train.batch import Batch, first_fit, pack, spread, whole
+from learner.model.microbatch import one_document
+from learner.train.batch import Batch, balance, first_fit, pack
 from tests.harness.world import cut, make_samples
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -23,9 +24,9 @@ def test_first_fit(lengths: list[int], budget: int) -> None:
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 50), quadratic=st.floats(0, 1), more=st.integers(0, 5))
-def test_spread(lengths: list[int], budget: int, quadratic: float, more: int) -> None:
+def test_balance(lengths: list[int], budget: int, quadratic: float, more: int) -> None:
     number = len(first_fit(lengths, budget)) + more
-    bins = spread(lengths, budget, quadratic, number)
+    bins = balance(lengths, budget, quadratic, number)
     assert len(bins) == number
     assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
     assert all(len(chosen) <= 1 or sum(lengths[i] for i in chosen) <= budget for chosen in bins)
@@ -33,18 +34,18 @@ def test_spread(lengths: list[int], budget: int, quadratic: float, more: int) ->
     assert costs == sorted(costs, reverse=True)
 
 
-def test_spread_is_by_cost_of_attention() -> None:
-    """One document of 40 tokens attends as much as sixteen of 10: by tokens alone it would get company."""
+def test_balance_counts_the_cost_of_attention() -> None:
+    """A document of 40 tokens costs as much attention as sixteen of 10; by tokens alone it would not be alone."""
     lengths = [40] + [10] * 8
-    alone = next(chosen for chosen in spread(lengths, 80, 1.0, 2) if 0 in chosen)
-    shared = next(chosen for chosen in spread(lengths, 80, 0.0, 2) if 0 in chosen)
+    alone = next(chosen for chosen in balance(lengths, 80, 1.0, 2) if 0 in chosen)
+    shared = next(chosen for chosen in balance(lengths, 80, 0.0, 2) if 0 in chosen)
     assert (len(alone), len(shared)) == (1, 3)
 
 
-def test_a_row_of_documents(mesh) -> None:
+def test_pack(mesh) -> None:
     samples = [Sample.unpack(entry.sample) for entry in make_samples()[:3]]
     row = pack([(sample, place) for place, sample in enumerate(samples)])
-    starts = row.starts.tolist()
+    starts = row.cu_seqlens.tolist()
     for place, (sample, start, stop) in enumerate(zip(samples, starts[:-1], starts[1:], strict=True)):
         part = slice(start, stop)
         assert row.tokens[part].tolist() == sample.tokens.numpy().tolist()
@@ -53,12 +54,12 @@ def test_a_row_of_documents(mesh) -> None:
         assert row.behaviour[part].tolist() == sample.behaviour_logprobs.numpy().tolist()
         assert row.versions[part].tolist() == sample.versions.numpy().tolist()
         assert row.sequence[part].tolist() == [place] * (stop - start)
-    assert row.longest == max(np.diff(starts))
+    assert row.max_seqlen == max(np.diff(starts))
     assert row.scored.tolist() == row.sampled.nonzero().squeeze(-1).tolist()
 
 
 def test_the_first_token_is_never_trained() -> None:
-    assert whole([5, 6, 7]).sampled.tolist() == [False, True, True]
+    assert one_document([5, 6, 7]).sampled.tolist() == [False, True, True]
 
 
 def test_a_dummy_trains_nothing() -> None:

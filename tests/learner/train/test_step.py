@@ -1,4 +1,4 @@
-"""One optimizer step is the same whatever the ranks, the packing and the microbatches; and a bad one is skipped."""
+"""One optimizer step is the same whatever the ranks, packing and microbatches; one that is not finite is skipped."""
 
 from itertools import combinations
 from pathlib import Path
@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from configs.schema import AlgorithmConfig
-from learner.algorithms import ADVANTAGES, is_tokenwise
-from learner.model.memory import PRODUCTS
-from learner.train.batch import Batch, pack, whole
+from learner.algorithms.advantages import ADVANTAGES
+from learner.algorithms.losses import is_tokenwise
+from learner.model.memory import MATMULS
+from learner.model.microbatch import one_document
+from learner.train.batch import Batch, pack
 from learner.train.optimizer import Optimizer
-from learner.train.step import at_once, by_chunk
 from tests.harness import world
 from tests.harness.world import (
     ALGORITHM,
@@ -108,14 +109,14 @@ BY_CHUNK = [BONUS, {"aggregation": "prompt"}, {"loss": "ppo", "aggregation": "se
 @pytest.mark.parametrize("options", BY_CHUNK, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_by_chunk_is_as_at_once(tmp_path: Path, mesh, tied: bool, options: dict) -> None:
-    """Gradients to rounding, metrics to the bit; chunks of 7 tokens, blocks computed again, a temperature."""
+    """Gradients to rounding, metrics to the bit; chunks of 7 tokens, blocks recomputed, a temperature."""
     algorithm = AlgorithmConfig(**options)
     bonus = algorithm.entropy_bonus > 0
     policy = policy_of(tiny_model(tmp_path, tied), mesh, temperature=0.7, entropy_gradient=bonus)
     step = algorithm_of(policy, 64, algorithm)
-    assert is_tokenwise(algorithm) and step.forward is by_chunk
+    assert is_tokenwise(algorithm) and step.forward == step.by_chunk
     found = []
-    for forward in (by_chunk, at_once):
+    for forward in (step.by_chunk, step.at_once):
         step.forward = forward
         batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64, policy.attention_cost)
         sums = step.backward(policy, batch)
@@ -132,7 +133,8 @@ def test_by_chunk_is_as_at_once(tmp_path: Path, mesh, tied: bool, options: dict)
 def test_losses_of_whole_samples_wait_for_all_chunks(tmp_path: Path, mesh) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh)
     for options in ({"loss": "gspo"}, {"loss": "topr"}, {"opsm_delta": 0.1}):
-        assert algorithm_of(policy, 64, AlgorithmConfig(**options)).forward is at_once
+        algorithm = algorithm_of(policy, 64, AlgorithmConfig(**options))
+        assert algorithm.forward == algorithm.at_once
 
 
 @pytest.mark.parametrize("options", [{}, BONUS, {"loss": "gspo"}], ids=str)
@@ -142,7 +144,7 @@ def test_a_dummy_reaches_every_parameter_with_zeros(tmp_path: Path, mesh, option
     policy = policy_of(tiny_model(tmp_path), mesh, entropy_gradient=algorithm.entropy_bonus > 0)
     step = algorithm_of(policy, 64, algorithm)
     batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 64)
-    step.backward_of(policy, pack([]), step._shared(batch, policy.device))
+    step.backward_of(policy, pack([]), step.shared_context(batch, policy.device))
     found = gradients(policy)
     assert len(found) == len(list(policy.parameters()))
     assert not any(gradient.any() for gradient in found.values())
@@ -152,8 +154,8 @@ def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
     """Two processes over gloo against this one: even parts, uneven ones, and a rank without any sample."""
     model = tiny_model(tmp_path / "model", tied=True)
     want, _ = gradient(policy_of(model, mesh), 64)
-    cuts, told = [[12, 12], [20, 4], [24, 0], [0, 24]], [ALGORITHM.model_dump(mode="json")]
-    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6], algorithms=told)
+    cuts, algorithms = [[12, 12], [20, 4], [24, 0], [0, 24]], [ALGORITHM.model_dump(mode="json")]
+    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6], algorithms=algorithms)
     found = torch.load(tmp_path / "gradients.pt")
     assert len(found) == 8
     for got in found.values():
@@ -171,11 +173,11 @@ ON_RANKS: list[dict] = [
 
 
 def test_ranks_change_nothing_of_what_is_counted_over_the_batch(tmp_path: Path, mesh) -> None:
-    """Deviations, punishments, limits and counts are of all ranks' samples; each option moves the gradient."""
+    """Deviations, penalties, limits and counts are of all ranks' samples; each option moves the gradient."""
     model = tiny_model(tmp_path / "model", tied=True)
     algorithms = [ALGORITHM.model_copy(update=options) for options in ON_RANKS]
-    told = [algorithm.model_dump(mode="json") for algorithm in algorithms]
-    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=told)
+    configs = [algorithm.model_dump(mode="json") for algorithm in algorithms]
+    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=configs)
     found, wanted = torch.load(tmp_path / "gradients.pt"), []
     for got, algorithm in zip(found.values(), algorithms, strict=True):
         policy = policy_of(model, mesh, entropy_gradient=algorithm.entropy_bonus > 0)
@@ -194,20 +196,20 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, mesh, saving: 
     close(one, two)
 
 
-def test_selective_computes_no_product_again(tmp_path: Path, mesh) -> None:
-    """In the backward pass of blocks, `block` makes the forward pass's products once more, `selective` none."""
+def test_selective_repeats_no_matmul(tmp_path: Path, mesh) -> None:
+    """In the backward pass of blocks, `block` repeats the forward pass's matmuls, `selective` none."""
     model, counts = tiny_model(tmp_path), {}
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
         number = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.number += func in PRODUCTS
+            self.number += func in MATMULS
             return func(*args, **(kwargs or {}))
 
     for saving in ("none", "selective", "block"):
         policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
-        scores = policy(whole([1, 2, 3, 4]))[0]
+        scores = policy(one_document([1, 2, 3, 4]))[0]
         with Count() as count:
             scores.sum().backward()
         counts[saving] = count.number
@@ -245,12 +247,14 @@ def test_training_raises_what_is_rewarded(tmp_path: Path, mesh) -> None:
 def test_metrics(tmp_path: Path, mesh) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh)
     entries = make_samples()
-    figures = algorithm_of(policy, 30).step(policy, cut(entries, 3, [len(entries)], 0))
+    part = cut(entries, 3, [len(entries)], 0).model_copy(update={"failed": 5, "dropped": 2})
+    figures = algorithm_of(policy, 30).step(policy, part)
     rewards = torch.tensor([x for entry in entries[::4] for x in entry.rewards], dtype=torch.float64)
     assert figures["reward/mean"] == pytest.approx(float(rewards.mean()))
     assert figures["reward/std"] == pytest.approx(float(rewards.std(correction=0)))
     assert figures["sample/right"] == pytest.approx(float(rewards.mean()))
     assert (figures["age/mean"], figures["age/max"], figures["samples"]) == (2.0, 2.0, 24.0)
+    assert (figures["buffer/failed"], figures["buffer/dropped"]) == (5.0, 2.0)
     assert figures["gradient/norm"] > 0 and figures["gradient/skipped"] == 0
     assert figures["lr"] == LEARNER.lr  # version 3 is beyond warm-up
     assert {
@@ -290,6 +294,6 @@ def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path, mesh) -> None:
 def test_learning_rate(tmp_path: Path, mesh, schedule: str, rates: dict[int, float]) -> None:
     learner = LEARNER.model_copy(update={"schedule": schedule})
     optimizer = Optimizer(policy_of(tiny_model(tmp_path), mesh), learner, versions=10)
-    assert {version: pytest.approx(optimizer.rate(version)) for version in rates} == rates
-    falling = [optimizer.rate(version) for version in range(2, 10)]
+    assert {version: pytest.approx(optimizer.learning_rate(version)) for version in rates} == rates
+    falling = [optimizer.learning_rate(version) for version in range(2, 10)]
     assert falling == sorted(falling, reverse=True)

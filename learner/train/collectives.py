@@ -1,0 +1,36 @@
+"""What learner ranks exchange besides gradients: agreements on a number, and tensors whose length differs by rank.
+
+Each call is a collective: every rank must make it, and waits for the last one, up to `learner.timeout_s`. Numbers
+travel as CPU tensors over gloo, whatever the model's device. Used by `step.py`, `batch.py`, `learner/checkpoint.py`,
+`drain.py`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather_ragged(values: Tensor) -> list[Tensor]:
+    """`values` [n] of every rank, in rank order; n differs by rank."""
+    world = dist.get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(values)]))
+    padded = values.new_zeros(int(max(lengths)))
+    padded[: len(values)] = values
+    gathered = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(gathered, padded)
+    return [whole[: int(length)] for whole, length in zip(gathered, lengths, strict=True)]
+
+
+def all_reduce_max(number: float) -> float:
+    """The largest `number` of any rank."""
+    tensor = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def broadcast_from_rank0(number: int) -> int:
+    """Rank 0's `number`, on every rank."""
+    tensor = torch.tensor(number, dtype=torch.int64)
+    dist.broadcast(tensor, src=0)
+    return int(tensor)
