@@ -27,14 +27,14 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         is_help = bool(argv) and argv[0] in ("-h", "--help")
         lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
-        usage = "\n".join(["usage: python -m actors COMMAND ...", *lines, "launch --help lists every key"])
+        usage = "\n".join(["usage: python -m actors COMMAND ...", *lines, "`python -m actors launch --help` lists every key"])
         print(usage, file=sys.stdout if is_help else sys.stderr)
         return DONE if is_help else BAD_INPUT
     name = argv[0]
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})
     if name == "launch" and not flags.under_guard:
         return guarded([sys.executable, "-m", "actors", "launch", "--under-guard", *rest])
-    if name != "launch":
+    if name != "launch" or {"-h", "--help"} & {*rest}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `status RUN | head` ends quietly
     code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     return code

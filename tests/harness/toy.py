@@ -78,8 +78,10 @@ class Run:
     path: Path
 
     def metrics(self) -> list[dict[str, Any]]:
+        """The records, without a line that is still being written."""
         file = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Rows of the ledger's file; `data_of(segment, position, bytes)` is a packed sample."""
