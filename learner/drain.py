@@ -33,7 +33,8 @@ class Draining:
             part = self._take(version)
         except Drained:
             part = None
-        return None if collectives.all_reduce_max(self._begun) else part
+        (begun,) = collectives.all_reduce_max(self._begun)
+        return None if begun else part
 
     def _take(self, version: int) -> Part | None:
         self._waiting = True

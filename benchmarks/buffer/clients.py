@@ -112,7 +112,7 @@ async def learn(address: str, fingerprint: str) -> None:
     async with Connection(address, "learner-0", "learner", fingerprint) as client:
         while True:
             part = await client.expect(Take(version=version, rank=0, world=1), Part)
-            version, taken = version + 1, taken + part.total_groups
+            version, taken = version + 1, taken + len(set(part.rows.item.numpy().tolist()))
             if trained:
                 await trained
             trained = asyncio.create_task(client.expect(Trained(version=version - 1, oldest_kept=version - 1), Ack))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from buffer.wire.message import Array
-from buffer.wire.protocol import Part, PartSample
-from buffer.wire.sample import Sample
-from buffer.wire.split import cut
+from buffer.wire.protocol import Part
+from buffer.wire.sample import Sample, sample_stats
+from buffer.wire.split import parts
 
 LONGEST, MEDIAN, SIGMA, PROMPT = 8192, 1000, 0.8, 200
 COMMON = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768,
@@ -72,14 +72,9 @@ def documents(samples: int, seed: int, vocabulary: int) -> list[Sample]:
 
 def part_of(made: list[Sample], version: int, rank: int, world: int) -> Part:
     """The rank's part of a batch in groups of 8, split as the buffer splits it."""
-    rewards = [[sample.reward for sample in made[start : start + 8]] for start in range(0, len(made), 8)]
-    entries = [
-        PartSample(item=i // 8, index=i % 8, dispatched=0, rewards=rewards[i // 8], sample=sample.pack())
-        for i, sample in enumerate(made)
+    packed = [sample.pack() for sample in made]
+    groups = [
+        (item, 0, [(data, sample_stats(data)) for data in packed[start : start + 8]])
+        for item, start in enumerate(range(0, len(packed), 8))
     ]
-    tokens = [sample.tokens.shape[0] for sample in made]
-    sampled = sum(int(sample.sampled.numpy().sum()) for sample in made)
-    return Part(
-        version=version, rank=rank, world=world, samples=[entries[i] for i in cut(tokens, world)[rank]],
-        total_groups=len(rewards), total_samples=len(made), total_tokens=sum(tokens), total_sampled=sampled,
-    )  # fmt: skip
+    return parts(version, world, groups)[rank]

@@ -18,7 +18,7 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class SampleStats:
-    """What the ledger needs to know of a sample: tokens in all, tokens sampled, reward, whether cut at the limit."""
+    """What is known of a sample without its tokens: how many in all, how many trainable, reward, whether truncated."""
 
     tokens: int
     sampled: int
@@ -26,6 +26,8 @@ class SampleStats:
     truncated: bool = False
     oldest: int | None = field(default=None, compare=False)
     """Policy version of its oldest sampled token; not written down, the item's dispatch version accounts for it."""
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    """Further numbers of the reward function or task; written down in the sample only."""
 
     def row_values(self) -> tuple[int | float, ...]:
         """What the store writes, in the order of the fields."""

@@ -67,9 +67,7 @@ KEPT = f"{ITEM_STATE} WHERE state <> 'dropped' AND (batch = -1 OR batch >= ?)"
 DROPPED = f"{ITEM_STATE} WHERE item = ? AND state = 'dropped'"
 UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
 VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
-GROUP = """
-SELECT segment, position, bytes, tokens, sampled, reward, truncated FROM samples WHERE item = ? ORDER BY idx
-"""
+GROUP = "SELECT segment, position, bytes FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 SEGMENT = """
 INSERT INTO segments VALUES (?1, ?2, ?3)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, SampleStats, Saved, Transaction
+from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, Saved, Transaction
 from buffer.store import segments, sql
 from buffer.store.segments import Groups, InMemory, Place, Segments
 
@@ -160,17 +160,10 @@ class Store:
         for statement in (sql.FREE, "DELETE FROM samples WHERE item = ?", "UPDATE items SET bytes = 0 WHERE item = ?"):
             self._db.executemany(statement, rows)
 
-    def group(self, item: int) -> list[tuple[bytes, SampleStats]]:
-        """The packed samples of a group, in order, each with its figures; empty if it has none or they were removed.
-
-        Raises OSError.
-        """
+    def group(self, item: int) -> list[bytes]:
+        """The packed samples of a group, in order; empty if it has none or they were removed. Raises OSError."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
-        if not rows:
-            return []
-        samples = self._segments.read(Place(*rows[0][:2]), [row[2] for row in rows])
-        stats = (SampleStats(tokens, sampled, reward, bool(cut)) for *_, tokens, sampled, reward, cut in rows)
-        return list(zip(samples, stats, strict=True))
+        return self._segments.read(Place(*rows[0][:2]), [size for *_, size in rows]) if rows else []
 
     def untrained_bytes(self) -> dict[int, int]:
         """Bytes of samples that are yet to be trained, by item."""

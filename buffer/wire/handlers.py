@@ -241,9 +241,7 @@ class Handlers:
     def _group(self, item: int) -> Group:
         if known := self._cache.get(item):
             return known
-        if item in self._payloads:
-            return [(data, sample_stats(data)) for data in self._payloads[item]]
-        return self.store.group(item)
+        return [(data, sample_stats(data)) for data in self._payloads.get(item) or self.store.group(item)]
 
     def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:

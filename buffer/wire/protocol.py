@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
-from buffer.wire.message import Count, Message
+from buffer.wire.message import Array, Count, Message
 
 PROTOCOL = 2
-OVERHEAD_PER_SAMPLE = 256
-"""More bytes than the rest of a `PartSample` takes; if not, the packer makes room."""
+OVERHEAD_PER_ROW = 256
+"""More bytes than a row of a `Part` takes; if not, the packer makes room."""
 
 
 class WorkItem(Message):
@@ -169,27 +169,36 @@ class Rewound(Message):
     replay: Count
 
 
-class PartSample(Message):
-    """One sample of a batch with what its advantage needs: the rewards of its whole group, itself at `index`."""
+class SampleRows(Message):
+    """What every rank knows of each sample of a batch: columns of [samples], in the batch's order, a group's together."""
 
-    item: Count
-    index: Count
-    dispatched: Count
-    rewards: list[float]
-    sample: bytes
+    item: Array
+    """int64: equal for the samples of a group."""
+    dispatched: Array
+    """int64: version its group was dispatched under."""
+    reward: Array
+    """float64."""
+    tokens: Array
+    """int64: prompt and answer."""
+    sampled: Array
+    """int64: trainable tokens, which are all sampled ones except a sample's first token."""
+    truncated: Array
+    """uint8: 1 where the answer was cut at `sampling.max_tokens`."""
+    metrics: dict[str, Array]
+    """float64 by name, NaN for samples without that metric."""
 
 
 class Part(Message):
-    """The samples of batch `version` that rank `rank` trains; the four totals are of the whole batch."""
+    """The samples of batch `version` that rank `rank` trains, and a row for each sample of the whole batch."""
 
     version: Count
     rank: Count
     world: Annotated[int, Field(ge=1)]
-    samples: list[PartSample]
-    total_groups: Count
-    total_samples: Count
-    total_tokens: Count
-    total_sampled: Count
+    rows: SampleRows
+    positions: Array
+    """int64 [len(samples)]: the row of each of `samples`."""
+    samples: list[bytes]
+    """`Sample.pack()` each."""
     failed: Count = 0
     """Attempts that failed in the run so far."""
     dropped: Count = 0
@@ -197,8 +206,7 @@ class Part(Message):
 
     def size_hint(self) -> int:
         """Of its samples, which are megabytes."""
-        size = sum(len(sample.sample) for sample in self.samples)
-        return size + OVERHEAD_PER_SAMPLE * (len(self.samples) + 1)
+        return sum(map(len, self.samples)) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
 
 
 class Finished(Message):

@@ -77,7 +77,7 @@ BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values
 
 
 def sample_stats(data: bytes) -> SampleStats:
-    """Tokens, reward and oldest version of a packed sample.
+    """Tokens, reward, oldest version and metrics of a packed sample.
 
     Raises ValueError, in one line, for what is not a sample, or has a sampled token without a policy version.
     """
@@ -100,7 +100,7 @@ def _parse_fast(data: bytes) -> SampleStats | None:
     if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags:
         return None
     oldest = int(np.minimum.reduce(versions.view("<u4")))  # of those that are not -1
-    return SampleStats(number, flags.count(1), rest["reward"], rest["finish"] == "length", oldest)
+    return SampleStats(number, flags.count(1, 1), rest["reward"], rest["finish"] == "length", oldest, rest["metrics"])
 
 
 def _parse_checked(data: bytes) -> SampleStats:
@@ -112,7 +112,8 @@ def _parse_checked(data: bytes) -> SampleStats:
     oldest = int(sample.versions.numpy()[sampled].min())
     if oldest < 0:
         raise ValueError("a sampled token without the policy version that sampled it")
-    return SampleStats(sampled.size, int(sampled.sum()), sample.reward, sample.finish == "length", oldest)
+    trainable = int(sampled[1:].sum())  # nothing predicts the first token
+    return SampleStats(sampled.size, trainable, sample.reward, sample.finish == "length", oldest, sample.metrics)
 
 
 def _sound(rest: dict[str, Any]) -> bool:

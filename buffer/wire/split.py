@@ -2,10 +2,16 @@
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
+from math import nan
+
+import numpy as np
 
 from buffer.ledger.types import SampleStats
-from buffer.wire.protocol import Part
+from buffer.wire.message import Array
+from buffer.wire.protocol import Part, SampleRows
+
+Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
+"""The groups of a batch in its order: (item, dispatch version, packed samples with their figures)."""
 
 
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
@@ -23,38 +29,35 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
     return [sorted(positions) for positions in ranks]
 
 
-def parts(
-    version: int,
-    world: int,
-    groups: Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]],
-    failed: int = 0,
-    dropped: int = 0,
-) -> list[Part]:
-    """The parts of batch `version`: `groups` are (item, dispatch version, packed samples with their figures), in the
-    batch's order; `failed` attempts and `dropped` items are those of the run so far."""
-    samples: list[dict[str, Any]] = []
-    stats: list[SampleStats] = []
-    for item, dispatched, group in groups:
-        rewards = [one.reward for _, one in group]
-        stats += [one for _, one in group]
-        samples += [
-            {"item": item, "index": index, "dispatched": dispatched, "rewards": rewards, "sample": data}
-            for index, (data, _) in enumerate(group)
-        ]
+def sample_rows(groups: Groups) -> SampleRows:
+    """A row for each sample of a batch, in its order."""
+    rows = [(item, dispatched, stats) for item, dispatched, group in groups for _, stats in group]
+    names = sorted({name for *_, stats in rows for name in stats.metrics})
+    return SampleRows(
+        item=Array.of(np.array([item for item, _, _ in rows], np.int64)),
+        dispatched=Array.of(np.array([dispatched for _, dispatched, _ in rows], np.int64)),
+        reward=Array.of(np.array([stats.reward for *_, stats in rows], np.float64)),
+        tokens=Array.of(np.array([stats.tokens for *_, stats in rows], np.int64)),
+        sampled=Array.of(np.array([stats.sampled for *_, stats in rows], np.int64)),
+        truncated=Array.of(np.array([stats.truncated for *_, stats in rows], np.uint8)),
+        metrics={name: Array.of(np.array([stats.metrics.get(name, nan) for *_, stats in rows])) for name in names},
+    )
+
+
+def parts(version: int, world: int, groups: Groups, failed: int = 0, dropped: int = 0) -> list[Part]:
+    """The parts of batch `version`; `failed` attempts and `dropped` items are those of the run so far."""
+    samples = [data for *_, group in groups for data, _ in group]
+    rows = sample_rows(groups)
     return [
-        Part.model_validate(  # of plain values: one call for all samples
-            {
-                "version": version,
-                "rank": rank,
-                "world": world,
-                "samples": [samples[position] for position in positions],
-                "total_groups": len(groups),
-                "total_samples": len(samples),
-                "total_tokens": sum(one.tokens for one in stats),
-                "total_sampled": sum(one.sampled for one in stats),
-                "failed": failed,
-                "dropped": dropped,
-            }
+        Part(
+            version=version,
+            rank=rank,
+            world=world,
+            rows=rows,
+            positions=Array.of(np.array(positions, np.int64)),
+            samples=[samples[position] for position in positions],
+            failed=failed,
+            dropped=dropped,
         )
-        for rank, positions in enumerate(cut([one.tokens for one in stats], world))
+        for rank, positions in enumerate(cut(rows.tokens.numpy().tolist(), world))
     ]

@@ -78,9 +78,9 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
     return sums
 
 
-def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor, num_versions: Tensor) -> dict[str, Tensor]:
-    """Sums over samples. [samples] each: reward, sampled tokens, whether truncated, versions that sampled it."""
-    rewards, lengths, num_versions = rewards.double(), lengths.double(), num_versions.double()
+def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, Tensor]:
+    """Sums over samples. [samples] each: reward, sampled tokens, whether truncated."""
+    rewards, lengths = rewards.double(), lengths.double()
     return {
         "samples": torch.ones_like(rewards).sum(),
         "reward": rewards.sum(),
@@ -88,9 +88,13 @@ def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor, num_version
         "length": lengths.sum(),
         "length_max": _largest(lengths),
         "truncated": truncated.double().sum(),
-        "versions": num_versions.sum(),
-        "versions_max": _largest(num_versions),
     }
+
+
+def version_sums(num_versions: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Sums over samples of how many policy versions sampled each."""
+    numbers = torch.tensor(num_versions, dtype=torch.float64, device=device)
+    return {"versions": numbers.sum(), "versions_max": _largest(numbers)}
 
 
 def group_sums(rewards: Iterable[Sequence[float]], solved: float = 1.0) -> dict[str, Tensor]:

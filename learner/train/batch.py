@@ -1,48 +1,29 @@
 """A rank's part of a batch becomes microbatches: samples are packed into rows of at most a token budget.
 
-Consumes the buffer's `Part`. `Batch.from_part` is a collective: every rank learns the facts (not the tokens) of all
-samples, and all ranks get the same number of microbatches, so that FSDP's collectives match. Used by `step.py`.
+Consumes the buffer's `Part`, which has a row for each sample of the whole batch. `Batch.from_part` is a collective: the
+ranks agree on the number of microbatches, so that FSDP's collectives match. Used by `step.py`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from buffer.wire.protocol import Part, PartSample
+from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample
 from learner.model.microbatch import Microbatch, lay_out
 from learner.train import collectives
 
 
 @dataclass(frozen=True)
-class Row:
-    """Facts of one sample of the batch, known to all ranks."""
-
-    item: int
-    """The problem's item: equal for the samples of a group."""
-    index: int
-    reward: float
-    tokens: int
-    """Prompt and answer."""
-    sampled: int
-    """Trainable tokens: all sampled ones, except a document's first token."""
-    truncated: bool
-    dispatched: int
-    num_versions: int
-    """Number of policy versions that sampled its tokens."""
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Batch:
-    """A rank's microbatches, and the facts of the whole batch."""
+    """A rank's microbatches, and a row for each sample of the whole batch."""
 
     version: int
-    rows: list[Row]
-    """All samples of the batch on all ranks, sorted by item and index: the same list on every rank."""
+    rows: SampleRows
+    """The same on every rank."""
+    num_versions: list[int]
+    """For each of this rank's samples: how many policy versions sampled its tokens."""
     microbatches: list[Microbatch]
 
     @classmethod
@@ -52,42 +33,20 @@ class Batch:
         `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n². Raises RuntimeError
         when the ranks' parts are not of one batch.
         """
-        samples = [Sample.unpack(entry.sample) for entry in part.samples]
-        mine = [_row(entry, sample) for entry, sample in zip(part.samples, samples, strict=True)]
-        rows = _gather_rows(part, mine)
-        index = {(row.item, row.index): i for i, row in enumerate(rows)}
-        lengths = [row.tokens for row in mine]
-        number = int(collectives.all_reduce_max(max(len(first_fit(lengths, budget)), 1)))
-        documents = [(sample, index[row.item, row.index]) for sample, row in zip(samples, mine, strict=True)]
+        positions, samples = part.positions.numpy().tolist(), [Sample.unpack(data) for data in part.samples]
+        lengths = [sample.tokens.shape[0] for sample in samples]
+        least = max(len(first_fit(lengths, budget)), 1)
+        number, newest, oldest = map(int, collectives.all_reduce_max(least, part.version, -part.version))
+        if newest != -oldest:
+            raise RuntimeError(f"not one batch: the ranks' parts are of versions {-oldest} to {newest}")
+        documents = list(zip(samples, positions, strict=True))
         bins = balance(lengths, budget, quadratic, number)
-        return cls(part.version, rows, [pack([documents[i] for i in chosen]) for chosen in bins])
+        microbatches = [pack([documents[i] for i in chosen]) for chosen in bins]
+        return cls(part.version, part.rows, [_num_versions(sample) for sample in samples], microbatches)
 
 
-def _row(entry: PartSample, sample: Sample) -> Row:
-    sampled = sample.sampled.numpy() != 0
-    return Row(
-        item=entry.item,
-        index=entry.index,
-        reward=sample.reward,
-        tokens=sampled.size,
-        sampled=int(sampled[1:].sum()),
-        truncated=sample.finish == "length",
-        dispatched=entry.dispatched,
-        num_versions=len(np.unique(sample.versions.numpy()[sampled])),
-        metrics=sample.metrics,
-    )
-
-
-def _gather_rows(part: Part, mine: list[Row]) -> list[Row]:
-    """The rows of all ranks' parts. JSON carries them, so floats arrive as they are."""
-    data = json.dumps([part.version, [vars(row) for row in mine]]).encode()
-    gathered = collectives.all_gather_ragged(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    parts = [json.loads(data.numpy().tobytes()) for data in gathered]
-    rows = [Row(**row) for _, rows in parts for row in rows]
-    versions = [version for version, _ in parts]
-    if set(versions) != {part.version} or len(rows) != part.total_samples:
-        raise RuntimeError(f"not one batch: parts of versions {versions}, {len(rows)} of {part.total_samples} samples")
-    return sorted(rows, key=lambda row: (row.item, row.index))
+def _num_versions(sample: Sample) -> int:
+    return len(np.unique(sample.versions.numpy()[sample.sampled.numpy() != 0]))
 
 
 def pack(documents: Sequence[tuple[Sample, int]]) -> Microbatch:

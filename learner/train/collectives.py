@@ -22,11 +22,11 @@ def all_gather_ragged(values: Tensor) -> list[Tensor]:
     return [whole[: int(length)] for whole, length in zip(gathered, lengths, strict=True)]
 
 
-def all_reduce_max(number: float) -> float:
-    """The largest `number` of any rank."""
-    tensor = torch.tensor(number, dtype=torch.float64)
+def all_reduce_max(*numbers: float) -> list[float]:
+    """For each of `numbers` the largest of any rank's."""
+    tensor = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return float(tensor)
+    return tensor.tolist()  # type: ignore[no-any-return]
 
 
 def broadcast_from_rank0(number: int) -> int:

@@ -5,19 +5,18 @@ batch. A collective: all ranks must call it, each with its part of the same batc
 """
 
 import time
-from collections import Counter, defaultdict
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from buffer.wire.protocol import Part
+from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
 from learner.algorithms.corrections import m2_limit, m2_squares
-from learner.algorithms.diagnostics import combine, group_sums, is_max, sample_sums, summary
+from learner.algorithms.diagnostics import combine, group_sums, is_max, sample_sums, summary, version_sums
 from learner.algorithms.inputs import LossContext
 from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
 from learner.model.microbatch import Microbatch
@@ -60,13 +59,15 @@ class Algorithm:
         times = [time.perf_counter()]
         batch = Batch.from_part(part, self.budget, policy.attention_cost)
         times.append(time.perf_counter())
-        sums = _all_reduce(self.backward(policy, batch))  # waits for the GPU
+        sums = self.backward(policy, batch) | version_sums(batch.num_versions, policy.device)
+        totals = _all_reduce(sums)  # waits for the GPU
         times.append(time.perf_counter())
-        metrics = batch_metrics(batch, sums) | self.optimizer.update(batch.version)
+        metrics = batch_metrics(batch, totals) | self.optimizer.update(batch.version)
         times.append(time.perf_counter())
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= {"buffer/failed": float(part.failed), "buffer/dropped": float(part.dropped)}
-        return metrics | {"flops": policy.costs.total((row.tokens, row.sampled) for row in batch.rows)}
+        lengths = zip(batch.rows.tokens.numpy().tolist(), batch.rows.sampled.numpy().tolist(), strict=True)
+        return metrics | {"flops": policy.costs.total(lengths)}
 
     def backward(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
@@ -107,29 +108,29 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`."""
-        group_tokens = Counter[int]()
-        for row in batch.rows:
-            group_tokens[row.item] += row.sampled
+        sampled, item = torch.tensor(batch.rows.sampled.numpy()), torch.tensor(batch.rows.item.numpy())
+        _, group = item.unique(return_inverse=True)
+        group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
         return {
-            "advantages": self._advantages(batch).to(device),
-            "prompt_tokens": torch.tensor([group_tokens[row.item] for row in batch.rows]).to(device),
-            "sequence_tokens": torch.tensor([row.sampled for row in batch.rows]).to(device),
-            "num_sequences": len(batch.rows),
-            "num_tokens": group_tokens.total(),
+            "advantages": self._advantages(batch.rows).to(device),
+            "prompt_tokens": group_tokens[group].to(device),
+            "sequence_tokens": sampled.to(device),
+            "num_sequences": len(sampled),
+            "num_tokens": int(sampled.sum()),
             "num_prompts": len(group_tokens),
             "version": batch.version,
         }
 
-    def _advantages(self, batch: Batch) -> Tensor:
-        """Advantage of each of `batch.rows`: [samples] float32. Every rank computes all: it is cheap and exact."""
-        config, rows = self.config, batch.rows
-        rewards = torch.tensor([row.reward for row in rows], dtype=torch.float64)
-        lengths = torch.tensor([row.sampled for row in rows])
+    def _advantages(self, rows: SampleRows) -> Tensor:
+        """Advantage of each row: [samples] float32. Every rank computes all: it is cheap and exact."""
+        config = self.config
+        columns = (rows.reward, rows.sampled, rows.item, rows.truncated)
+        rewards, lengths, items, truncated = (torch.tensor(column.numpy()) for column in columns)
         if config.overlong == "soft":
             rewards = soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
-        advantages = ADVANTAGES[config.advantage](rewards, torch.tensor([row.item for row in rows]), lengths)
+        advantages = ADVANTAGES[config.advantage](rewards, items, lengths)
         if config.overlong == "mask":
-            advantages = mask_overlong(advantages, torch.tensor([row.truncated for row in rows]))
+            advantages = mask_overlong(advantages, truncated.bool())
         return advantages.float()
 
     def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
@@ -158,26 +159,23 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def batch_metrics(batch: Batch, sums: dict[str, float]) -> dict[str, float]:
-    """Metrics from the losses' `sums` and the facts of the samples, both of the whole batch."""
-    groups: dict[int, list[float]] = defaultdict(list)
-    reported: dict[str, list[float]] = defaultdict(list)
-    for row in batch.rows:
-        groups[row.item].append(row.reward)
-        for name, value in row.metrics.items():
-            reported[f"sample/{name}"].append(value)
-    columns = zip(*((row.reward, row.sampled, row.truncated, row.num_versions) for row in batch.rows), strict=True)
-    metrics = summary({**sums, **sample_sums(*map(torch.tensor, columns)), **group_sums(groups.values())})
+    """Metrics from the losses' `sums` and the rows of the samples, both of the whole batch."""
+    rows = batch.rows
+    reward, sampled, truncated, tokens = (x.numpy() for x in (rows.reward, rows.sampled, rows.truncated, rows.tokens))
+    groups = [reward[rows.item.numpy() == item].tolist() for item in np.unique(rows.item.numpy())]
+    counted = sample_sums(*map(torch.tensor, (reward, sampled, truncated)))
+    metrics = summary({**sums, **counted, **group_sums(groups)})
     metrics["loss"] = sum(value for key, value in metrics.items() if key.startswith("loss/"))
-    ages = [batch.version - row.dispatched for row in batch.rows]
+    ages = batch.version - rows.dispatched.numpy()
     return (
         metrics
-        | {name: fmean(values) for name, values in reported.items()}
+        | {f"sample/{name}": float(np.nanmean(column.numpy())) for name, column in rows.metrics.items()}
         | {
-            "age/mean": fmean(ages),
-            "age/max": float(max(ages)),
-            "tokens": float(sum(row.tokens for row in batch.rows)),
-            "tokens_sampled": float(sum(row.sampled for row in batch.rows)),
-            "samples": float(len(batch.rows)),
+            "age/mean": float(ages.mean()),
+            "age/max": float(ages.max()),
+            "tokens": float(tokens.sum()),
+            "tokens_sampled": float(sampled.sum()),
+            "samples": float(len(tokens)),
             "microbatches": float(len(batch.microbatches)),
             "tokens_microbatch_max": float(max(len(microbatch.tokens) for microbatch in batch.microbatches)),
         }

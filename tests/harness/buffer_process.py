@@ -78,7 +78,7 @@ def make_requests(
 
 def samples_of(store: Store, item: int) -> list[bytes]:
     """The packed samples of a group."""
-    return [data for data, _ in store.group(item)]
+    return store.group(item)
 
 
 def committed(requests: PendingRequests) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from buffer.wire.message import Array
-from buffer.wire.protocol import Part, PartSample
-from buffer.wire.sample import Sample
+from buffer.wire.protocol import Part
+from buffer.wire.sample import Sample, sample_stats
+from buffer.wire.split import sample_rows
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer
@@ -62,7 +63,16 @@ def algorithm_of(policy: Policy, budget: int, algorithm: AlgorithmConfig = ALGOR
     return Algorithm(algorithm, Optimizer(policy, LEARNER, versions=10), budget, max_tokens=30, **options)
 
 
-def make_samples(version: int = 3, groups: int = 6, size: int = 4, long: int = 24) -> list[PartSample]:
+class Entry(NamedTuple):
+    """A sample of a batch: its item, dispatch version, the rewards of its group, and its packed bytes."""
+
+    item: int
+    dispatched: int
+    rewards: list[float]
+    sample: bytes
+
+
+def make_samples(version: int = 3, groups: int = 6, size: int = 4, long: int = 24) -> list[Entry]:
     """A batch of groups with prompts and answers of many lengths, some tokens stale."""
     draw = np.random.default_rng(version)
     entries = []
@@ -71,11 +81,7 @@ def make_samples(version: int = 3, groups: int = 6, size: int = 4, long: int = 2
         for index in range(size):
             prompt, answer = int(draw.integers(1, 6)), int(draw.integers(1, long))
             sample = make_sample(draw, prompt, answer, version, rewards[index])
-            entries.append(
-                PartSample(
-                    item=item, index=index, dispatched=max(version - 2, 0), rewards=rewards, sample=sample.pack()
-                )
-            )
+            entries.append(Entry(item, max(version - 2, 0), rewards, sample.pack()))
     return entries
 
 
@@ -94,20 +100,18 @@ def make_sample(draw: np.random.Generator, prompt: int, answer: int, version: in
     )
 
 
-def cut(entries: Sequence[PartSample], version: int, cuts: Sequence[int], rank: int) -> Part:
+def cut(entries: Sequence[Entry], version: int, cuts: Sequence[int], rank: int) -> Part:
     """Part `rank` of the batch `entries`; rank r gets `cuts[r]` samples."""
     start = sum(cuts[:rank])
-    mine = list(entries[start : start + cuts[rank]])
-    lengths = [len(Sample.unpack(entry.sample).tokens.numpy()) for entry in entries]
+    positions = range(start, start + cuts[rank])
+    groups = [(one.item, one.dispatched, [(one.sample, sample_stats(one.sample))]) for one in entries]
     return Part(
         version=version,
         rank=rank,
         world=len(cuts),
-        samples=mine,
-        total_groups=len({entry.item for entry in entries}),
-        total_samples=len(entries),
-        total_tokens=sum(lengths),
-        total_sampled=sum(int(Sample.unpack(entry.sample).sampled.numpy().sum()) for entry in entries),
+        rows=sample_rows(groups),
+        positions=Array.of(np.array(positions, np.int64)),
+        samples=[entries[position].sample for position in positions],
     )
 
 

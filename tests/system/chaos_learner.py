@@ -70,9 +70,11 @@ class Journal:
     path: Path
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
-        digest = digest_of((sample.item, sample.index, sample.sample) for sample in part.samples)
+        item, positions = part.rows.item.numpy().tolist(), part.positions.numpy().tolist()
+        placed = ((item[at], at - item.index(item[at]), data) for at, data in zip(positions, part.samples, strict=True))
+        digest = digest_of(placed)
         policy.state = following(policy.state, digest)
-        items = sorted({sample.item for sample in part.samples})
+        items = sorted({item[at] for at in positions})
         line = json.dumps({"version": part.version, "items": items, "digest": digest, "policy": policy.state})
         with self.path.open("a+b") as file:
             torn = file.tell() and not _ends_line(file.fileno(), file.tell())

@@ -239,7 +239,7 @@ async def test_a_take_waits_for_its_batch_and_each_rank_gets_its_part():
         await make_groups(samples, items[1:])
         parts = await both
         assert [part.rank for part in parts] == [0, 1]
-        assert sorted(s.sample for part in parts for s in part.samples) == sorted(
+        assert sorted(data for part in parts for data in part.samples) == sorted(
             s.pack() for item in items for s in group(item.item)
         )
 

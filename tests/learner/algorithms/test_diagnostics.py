@@ -22,6 +22,7 @@ from learner.algorithms.diagnostics import (
     mismatch_sums,
     sample_sums,
     summary,
+    version_sums,
 )
 from learner.algorithms.inputs import LossInputs
 
@@ -101,7 +102,8 @@ def test_combine_adds_but_for_maxima() -> None:
     def part(*lengths: float) -> dict[str, torch.Tensor]:
         size = len(lengths)
         ones = torch.ones(size)
-        return sample_sums(ones, torch.tensor(lengths), torch.zeros(size), ones)
+        counted = version_sums([1] * size, torch.device("cpu"))
+        return sample_sums(ones, torch.tensor(lengths), torch.zeros(size)) | counted
 
     together = combine([part(3.0, 5.0), part(4.0), part()])
     assert together["length"] == 12 and together["length_max"] == 5 and together["samples"] == 3
@@ -109,9 +111,9 @@ def test_combine_adds_but_for_maxima() -> None:
 
 
 def test_facts_of_samples_and_groups() -> None:
-    sums = sample_sums(
-        torch.tensor([1.0, 0.0]), torch.tensor([10, 20]), torch.tensor([False, True]), torch.tensor([1, 3])
-    ) | group_sums([[1.0, 1.0], [0.1, 0.0], [1.0, 0.0], [0.0, 0.0]])
+    sums = sample_sums(torch.tensor([1.0, 0.0]), torch.tensor([10, 20]), torch.tensor([False, True]))
+    sums |= version_sums([1, 3], torch.device("cpu"))
+    sums |= group_sums([[1.0, 1.0], [0.1, 0.0], [1.0, 0.0], [0.0, 0.0]])
     metrics = summary(sums)
     assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == 0.5
     assert metrics["length/mean"] == 15 and metrics["length/max"] == 20 and metrics["length/truncated"] == 0.5

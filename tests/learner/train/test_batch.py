@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from buffer.wire.sample import Sample
 from learner.model.microbatch import one_document
+from learner.train import collectives
 from learner.train.batch import Batch, balance, first_fit, pack
 from tests.harness.world import cut, make_samples
 
@@ -72,19 +73,21 @@ def test_a_dummy_trains_nothing() -> None:
 def test_batch(mesh, budget: int) -> None:
     entries = make_samples()
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget)
-    assert [(row.item, row.index) for row in batch.rows] == [(entry.item, entry.index) for entry in entries]
+    assert batch.rows.item.numpy().tolist() == [entry.item for entry in entries]
     trained = sum(int(microbatch.sampled.sum()) for microbatch in batch.microbatches)
-    assert trained == sum(row.sampled for row in batch.rows)
+    assert trained == batch.rows.sampled.numpy().sum()
     places = torch.cat([microbatch.sequence.unique() for microbatch in batch.microbatches])
     assert sorted(places.tolist()) == list(range(len(entries)))
-    row, entry = batch.rows[5], Sample.unpack(entries[5].sample)
-    assert (row.reward, row.tokens, row.dispatched) == (entry.reward, len(entry.tokens.numpy()), 1)
-    assert row.num_versions == len(set(entry.versions.numpy()[entry.sampled.numpy() == 1]))
-    assert row.truncated == (entry.finish == "length")
+    rows, sample = batch.rows, Sample.unpack(entries[5].sample)
+    row = tuple(column.numpy()[5] for column in (rows.reward, rows.tokens, rows.dispatched, rows.truncated))
+    assert row == (sample.reward, len(sample.tokens.numpy()), 1, sample.finish == "length")
+    assert batch.num_versions[5] == len(set(sample.versions.numpy()[sample.sampled.numpy() == 1]))
+    assert rows.metrics["right"].numpy().tolist() == rows.reward.numpy().tolist()
 
 
-def test_parts_of_different_batches_are_refused(mesh) -> None:
-    entries = make_samples()
-    part = cut(entries, 3, [10, len(entries) - 10], 0)
-    with pytest.raises(RuntimeError, match=rf"not one batch: .* 10 of {len(entries)} samples"):
+def test_parts_of_different_batches_are_refused(mesh, monkeypatch) -> None:
+    """As if another rank had a part of version 4."""
+    part, real = cut(make_samples(), 3, [10, 14], 0), collectives.all_reduce_max
+    monkeypatch.setattr(collectives, "all_reduce_max", lambda least, *versions: real(least, 4, versions[1]))
+    with pytest.raises(RuntimeError, match="not one batch: the ranks' parts are of versions 3 to 4"):
         Batch.from_part(part, 64)
