@@ -4,7 +4,7 @@ connects (DEALER).
 A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast, then Received, Loaded; or Failed instead of any of them
+    learner:  Offer -> Ready, then Go; the weights are broadcast, then Received, Loaded; or Failed instead of any
     both:     KeepAlive, so that each notices the other's death
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
     server:   Leave.   learner: Bye
@@ -76,7 +76,8 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """The round failed here. `fatal`: the weights are wrong (checksum, probe, a tensor vLLM refuses); the server exits."""
+    """The round failed here. `fatal`: the weights are wrong (checksum, probe, a tensor vLLM refuses), and the server
+    exits."""
 
     round: Count
     reason: str
@@ -128,21 +129,25 @@ class Probe(Message):
     tolerance: float
 
 
+class RankAssignment(Message):
+    """Worker w of the server is rank `offset + w` of `world` in group `epoch`, which meets at `host:port`. Rank 0
+    sends."""
+
+    epoch: Count
+    offset: Count
+    world: Count
+    host: str
+    port: Count
+
+
 class Go(Message):
-    """Every member is ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends. With
-    `folder`, the workers read the buckets from files there instead."""
+    """Every member is ready: receive. `source` is the group to enter, or the folder with files to read instead."""
 
     round: Count
     session: str
     version: Count
-    epoch: Count
-    offset: Count
-    world: Count
-    backend: str
-    host: str
-    port: Count
     timeout_s: float
-    folder: str = ""
+    source: RankAssignment | str
     checksums: list[int]
     probe: Probe | None = None
 

@@ -1,8 +1,8 @@
 """What Headrace adds to each vLLM worker: it receives weights while it generates, and loads them while it is paused.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
-between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`, so as
-not to shadow vLLM's. Only `rl_load` waits, for the GPU.
+between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`,
+so as not to shadow vLLM's. Only `rl_load` waits, for the GPU.
 """
 
 import logging
@@ -78,9 +78,8 @@ class WorkerExtension:
         if loads_plainly(model, self.vllm_config, self.device):
             return self._rl_load(weights)
         try:
-            return self._rl_load(
-                (name, tensor.clone()) for name, tensor in weights
-            )  # vLLM keeps them until a layer is complete
+            # cloned, because vLLM keeps them until a layer is complete
+            return self._rl_load((name, tensor.clone()) for name, tensor in weights)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
@@ -108,10 +107,11 @@ class WorkerExtension:
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
     """Whether `load_weights` may overwrite the weights in place. Otherwise vLLM's layerwise reload is needed.
 
-    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on a
-    GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be corrupted
-    silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The rule looks at
-    the loaded model's own layers, and every update is verified by checksums before and by the probe after.
+    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
+    a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
+    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The
+    rule looks at the loaded model's own layers, and every update is verified by checksums before and by the probe
+    after.
     """
     if device.type != "cuda" or vllm_config.quant_config is not None:
         return False
@@ -129,7 +129,8 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def check_complete(expected: set[str], loaded: object, model_config: Any) -> None:
-    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded pass."""
+    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
+    pass."""
     if not isinstance(loaded, set) or model_config.quantization is not None:
         return
     missing = expected - loaded

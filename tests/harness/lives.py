@@ -135,8 +135,8 @@ class Field:
         """And wait until the learner has noticed."""
         life.kill()
         self._lives.remove(life)
-        before = len(self._sender._distributor.members)
-        self.until(lambda: len(self._sender._distributor.members) < before, self.timeout_s + 5)
+        before = len(list(self._sender._distributor.members))
+        self.until(lambda: len(list(self._sender._distributor.members)) < before, self.timeout_s + 5)
 
     def until(self, true: Any, within_s: float) -> None:
         """Wait for the sender's thread."""

@@ -1,5 +1,6 @@
 """Stand-ins for both ends of the weights wire: a policy whose weights tell its version, an engine without vLLM, and a
-rollout server as a process, `python -m tests.harness.weights_server ADDRESS NAME MODE`, that can be killed at a chosen moment.
+rollout server as a process, `python -m tests.harness.weights_server ADDRESS NAME MODE`, that can be killed at a chosen
+moment.
 
 What such a server does it says on stdout, a line each.
 """
@@ -148,8 +149,9 @@ class DyingEngine(StagingEngine):
     def half(self, go: bytes) -> None:
         with own_stream(self.device):
             message = unpack(go, TO_SERVER)
-            where = (message.host, message.port, message.epoch, message.offset, message.world)
-            receive_four(Channel(*where, self.device, 60), self.staging[0]._buckets.buckets)
+            group = message.source
+            channel = Channel(group.host, group.port, group.epoch, group.offset, group.world, self.device, 60)
+            receive_four(channel, self.staging[0]._buckets.buckets)
         print("half", flush=True)
         time.sleep(600)
 

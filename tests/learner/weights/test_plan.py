@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.weights.buckets import WORDS, Buckets, checksum
+from learner.weights.buckets import WORDS, Buckets, DoubleBuffer, checksum
 from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
 from learner.weights.protocol import TO_LEARNER, Failed, Join, KeepAlive, pack, unpack
-from learner.weights.sender.double_buffer import DoubleBuffer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
@@ -126,7 +125,7 @@ def test_exchanged_or_missing_rows_change_the_checksum():
 def test_the_shelf_never_gives_out_what_is_held():
     copies = DoubleBuffer(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
     first = copies.reserve(0.01)
-    with copies.hold_newest() as nothing:
+    with copies.hold() as nothing:
         assert nothing is None
     copies.offer(first)
     second = copies.reserve(0.01)
@@ -138,7 +137,7 @@ def test_the_shelf_never_gives_out_what_is_held():
         assert copies.reserve(0.01) is second  # superseded before it was served
         assert copies.newest is None
         copies.offer(second)
-        with copies.hold_newest() as newest:
+        with copies.hold() as newest:
             assert newest is second
             with pytest.raises(TimeoutError):
                 copies.reserve(0.01)

@@ -67,7 +67,7 @@ def test_servers_join_and_hold_each_version():
                     await two.has(version)
                 await asyncio.to_thread(sender.close, 5.0)
                 stats = sender.stats()
-        assert sender._distributor._group._channel is None, (
+        assert sender._distributor._transport._channel is None, (
             "a group is given up with its sender, not found by the collector"
         )
         assert stats["weights/version"] == 2 and stats["weights/failed"] == 0
@@ -104,8 +104,8 @@ def test_a_slow_server_skips_to_the_newest():
                 @asynccontextmanager
                 async def slow():
                     await gate.wait()
-                    async with paused():
-                        yield
+                    async with paused() as timings:
+                        yield timings
 
                 one.engine.paused = slow
                 for version in range(5):
@@ -186,7 +186,7 @@ def test_a_learner_silent_for_a_while_is_joined_again_where_it_was():
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 sender.publish(VersionedPolicy(0), 0)
                 await one.has(0)
-                sender._distributor.members.drop(next(iter(sender._distributor.members)))  # as after a cut network
+                sender._distributor.members._remove(next(iter(sender._distributor.members)))  # as after a cut network
                 sender.publish(VersionedPolicy(1), 1)
                 await one.has(1)
 
