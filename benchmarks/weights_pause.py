@@ -8,6 +8,7 @@ as it comes, and vLLM's `pause_generation`. Prints one table; writes JSON.
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import os
 import sys
@@ -25,6 +26,7 @@ from benchmarks.weights.shapes import SHAPES, folder_of
 from benchmarks.weights.table import ResultRow, write
 from benchmarks.weights.traffic import Lag, RequestTraffic, vocabulary_of
 from configs.schema import Config
+from learner.weights.receiver.staged import PauseTimings
 
 PEER = "an output a token, pause_generation"
 PARTS = {
@@ -44,7 +46,6 @@ class PerToken:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._llm, self.version, self.tokens = engine, engine._llm, 0, 0
-        self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
         self._numbers = itertools.count()
         self._chunks = 0
 
@@ -53,7 +54,7 @@ class PerToken:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        from rollout.episodes.episode import Completion
+        from rollout.tasks import Completion
 
         parameters = SamplingParams(max_tokens=max_tokens, temperature=temperature, logprobs=0, flat_logprobs=True,
                                     detokenize=False, output_kind=RequestOutputKind.DELTA)  # fmt: skip
@@ -75,20 +76,20 @@ class PerToken:
         return answers
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        started = time.perf_counter()
+    async def paused(self) -> AsyncIterator[PauseTimings]:
+        timings, started = PauseTimings(), time.perf_counter()
         await self._llm.pause_generation(mode="keep", clear_cache=False)
-        self.stop_s, settling, idle = time.perf_counter() - started, time.perf_counter(), 0
+        timings.stop_s, settling, idle = time.perf_counter() - started, time.perf_counter(), 0
         while idle < 16:
             seen = self._chunks
             await asyncio.sleep(0)
             idle = idle + 1 if seen == self._chunks else 0
-        self.settle_s = time.perf_counter() - settling
-        yield
+        timings.settle_s = time.perf_counter() - settling
+        yield timings
         resuming = time.perf_counter()
         await self._llm.resume_generation()
         now = time.perf_counter()
-        self.resume_s, self.paused_s = now - resuming, now - started
+        timings.resume_s, timings.paused_s = now - resuming, now - started
 
 
 async def pauses(engine: Any, args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
@@ -117,12 +118,12 @@ async def pause(engine: Any, lag: Lag) -> dict[str, float]:
     (there,) = await engine.collective("rl_ping", timeout_s=60.0)
     figures = {"reach_s": there - sent, "back_s": time.monotonic() - there}
     started = time.monotonic()
-    async with engine.paused():
+    async with engine.paused() as timings:
         loading = time.monotonic()
         await engine.collective("rl_ping", timeout_s=60.0)
         figures["load_s"] = time.monotonic() - loading
     figures["late_s"] = lag.worst(started, time.monotonic())
-    return figures | {key: getattr(engine, key) for key in ("paused_s", "stop_s", "settle_s", "resume_s")}
+    return figures | dataclasses.asdict(timings)
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

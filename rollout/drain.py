@@ -1,115 +1,77 @@
-"""Stopping a rollout server gently: what is in flight is finished, or given back; nothing new is begun.
+"""Stopping a rollout server: groups in flight are finished or given back, and nothing new is begun.
 
-`Drain` stands between `roll` and the buffer. `Signals` turns signals into calls: the first drains, the second
-forces. Built by `rollout/__main__.py`; waits for nothing but its deadlines.
+The first signal begins the drain, the second forces the end. Built by `rollout/__main__.py`; waits for nothing but its
+own time limits.
 """
 
 import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
+from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import WorkItem
-from buffer.wire.sample import Sample
-from rollout.interfaces import Episodes, Samples
+from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 DRAIN_S = 30.0
-"""Time for groups in flight to be finished, after the first signal; the rest is given back."""
-TELL_S = 5.0
-"""Time after that to tell the buffer; then its leases are left to expire."""
+"""Time for groups in flight to be finished after the first signal; the rest is given back."""
+REPORT_S = 5.0
+"""Time after that to report to the buffer; later, leases are left to expire."""
 FORCE_S = 10.0
 """Time after the second signal for engine and workers to close."""
 FORCED = 130
 """Exit code of a server that was forced."""
-REASON = "draining: the server stops"
+RETURNED = Failure("draining: the server stops", returned=True)
 
 
 class Drain:
-    """The buffer as `roll` sees it. Once `begin` was called it has no more items."""
+    """Made in the server's main task, before there is anything to drain: a signal then just ends that task."""
 
-    def __init__(
-        self, samples: Samples, episodes: Episodes, force: Callable[[], Any], drain_s: float = DRAIN_S
-    ) -> None:
-        self.samples, self.episodes, self.force, self.drain_s = samples, episodes, force, drain_s
-        self.begun = asyncio.Event()
-        self._returning: asyncio.Task[None] | None = None
+    def __init__(self, drain_s: float = DRAIN_S) -> None:
+        self.drain_s, self.begun = drain_s, asyncio.Event()
+        self.episodes: Episodes | None = None
+        """What there is to drain, once groups can be in flight."""
+        self._server, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
-    def begin(self) -> None:
-        """Take nothing new; after `drain_s` give back what is not finished, `TELL_S` later force the end."""
+    def begin(self, number: int) -> None:
+        """Begin nothing new; after `drain_s` give back what is unfinished, REPORT_S later force the end."""
+        log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
+        if self.episodes is None:
+            self.force()
+            return
         self.begun.set()
-        loop = asyncio.get_running_loop()
-        loop.call_later(self.drain_s, self.episodes.abandon_all, REASON)
-        loop.call_later(self.drain_s + TELL_S, self.force)
+        self._loop.call_later(self.drain_s, self.episodes.abandon_all, RETURNED)
+        self._loop.call_later(self.drain_s + REPORT_S, self.force)
 
-    async def ask(self, room: int) -> list[WorkItem] | None:
-        """Items, or None once the buffer has no more or the drain began."""
-        if self.begun.is_set():
-            return None
-        asking = asyncio.ensure_future(self.samples.ask(room))
-        beginning = asyncio.create_task(self.begun.wait())
-        try:
-            await asyncio.wait({asking, beginning}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            asking.cancel()
-            raise
-        finally:
-            beginning.cancel()
-        if asking.done():
-            return asking.result()
-        self._returning = asyncio.create_task(self._return(asking))
-        return None
-
-    async def put(self, item: WorkItem, samples: list[Sample]) -> Any:
-        """As the buffer has it."""
-        return await self.samples.put(item, samples)
-
-    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
-        """As the buffer has it; what draining cut short counts as no attempt."""
-        await self.samples.fail(item, reason, permanent, returned or reason == REASON)
-
-    async def close(self) -> None:
-        """Stop waiting for the answer to the last question."""
-        if self._returning:
-            self._returning.cancel()
-            await asyncio.wait({self._returning})
-
-    async def _return(self, asking: "asyncio.Future[list[WorkItem] | None]") -> None:
-        """The last question may still be answered with items: others shall have them at once."""
-        for item in await asking or []:
-            await self.samples.fail(item, REASON, returned=True)
-
-
-class Signals:
-    """A context manager over SIGINT and SIGTERM. Until there is something to drain, the first one cancels the task."""
-
-    def __init__(self) -> None:
-        self.heard = 0
-        self.gently: Callable[[], Any] = self.now
-        """What the first signal does."""
-
-    def __enter__(self) -> "Signals":
-        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._hear, number)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    def now(self) -> None:
-        """Cancel everything, and do not wait long for it."""
-        assert self._task is not None
-        self._task.cancel()
+    def force(self, number: int = 0) -> None:
+        """Cancel the server's main task; if its clean-up takes longer than FORCE_S, end the process."""
+        assert self._server is not None
+        self._server.cancel()
         self._loop.call_later(FORCE_S, os._exit, FORCED)
 
-    def _hear(self, number: int) -> None:
-        self.heard += 1
-        if self.heard == 1:
-            log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
-            self.gently()
-        else:
-            self.now()
+    async def wait(self, waiting: "asyncio.Future[Any]") -> None:
+        """Wait until `waiting` is done or the drain begins."""
+        beginning = asyncio.ensure_future(self.begun.wait())
+        try:
+            await asyncio.wait({waiting, beginning}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            beginning.cancel()
+
+    async def ask(self, buffer: RolloutClient, room: int) -> list[WorkItem] | None:
+        """At most `room` items of the buffer; None once it has no more or the drain began."""
+        if self.begun.is_set():
+            return None
+        asking = asyncio.ensure_future(buffer.ask(room))
+        await self.wait(asking)
+        if asking.done():
+            return asking.result()
+        self._returning = asyncio.create_task(self._return(asking, buffer))
+        return None
+
+    async def _return(self, asking: "asyncio.Future[list[WorkItem] | None]", buffer: RolloutClient) -> None:
+        """The pending request may still be answered with items: give them back at once, for other servers."""
+        for item in await asking or []:
+            await RETURNED.deliver(buffer, item)

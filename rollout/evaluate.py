@@ -1,92 +1,54 @@
 """`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--out FILE.json]`: greedy rewards on `data.eval`.
 
-One vLLM engine takes the models in turn. Prints one line a model; the file gets the numbers and two answers of
+One vLLM engine loads one model after another. Prints one line per model; the file gets the numbers and two answers of
 each. Needs neither buffer nor learner; waits for the engine and the reward workers only.
 """
 
 import asyncio
 import json
-import logging
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from buffer.problems import load_problems
-from buffer.wire.sample import Sample
-from configs.checks import check
+from configs.entrypoint import DONE, split_flags
 from configs.load import ConfigError, read
 from configs.schema import Config
-from rollout.episodes.episode import EpisodeError, Episodes, first_error, sampler
-from rollout.episodes.setup import FILES, Parts
-from rollout.interfaces import Sampler
-from rollout.rewards import RewardError
+from rollout.episodes.episode import Episodes, Failure, Group
+from rollout.episodes.setup import RolloutSetup, check_server
 
-log = logging.getLogger("rollout")
+if TYPE_CHECKING:
+    from rollout.engine.vllm_engine import Engine
+
 PROG = "python -m rollout evaluate"
 SHOWN = 2
 """Answers of each model in the report."""
-GREEDY = 0.0
+FLAGS: dict[str, dict[str, Any]] = {
+    "models": {"nargs": "+", "type": Path, "action": "extend", "default": []},
+    "out": {"type": Path},
+}
 USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] --models DIR [DIR ...] [--out FILE.json] [--section.key=value ...]"
 
 
-class Judged(Sampler, Protocol):
-    """An engine whose model can be changed."""
-
-    async def load_folder(self, path: Path) -> None:
-        """Run the Hugging Face model in this folder from now on."""
-
-
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # a table is wanted, not vLLM's story
-    models, out, rest = arguments(argv)
-    config = read(rest, f"{PROG} --models DIR [DIR ...] [--out FILE.json]", partial(check, files=(*FILES, "data.eval")))
-    try:
-        rows = wanted(config, models)
-        parts = Parts.of(config)
-        results = uvloop.run(run(config, parts, rows, models))
-    except ValueError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return 2
-    except Exception as error:  # the outermost boundary of the process
-        cause = first_error(error)
-        log.error("%s: %s", type(cause).__name__, cause, exc_info=error)
-        return 1
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(
-            json.dumps({"data": str(config.data.eval), "problems": len(rows), "models": results}, indent=1) + "\n"
-        )
-    return 0
+    """Run the command line `argv`; returns the exit code. Raises ValueError for input that cannot be used."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the table is what is wanted, not vLLM's log
+    flags, rest = split_flags(argv, PROG, **FLAGS)
+    config = read(rest, f"{PROG} --models DIR [DIR ...] [--out FILE.json]", partial(check_server, files=["data.eval"]))
+    rows = load_rows(config, flags.models)
+    results = uvloop.run(evaluate(config, RolloutSetup.load(config), rows, flags.models))
+    if flags.out:
+        report = {"data": str(config.data.eval), "problems": len(rows), "models": results}
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        flags.out.write_text(json.dumps(report, indent=1) + "\n")
+    return DONE
 
 
-def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None, list[str]]:
-    """Model folders, report, and the words for the config."""
-    models: list[Path] = []
-    out: Path | None = None
-    rest: list[str] = []
-    taking = ""
-    for word in argv:
-        if word in ("--models", "--out"):
-            taking = word
-        elif word.startswith("-"):
-            rest, taking = [*rest, word], ""
-        elif taking == "--models":
-            models.append(Path(word))
-        elif taking == "--out":
-            out, taking = Path(word), ""
-        else:
-            rest.append(word)
-    return models, out, rest
-
-
-def wanted(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows to answer. Raises ConfigError if there is nothing to judge, or nothing to judge it on."""
+def load_rows(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of `data.eval`. Raises ConfigError if rows or `models` are missing."""
     if not models:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if config.data.eval is None:
@@ -96,65 +58,63 @@ def wanted(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
         raise ConfigError(
             [f"--models {model}: no config.json there; name a folder in Hugging Face format" for model in absent]
         )
+    from buffer.problems import load_problems  # pyarrow: slow to import, and not used by a server
+
     problems = load_problems(config.data.eval, config.data)
     return [problems[index] for index in range(len(problems))]
 
 
-async def run(config: Config, parts: Parts, rows: list[dict[str, Any]], models: Sequence[Path]) -> list[dict[str, Any]]:
-    """Start an engine, judge each model, close the engine."""
+async def evaluate(
+    config: Config, setup: RolloutSetup, rows: list[dict[str, Any]], models: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Start an engine, evaluate each model, close the engine."""
     from rollout.engine.vllm_engine import Engine
 
-    async with parts.rewards:
+    async with setup.rewards:
         engine = await Engine.start(config, config.run.seed)
         try:
-            return await judge(config, parts, engine, rows, models)
+            return await evaluate_models(config, setup, engine, rows, models)
         finally:
             await engine.close()
 
 
-async def judge(
-    config: Config, parts: Parts, engine: Judged, rows: list[dict[str, Any]], models: Sequence[Path]
+async def evaluate_models(
+    config: Config, setup: RolloutSetup, engine: "Engine", rows: list[dict[str, Any]], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """One record a model, printed as it comes."""
-    generate = sampler(engine, config.sampling.max_tokens, GREEDY, parts.prompts.stops)
-    episodes = Episodes(parts.prompts, parts.task, generate, parts.rewards, 1)
+    """One record per model, printed as soon as it is known."""
+    episodes = setup.episodes(config, engine, temperature=0.0, samples=1)
     width = max(len(str(model)) for model in models)
     print(f"{'model':<{width}}  problems  reward  solved  failed", flush=True)
     results = []
     for model in models:
         await engine.load_folder(model)
-        record = summary(str(model), await answers(episodes, rows, config.rollout.groups_in_flight), rows)
+        record = summary(str(model), await answer_all(episodes, rows, config.rollout.groups_in_flight), rows)
         numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
         print(f"{record['model']:<{width}}  {numbers}", flush=True)
         results.append(record)
     return results
 
 
-async def answers(episodes: Episodes, rows: list[dict[str, Any]], at_once: int) -> list[Sample | str]:
-    """A greedy answer to each row, or why there is none."""
+async def answer_all(episodes: Episodes, rows: list[dict[str, Any]], at_once: int) -> list[Group | Failure]:
+    """An answer to each row, or why there is none; `at_once` at a time."""
     places = asyncio.Semaphore(at_once)
 
-    async def answer(row: dict[str, Any]) -> Sample | str:
-        failed = ""
+    async def answer(row: dict[str, Any]) -> Group | Failure:
         async with places:
-            try:
-                return (await episodes.play(row, 1))[0]
-            except* (EpisodeError, RewardError) as errors:
-                failed = str(first_error(errors))
-        return failed
+            return await episodes.attempt(row)
 
     async with asyncio.TaskGroup() as tasks:
-        playing = [tasks.create_task(answer(row)) for row in rows]
-    return [task.result() for task in playing]
+        answering = [tasks.create_task(answer(row)) for row in rows]
+    return [task.result() for task in answering]
 
 
-def summary(model: str, outcomes: Sequence[Sample | str], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean reward, share of rewards that are full (1 or more), and the first answers, for people and for the report.
+def summary(model: str, outcomes: Sequence[Group | Failure], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean reward, share of full rewards (1 or more), and the first answers, for people and for the report.
 
-    Failed problems count in neither mean: they are listed instead.
+    Failed problems count in neither mean; they are listed instead.
     """
-    samples = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if isinstance(outcome, Sample)]
-    failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    samples = [(row, each.samples[0]) for row, each in zip(rows, outcomes, strict=True) if isinstance(each, Group)]
+    failures = [each.reason for each in outcomes if isinstance(each, Failure)]
     count = max(len(samples), 1)
     return {
         "model": model,

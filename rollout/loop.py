@@ -1,35 +1,77 @@
-"""The two loops of a rollout server: `roll` makes groups, `follow` takes each new policy. Run by `rollout/__main__.py`.
+"""The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. Run by `rollout/__main__.py`.
 
-`roll` waits for the buffer (work is admitted as the learner advances) and for a free place among
-`groups_in_flight`. `follow` waits for the learner to publish. Either one failing ends the process, with the cause.
+`roll` waits for the buffer, which hands out work as the learner advances, and while `groups_in_flight` groups are being
+made. `follow` waits for the learner to publish. If either fails, the process ends with the cause.
 """
 
 import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING
 
+from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import WorkItem
-from rollout.interfaces import Engine, Episodes, Samples, Weights
-from rollout.places import Places
+from rollout.episodes.episode import Episodes
+
+if TYPE_CHECKING:
+    from learner.weights.receiver.follow import Receiver
+    from learner.weights.receiver.staged import StagedPolicy
+    from learner.weights.receiver.streamed import StreamedPolicy
+    from rollout.engine.vllm_engine import Engine
+
+log = logging.getLogger(__name__)
+Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
+"""Gives at most this many items to make groups of, at least one; None: there will be no more."""
 
 
-async def roll(samples: Samples, episodes: Episodes, places: Places) -> None:
-    """Ask for items, make each a group, put it; until the buffer has no more."""
+async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, groups_in_flight: int) -> None:
+    """Ask for as many items as there is room for and make each a group, until there are no more."""
+    in_flight, group_done = set[asyncio.Task[None]](), asyncio.Event()
+
+    def on_done(task: asyncio.Task[None]) -> None:
+        in_flight.remove(task)
+        group_done.set()
+
     async with asyncio.TaskGroup() as tasks:
-        while (items := await samples.ask(await places.free())) is not None:
+        while (items := await ask(groups_in_flight - len(in_flight))) is not None:
             for item in items:
-                places.take()
-                tasks.create_task(make(item, samples, episodes)).add_done_callback(places.give)
+                task = tasks.create_task(make_group(item, buffer, episodes))
+                in_flight.add(task)
+                task.add_done_callback(on_done)
+            while len(in_flight) >= groups_in_flight:
+                group_done.clear()
+                await group_done.wait()
 
 
-async def make(item: WorkItem, samples: Samples, episodes: Episodes) -> None:
-    """One item: a group that is put, or a failure that is reported. Never a reward of zero for a failure of ours."""
+async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes) -> None:
+    """Deliver the item's group, or report its failure."""
     outcome = await episodes.run(item)
-    await outcome.deliver(samples, item)
+    await outcome.deliver(buffer, item)
 
 
-async def follow(weights: Weights, engine: Engine) -> None:
-    """Swap in each new policy as it is published; unfinished sequences go on under the new one."""
+async def follow(weights: "PolicyUpdates", engine: "Engine") -> None:
+    """Load each new policy as it is published; unfinished sequences go on under it."""
     async for policy in weights.policies():
-        async with engine.paused():
+        async with engine.paused() as timings:
             await policy.load()
             engine.version = policy.version
-        await policy.loaded()
+        await policy.loaded(timings)
+
+
+class PolicyUpdates:
+    """The learner's policies as they arrive. `first` is set once one is loaded, `last` once version `versions` is."""
+
+    def __init__(self, receiver: "Receiver", versions: int) -> None:
+        self.receiver, self.versions = receiver, versions
+        self.first, self.last = asyncio.Event(), asyncio.Event()
+
+    async def policies(self) -> AsyncGenerator["StagedPolicy | StreamedPolicy", None]:
+        """Each new policy; the caller asks for the next one after it has loaded this one."""
+        async with aclosing(self.receiver.policies()) as policies:
+            async for policy in policies:
+                yield policy
+                self.first.set()
+                log.info("generating with version %d", policy.version)
+                if policy.version >= self.versions:
+                    self.last.set()

@@ -15,7 +15,6 @@ import uvloop
 from benchmarks.buffer.peers import IN_FLIGHT, packed
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from buffer.wire.protocol import Ack, Part, Put, Stored, Take, Trained, WorkItem
-from rollout.places import Places
 
 
 @dataclass
@@ -68,10 +67,16 @@ class GroupTraffic:
     async def roll(self, client: Connection, number: int) -> None:
         samples = RolloutClient(client, lambda: self.version)
         beating = asyncio.create_task(heartbeats(samples, 0.5, dict, lambda revoked: None))
-        due, seen, places = time.monotonic() + number / (self.groups_s or 1e9), -1, Places(IN_FLIGHT)
+        due, seen = time.monotonic() + number / (self.groups_s or 1e9), -1
+        in_flight, put = set[asyncio.Task[None]](), asyncio.Event()
+
+        def on_put(task: asyncio.Task[None]) -> None:
+            in_flight.remove(task)
+            put.set()
+
         try:
             async with asyncio.TaskGroup() as tasks:  # as `rollout.loop.roll` does
-                while items := await samples.ask(await places.free()):
+                while items := await samples.ask(IN_FLIGHT - len(in_flight)):
                     if seen != self.version:
                         seen = self.version
                         samples.nudged.set()
@@ -79,8 +84,12 @@ class GroupTraffic:
                         if self.groups_s:
                             due = max(due + self.clients / self.groups_s, time.monotonic() - 1.0)
                             await asyncio.sleep(max(0.0, due - time.monotonic()))
-                        places.take()
-                        tasks.create_task(self.put(samples, item)).add_done_callback(places.give)
+                        task = tasks.create_task(self.put(samples, item))
+                        in_flight.add(task)
+                        task.add_done_callback(on_put)
+                    while len(in_flight) >= IN_FLIGHT:
+                        put.clear()
+                        await put.wait()
         finally:
             beating.cancel()
 

@@ -141,19 +141,19 @@ class Serving:
         policies: AsyncGenerator[Any, None] = Receiver(where, self.engine, self.name, self.config.weights).policies()
         async for policy in policies:
             started = time.monotonic()
-            async with self.engine.paused():
+            async with self.engine.paused() as timings:
                 await policy.load()
                 self.engine.version = policy.version
             swapped = time.monotonic()
-            await policy.loaded()
+            await policy.loaded(timings)
             event = {"version": policy.version, "paused": started, "swapped": swapped, "load_s": policy._load_s}
-            self.events.append(event | self.pause(started, swapped))
+            self.events.append(event | self.pause(timings, started, swapped))
             self.first.set()
 
-    def pause(self, started: float, swapped: float) -> dict[str, float]:
-        """The parts of the last pause."""
-        parts = {key: getattr(self.engine, key) for key in PARTS}
-        return parts | {"pause_s": self.engine.paused_s, "late_s": self.lag.worst(started, swapped)}
+    def pause(self, timings: Any, started: float, swapped: float) -> dict[str, float]:
+        """The parts of a pause."""
+        parts = {key: getattr(timings, key) for key in PARTS}
+        return parts | {"pause_s": timings.paused_s, "late_s": self.lag.worst(started, swapped)}
 
     async def join(self, offset: int, world: int) -> None:
         """Enter the group of vLLM's own transfer."""
@@ -170,12 +170,12 @@ class Serving:
         names, shapes = zip(*specs_of(self.config), strict=True)
         info = {"names": list(names), "dtype_names": ["bfloat16"] * len(names), "shapes": list(shapes), "packed": True}
         started = time.monotonic()
-        async with self.engine.paused():
+        async with self.engine.paused() as timings:
             await self.engine._llm.start_weight_update()
             await self.engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self.engine._llm.finish_weight_update()
         swapped = time.monotonic()
-        say(pushed=self.pause(started, swapped) | {"lag_s": swapped - published})
+        say(pushed=self.pause(timings, started, swapped) | {"lag_s": swapped - published})
 
     def report(self) -> dict[str, Any]:
         """All of it; the first policy loaded an idle engine and does not count."""

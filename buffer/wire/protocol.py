@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from buffer.ledger.types import FailureKind
+from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.wire.message import Count, Message
 
 PROTOCOL = 2

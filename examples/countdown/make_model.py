@@ -1,11 +1,11 @@
 """Make the quickstart's model: a character tokenizer and a Qwen2 of 212 thousand parameters, warm-started on Countdown.
 
 `python -m examples.countdown.make_model --problems DIR/train.parquet --out MODEL` writes a Hugging Face folder. It
-reads the training problems only: those kept out stay unseen. About a minute on one thread; the same arguments give
-the same weights, and a model that is already there is kept.
+reads the training problems only; the model never sees the held-out ones. Takes about a minute on one thread. The same
+arguments give the same weights, and an existing model is kept.
 
-The warm start is spoilt on purpose, to leave reinforcement learning something to do: 40 % of the expressions are
-random ones over the given numbers and 40 % of the answers lack their tags.
+The warm start is corrupted on purpose, to leave reinforcement learning something to do: 40 % of the expressions are
+random ones over the given numbers, and 40 % of the answers lack their tags.
 """
 
 import argparse
@@ -35,11 +35,11 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 RANDOM_SHARE, UNTAGGED_SHARE = 0.4, 0.4
 BATCH, LR, LAST_LR = 64, 4e-3, 4e-4
 IGNORED = -100
-"""The label that Hugging Face models leave out of the loss."""
+"""The label of tokens that Hugging Face models leave out of the loss."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and per tag; the chat template only joins the contents.
+    """One token per printable ASCII character and per tag; the chat template joins the messages' contents.
 
     It is byte-level BPE without merges because transformers 5 rebuilds the tokenizer of every Qwen2 folder as that.
     """
@@ -63,7 +63,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Qwen2 with 3 layers of width 64, float32. Heads are 32 wide: vLLM's CPU attention takes no narrower ones."""
+    """Qwen2 with 3 layers of width 64, float32. Heads are 32 wide, the narrowest that vLLM's CPU attention takes."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -83,15 +83,15 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def examples(rows: list[dict[str, Any]], operations: str, source: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless pairs of prompt and answer, spoilt as the module says; the numbers of a prompt stand in any order."""
+    """Endless pairs of prompt and answer, corrupted as the module says; the numbers of a prompt are in random order."""
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     possible = [list(expressions(truth["numbers"], operations)) for truth in truths]
     right = [solutions(truth["numbers"], truth["target"], operations) for truth in truths]
     while True:
         index = source.randrange(len(rows))
         numbers = source.sample(truths[index]["numbers"], len(truths[index]["numbers"]))
-        spoilt = not right[index] or source.random() < RANDOM_SHARE
-        expression = source.choice(possible[index] if spoilt else right[index])
+        corrupt = not right[index] or source.random() < RANDOM_SHARE
+        expression = source.choice(possible[index] if corrupt else right[index])
         tagged = source.random() >= UNTAGGED_SHARE
         yield (
             render("short", numbers, truths[index]["target"]),
@@ -100,7 +100,7 @@ def examples(rows: list[dict[str, Any]], operations: str, source: random.Random)
 
 
 def batch(pairs: Iterator[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, [BATCH, longest] int64: the answer and the end are learned, the prompt is not."""
+    """Ids and labels, [BATCH, longest] int64: the loss is over the answer and the end token, not over the prompt."""
     ids, labels = [], []
     for _ in range(BATCH):
         prompt, answer = next(pairs)
@@ -115,7 +115,7 @@ def batch(pairs: Iterator[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) 
 def train(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: Iterator[tuple[str, str]], steps: int
 ) -> float:
-    """`steps` of AdamW, the learning rate falling linearly; returns the last loss in nat a token."""
+    """`steps` of AdamW, the learning rate falling linearly; returns the last loss in nats per token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, LAST_LR / LR, steps)
     for step in range(steps):
@@ -132,7 +132,7 @@ def train(
 
 
 def write(args: argparse.Namespace) -> str:
-    """Make the model unless one of the same arguments is there; returns one line for people."""
+    """Make the model unless one with the same arguments exists; returns one line for people."""
     rows = pq.read_table(args.problems).to_pylist()
     asked = {"seed": args.seed, "steps": args.steps, "operations": args.operations, "problems": rows}
     made = args.out / "warm_start.json"

@@ -1,8 +1,8 @@
-"""Write Countdown problems, `train.parquet` and `eval.parquet`, as rows TinyZero and verl read.
+"""Write Countdown problems to `train.parquet` and `eval.parquet`, as rows that TinyZero and verl read.
 
-`python -m examples.countdown.make_problems --out DIR` makes the quickstart's: three numbers from 1 to 9, + and -,
-targets 1 to 27. Every problem has a solution by construction and stands once; those in `eval.parquet` are in no
-other file. Consumes nothing; the same arguments give the same rows, and rows that are already there are kept.
+`python -m examples.countdown.make_problems --out DIR` makes the quickstart's problems: three numbers from 1 to 9, + and
+-, targets 1 to 27. Every problem has a solution by construction and occurs once, in one of the two files. The same
+arguments give the same rows, and existing files are kept.
 """
 
 import argparse
@@ -22,13 +22,14 @@ PROMPTS = {
     "operations (+, -, *, /) and each number exactly once. Show your work in <think> </think> tags. And return the "
     "final answer in <answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>.",
 }
-BARREN = 50_000
-"""Draws without a new problem after which there are none left to find."""
+MAX_MISSES = 50_000
+"""Draws in a row without a new problem after which all problems are taken to be found."""
 MOST = 100_000
-Problem = tuple[tuple[int, ...], int]
+Puzzle = tuple[tuple[int, ...], int]
+"""Numbers, sorted, and target."""
 
 
-def draw(random: random.Random, args: argparse.Namespace) -> Problem | None:
+def draw(random: random.Random, args: argparse.Namespace) -> Puzzle | None:
     """Numbers, sorted, and the value of a random expression over all of them; None if that is not a target."""
     numbers = tuple(sorted(random.randint(1, args.largest) for _ in range(args.numbers)))
     values = [Fraction(number) for number in numbers]
@@ -43,13 +44,13 @@ def draw(random: random.Random, args: argparse.Namespace) -> Problem | None:
     return (numbers, int(value)) if value.denominator == 1 and 1 <= value <= args.target else None
 
 
-def collect(random: random.Random, args: argparse.Namespace) -> list[Problem]:
-    """`args.count` distinct problems in random order; without it all there are, up to MOST."""
-    found: dict[Problem, None] = {}
-    barren = 0
-    while barren < BARREN and len(found) < (args.count or MOST):
+def collect(random: random.Random, args: argparse.Namespace) -> list[Puzzle]:
+    """`args.count` distinct problems in random order; without a count all there are, up to MOST."""
+    found: dict[Puzzle, None] = {}
+    misses = 0
+    while misses < MAX_MISSES and len(found) < (args.count or MOST):
         problem = draw(random, args)
-        barren = barren + 1 if problem is None or problem in found else 0
+        misses = misses + 1 if problem is None or problem in found else 0
         if problem is not None:
             found[problem] = None
     if args.count is not None and len(found) < args.count:
@@ -68,8 +69,8 @@ def render(prompt: str, numbers: Sequence[int], target: int) -> str:
     return PROMPTS[prompt].format(numbers=" ".join(map(str, numbers)), target=target)
 
 
-def row(problem: Problem, index: int, split: str, random: random.Random, prompt: str) -> dict[str, Any]:
-    """One row; the numbers stand in random order.
+def row(problem: Puzzle, index: int, split: str, random: random.Random, prompt: str) -> dict[str, Any]:
+    """One row; its numbers are in random order.
 
     Example: `{"data_source": "countdown", "prompt": [{"role": "user", "content": "8 6 4=2\\n"}], "ability": "math",
     "reward_model": {"style": "rule", "ground_truth": {"target": 2, "numbers": [8, 6, 4]}},
@@ -86,7 +87,7 @@ def row(problem: Problem, index: int, split: str, random: random.Random, prompt:
 
 
 def write(args: argparse.Namespace) -> str:
-    """Make both files unless files of the same arguments are there; returns one line for people."""
+    """Write both files unless files with the same arguments exist; returns one line for people."""
     asked = {key: value for key, value in vars(args).items() if key != "out"}
     made = args.out / "problems.json"
     files = {split: args.out / f"{split}.parquet" for split in ("train", "eval")}
@@ -101,7 +102,7 @@ def write(args: argparse.Namespace) -> str:
         rows = [row(problem, index, split, source, args.prompt) for index, problem in enumerate(part)]
         pq.write_table(pa.Table.from_pylist(rows), files[split])
     made.write_text(json.dumps(asked) + "\n")
-    return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} kept out"
+    return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} held out"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,7 +115,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--operations", default="+-", help="any of +-*/")
     parser.add_argument("--target", type=int, default=27, help="targets are 1 to this")
     parser.add_argument("--count", type=int, help=f"problems in all; left out: as many as there are, up to {MOST}")
-    parser.add_argument("--eval", type=int, default=80, help="of these, kept out of training")
+    parser.add_argument("--eval", type=int, default=80, help="of these, held out of training")
     parser.add_argument(
         "--prompt", default="short", choices=PROMPTS, help="wording: short for the toy, words for real models"
     )

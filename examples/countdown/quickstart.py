@@ -1,8 +1,8 @@
 """`make quickstart`: problems, model, training, evaluation and report of the Countdown toy, one after another.
 
-`python -m examples.countdown.quickstart [--seed N] [--section.key=value ...]` runs the commands a person would type
-and prints each before it runs. Data and model are kept in `runs/countdown` and not made twice; each call trains in a
-folder of its own. Waits for each command in turn; Ctrl-C goes to the one that is running.
+`python -m examples.countdown.quickstart [--seed N] [--section.key=value ...]` runs the commands that a person would
+type and prints each before it runs. Data and model are kept in `runs/countdown` and reused; each call trains in a new
+folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
 """
 
 import argparse
@@ -19,7 +19,7 @@ RUNS = Path("runs")
 
 
 def python(*words: str | Path) -> None:
-    """Run `python -m WORDS` and wait; a failure ends the quickstart with the command's exit code."""
+    """Run `python -m WORDS` and wait; if it fails, the quickstart ends with its exit code."""
     line = ["-m", *map(str, words)]
     print(f"\n$ python {shlex.join(line)}", flush=True)
     if code := subprocess.run([sys.executable, *line]).returncode:
@@ -27,7 +27,7 @@ def python(*words: str | Path) -> None:
 
 
 def fresh(stem: str) -> str:
-    """`stem`, or `stem-2`, `stem-3` ...: the first name without a folder of a run."""
+    """`stem`, or `stem-2`, `stem-3` ...: the first name that no run's folder has."""
     names = [stem, *(f"{stem}-{number}" for number in range(2, 10_000))]
     return next(name for name in names if not (RUNS / name).exists())
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.countdown.quickstart", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of problems, model and run")
     args, overrides = parser.parse_known_args(argv)
-    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal tells the running command, and its exit code us
+    signal.signal(signal.SIGINT, lambda *_: None)  # the running command gets it too; its exit code ends this
     began = time.monotonic()
     toy, name = RUNS / "countdown", fresh(f"quickstart-seed{args.seed}" if args.seed else "quickstart")
     data, model, run = toy / f"data-seed{args.seed}", toy / f"model-seed{args.seed}", RUNS / name

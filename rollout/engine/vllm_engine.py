@@ -1,9 +1,9 @@
-"""vLLM as a rollout server needs it: exact tokens, their log-probabilities, the version behind each, pauses that lose
-nothing.
+"""vLLM as a rollout server needs it: exact tokens, their log-probabilities, the version that sampled each, and pauses
+that lose nothing.
 
-`Engine.start` blocks the event loop for the tens of seconds that vLLM takes. `generate` waits for vLLM's tokens;
-`paused` for the engine to finish its current step. vLLM runs the model in a process of its own; its death raises
-EngineDead in all who wait.
+`Engine.start` blocks the event loop for the tens of seconds that vLLM takes. `generate` waits for vLLM's tokens,
+`paused` for the engine to finish its current step. vLLM runs the model in a process of its own; when that dies, all
+callers get EngineDead.
 """
 
 import asyncio
@@ -14,120 +14,115 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from configs.schema import Config
-from rollout.engine.arguments import end_tokens, engine_arguments, environment, on_cpu
-from rollout.episodes.episode import Completion, EpisodeError
+from learner.weights.receiver.staged import PauseTimings
+from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.errors import EngineDead, EngineError, EpisodeError
+from rollout.tasks.trajectory import Completion
 
 CLOSE_S = 0.5
-DEAD = "vLLM's engine process died; its last words are above"
-SETTLED_TICKS = 16
-"""Passes of the event loop without a new token after which nothing that vLLM sent before a pause can still be under
-way: it takes up at least one chunk of what waits in each pass."""
-
-
-class EngineDead(RuntimeError):
-    """vLLM's process died or does not answer. Nothing but a new process helps."""
-
-
-class EngineError(EpisodeError, RuntimeError):
-    """vLLM refused or failed a call and lives on."""
+LOAD_FOLDER_S = 3600.0
+DEAD = "vLLM's engine process died; its last log lines are above"
+IDLE_PASSES = 16
+"""Passes of the event loop without a new token after which no token that vLLM sent before a pause can still be on its
+way: in each pass vLLM's front end takes at least one chunk off its socket."""
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request that vLLM works on. `state` is vLLM's record of it in this process, and counts its tokens."""
+    """A request that vLLM works on. `state` is vLLM's record of it in this process, which counts its tokens."""
 
     state: Any = None
-    replaced: list[tuple[int, int]] = field(default_factory=list)
-    """Versions replaced while it ran, each with the number of tokens it had by then."""
+    boundaries: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """For each version replaced while the request ran: how many tokens it had by then, and that version."""
 
-    def tokens(self) -> int:
-        """Those that have come from vLLM's process so far."""
+    def num_tokens(self) -> int:
+        """Tokens that have arrived from vLLM's process so far."""
         return self.state.detokenizer.num_output_tokens() if self.state else 0
 
     def versions(self, length: int, newest: int) -> list[int]:
-        """The version that sampled each of `length` tokens, of which `newest` sampled what no other did."""
+        """The version that sampled each of `length` tokens; those after the last boundary are `newest`'s."""
         versions: list[int] = []
-        for tokens, version in [*self.replaced, (length, newest)]:
-            versions += [version] * (tokens - len(versions))
+        for num_tokens, version in [*self.boundaries, (length, newest)]:
+            versions += [version] * (num_tokens - len(versions))
         return versions
 
 
 class Engine:
-    """One vLLM engine. Made by `start`. `version` is stamped on each token; set it inside `paused`."""
+    """One vLLM engine, made by `start`. Set `version`, which each sampled token is stamped with, inside `paused`."""
 
-    def __init__(self, llm: AsyncLLM, tokenizer: Any, eos: Sequence[int]) -> None:
-        self._llm, self.tokenizer, self._eos = llm, tokenizer, tuple(eos)
-        self.version = self._sampling = 0
-        self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
-        """Of the last pause, and of it: until vLLM stood still, until its last tokens were here, until it went on."""
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm, self.version, self._sampling_version = llm, 0, 0
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
-        self._runs: set[Request] = set()
-        self._over = 0
-        self._counted_at, self._counted = time.monotonic(), 0
+        self._requests: set[Request] = set()
+        self._finished_tokens = 0
+        self._last_stats = (time.monotonic(), 0)
 
     @classmethod
     async def start(cls, config: Config, seed: int) -> "Engine":
-        """Start vLLM on weights of no meaning: load some before generating. Raises ConfigError, EngineDead."""
-        fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-        arguments = engine_arguments(config, seed, fields)
-        for key, value in environment(on_cpu(config)).items():
+        """Start vLLM with dummy weights: load real ones before generating. Raises ConfigError, EngineDead."""
+        cpu = on_cpu(config)
+        arguments = engine_arguments(config, seed, cpu)
+        for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        with _deaths():
+        with translate_engine_errors():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
-        return cls(llm, tokenizer, end_tokens(config.model.path, tokenizer))
+        return cls(llm)
 
     async def generate(
         self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        """Sample on from `prompt` up to a stop token, which is kept, or `max_tokens`. Raises EngineDead, EngineError.
+        """Sample a continuation of `prompt` up to a stop token, which is kept, or `max_tokens`.
 
         Log-probabilities are those of the sampled tokens under `temperature`. If cancelled, vLLM aborts the request.
+        Raises EngineDead, EngineError, and EpisodeError for tokens that vLLM refuses, such as too many of them.
         """
-        parameters = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            stop_token_ids=sorted({*self._eos, *stop_token_ids}),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,  # an output a token costs this process as much as all else
-        )
-        with self._running() as run, _deaths():
-            output = (await self._final(prompt, parameters, run)).outputs[0]
-            tokens, finish = list(output.token_ids), output.finish_reason
-            logprobs = output.logprobs.logprobs if output.logprobs else []
-            versions = run.versions(len(tokens), self._sampling)
+        name, request = f"r{next(self._numbers)}", Request()
+        self._requests.add(request)
+        try:
+            parameters = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                stop_token_ids=list(stop_token_ids),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,  # one output per token would double this process's work
+            )
+            with translate_engine_errors():
+                outputs = await self._llm.add_request(name, self._salted(prompt), parameters)
+                request.state = self._llm.output_processor.request_states.get(outputs.request_id)  # None once finished
+                final: Any = await outputs.get()
+            output = final.outputs[0]
+            versions = request.versions(len(output.token_ids), self._sampling_version)
+        except asyncio.CancelledError:
+            await self._llm.abort(name)
+            raise
+        except (ValueError, VLLMValidationError) as error:
+            reason = f"vLLM refuses {len(prompt)} tokens: {error}"
+            raise EpisodeError(reason, permanent=True, origin=type(error).__name__) from error
+        finally:
+            self._requests.remove(request)
+            self._finished_tokens += request.num_tokens()
+        tokens, finish = list(output.token_ids), output.finish_reason
+        logprobs = output.logprobs.logprobs if output.logprobs else []
         if finish not in ("stop", "length") or not len(tokens) == len(logprobs) == len(versions):
             raise EngineError(
                 f"vLLM ended a request: {finish!r}, {len(tokens)} tokens, {len(logprobs)} log-probabilities"
             )
         return Completion(tokens, logprobs, versions, finish)  # type: ignore[arg-type]
-
-    async def _final(self, prompt: list[int], parameters: SamplingParams, run: Request) -> Any:
-        """vLLM's one answer to a request; `run` gets its record of it."""
-        name = self._next_id()
-        try:
-            outputs = await self._llm.add_request(name, self._salted(prompt), parameters)
-            run.state = self._llm.output_processor.request_states.get(outputs.request_id)  # none if it is over already
-            return await outputs.get()
-        except asyncio.CancelledError:
-            await self._llm.abort(name)
-            raise
 
     async def probe(self, tokens: list[int]) -> list[float]:
         """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it."""
@@ -135,82 +130,83 @@ class Engine:
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         result = None
-        with _deaths():
-            async for output in self._llm.generate(self._salted(tokens), parameters, self._next_id()):
+        with translate_engine_errors():
+            async for output in self._llm.generate(self._salted(tokens), parameters, f"r{next(self._numbers)}"):
                 result = output.prompt_logprobs or result
         if result is None or len(result) != len(tokens):
             raise EngineError("vLLM gave no log-probabilities of the probe")
-        return [place[token].logprob for token, place in zip(tokens[1:], result[1:], strict=True)]  # type: ignore[index]
+        return [by_token[token].logprob for token, by_token in zip(tokens[1:], result[1:], strict=True)]  # type: ignore[index]
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Generation stands still inside; unfinished sequences keep their cache and go on afterwards.
+    async def paused(self) -> AsyncIterator[PauseTimings]:
+        """Stop generation inside; unfinished sequences keep their cache and go on afterwards. The timings are complete
+        once it has resumed.
 
-        A `version` set inside holds for the tokens sampled from here on: those before are stamped with the one before,
-        also if they are still on their way from vLLM's process. The prefix cache is kept, salted by version.
+        A `version` set inside holds for the tokens sampled from here on. Tokens sampled before keep the version before,
+        even if they are still on their way from vLLM's process. The prefix cache is kept, salted by version.
         """
         async with self._pausing:
-            started = time.perf_counter()
-            # `pause_generation` is this and a wait of 20 ms for what `_settle` makes sure of
+            timings, started = PauseTimings(), time.perf_counter()
+            # `pause_generation` is this call and 20 ms of waiting for what `drain_pending_outputs` makes sure of
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            await self._living(pause, None)
-            self.stop_s = time.perf_counter() - started
-            settled = asyncio.ensure_future(self._settle())  # while the weights are loaded
+            await self.call_or_death(pause, None)
+            timings.stop_s = time.perf_counter() - started
+            draining = asyncio.ensure_future(self.drain_pending_outputs(timings))  # while the weights are loaded
             try:
-                yield
+                yield timings
             finally:
-                await settled
-                self._stamp()
+                await draining
+                self.mark_version_boundary()
                 resuming = time.perf_counter()
-                await self._living(self._llm.resume_generation(), None)
-                self.resume_s = time.perf_counter() - resuming
-                self.paused_s = time.perf_counter() - started
+                await self.call_or_death(self._llm.resume_generation(), None)
+                timings.resume_s = time.perf_counter() - resuming
+                timings.paused_s = time.perf_counter() - started
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of every worker; their answers, by rank. Raises EngineDead if they take longer, EngineError."""
         call = self._llm.collective_rpc(method, args=args)
         try:
-            answers: list[Any] = await self._living(call, timeout_s)
+            answers: list[Any] = await self.call_or_death(call, timeout_s)
         except TimeoutError:
             raise EngineDead(f"vLLM's workers did not answer {method} within {timeout_s:g} s") from None
         return answers
 
     async def load_folder(self, path: Path) -> None:
-        """Load the weights of a Hugging Face folder the way a published policy is loaded. Raises EngineError."""
+        """Load the weights of a Hugging Face folder as a published policy is loaded. Raises EngineDead, EngineError."""
         async with self.paused():
-            await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=3600.0)
+            await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
 
     async def alive(self, timeout_s: float) -> None:
-        """Return if vLLM's process lives and its workers answer; raises EngineDead."""
+        """Return if vLLM's process lives and its workers answer. Raises EngineDead."""
         await self.collective("rl_ping", timeout_s=timeout_s)
 
     async def died(self) -> None:
         """Wait for the death of vLLM's process, then raise EngineDead."""
-        handler = self._llm.output_handler  # the task that hears from that process ends with it
+        handler = self._llm.output_handler  # the task that reads that process's outputs ends with it
         if handler is not None:
             await asyncio.wait([handler])
         raise EngineDead(DEAD)
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, unfinished sequences' included."""
-        return self._over + sum(run.tokens() for run in self._runs)
+        """Tokens sampled so far, those of unfinished sequences included."""
+        return self._finished_tokens + sum(request.num_tokens() for request in self._requests)
 
     def stats(self) -> dict[str, float]:
-        """Sequences with and without a first token, and sampled tokens a second since the last call."""
-        now, tokens = time.monotonic(), self.tokens
-        rate = (tokens - self._counted) / max(now - self._counted_at, 1e-9)
-        self._counted_at, self._counted = now, tokens
-        running = sum(run.tokens() > 0 for run in self._runs)
-        return {"running": float(running), "waiting": float(len(self._runs) - running), "tokens_per_s": rate}
+        """Sequences with and without a first token, and sampled tokens per second since the last call."""
+        (then, before), now, tokens = self._last_stats, time.monotonic(), self.tokens
+        self._last_stats = (now, tokens)
+        running = sum(request.num_tokens() > 0 for request in self._requests)
+        rate = (tokens - before) / max(now - then, 1e-9)
+        return {"running": float(running), "waiting": float(len(self._requests) - running), "tokens_per_s": rate}
 
     async def close(self) -> None:
         """End vLLM's process."""
         self._llm.shutdown(timeout=CLOSE_S)  # vLLM's own 5 s end in a kill just the same
 
-    async def _living(self, call: Awaitable[Any], timeout_s: float | None) -> Any:
-        """What `call` answers; EngineDead if the process dies meanwhile (vLLM alone would wait on), TimeoutError."""
-        with _deaths():
+    async def call_or_death(self, call: Awaitable[Any], timeout_s: float | None) -> Any:
+        """The result of `call`. Raises TimeoutError, and EngineDead where vLLM, its process dead, would wait on."""
+        with translate_engine_errors():
             answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self.died())
             try:
                 await asyncio.wait([answer, death], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -224,51 +220,38 @@ class Engine:
                     future.cancel()
                 await asyncio.wait([answer, death])
 
-    async def _settle(self) -> None:
-        """Until all tokens that vLLM sent before it stood still are counted.
+    async def drain_pending_outputs(self, timings: PauseTimings) -> None:
+        """Wait until all tokens that vLLM sent before it stood still are counted.
 
-        It says so after them on the same socket, but takes them up in a task of its own, chunk by chunk: each pass of
-        the loop brings some, so some passes without any mean that none is left.
+        vLLM acknowledges the pause after them on the same socket, but reads them in a task of its own, chunk by chunk.
+        Each pass of the event loop brings some, so several passes without any mean that none is left.
         """
         started, idle, seen = time.perf_counter(), 0, self.tokens
-        while idle < SETTLED_TICKS:
+        while idle < IDLE_PASSES:
             await asyncio.sleep(0)
             tokens = self.tokens
             idle, seen = idle + 1 if seen == tokens else 0, tokens
-        self.settle_s = time.perf_counter() - started
+        timings.settle_s = time.perf_counter() - started
 
-    def _stamp(self) -> None:
-        """All that is counted was sampled by the version so far; from now on `version` samples."""
-        if self.version != self._sampling:
-            for run in self._runs:
-                run.replaced.append((run.tokens(), self._sampling))
-        self._sampling = self.version
-
-    @contextmanager
-    def _running(self) -> Iterator[Request]:
-        run = Request()
-        self._runs.add(run)
-        try:
-            yield run
-        finally:
-            self._runs.remove(run)
-            self._over += run.tokens()
+    def mark_version_boundary(self) -> None:
+        """The tokens counted so far are the previous version's; those from now on are `version`'s."""
+        if self.version != self._sampling_version:
+            for request in self._requests:
+                request.boundaries.append((request.num_tokens(), self._sampling_version))
+        self._sampling_version = self.version
 
     def _salted(self, tokens: list[int]) -> Any:
         return {"prompt_token_ids": tokens, "cache_salt": str(self.version)}
 
-    def _next_id(self) -> str:
-        return f"r{next(self._numbers)}"
-
 
 @contextmanager
-def _deaths() -> Iterator[None]:
-    """vLLM's errors in our words."""
+def translate_engine_errors() -> Iterator[None]:
+    """Turn vLLM's exceptions into EngineDead and EngineError."""
     try:
         yield
     except EngineDeadError as error:
         raise EngineDead(DEAD) from error
-    except BaseException as error:
-        if type(error) is Exception:  # vLLM says so when a worker's method failed
+    except Exception as error:
+        if type(error) is Exception:  # what vLLM raises when a worker's method failed
             raise EngineError(str(error)) from error
         raise

@@ -1,113 +1,26 @@
-"""An episode: what happens between a dispatched item and its group. Run by `loop.roll`, many at a time.
+"""An episode: from a dispatched item to its group. Run by `loop.roll`, many at a time.
 
-Consumes items of the buffer; waits for the engine's tokens and the reward workers. `Episodes.run` ends with a
-`Group` or, if anything of ours went wrong, a `Failure`: never with a reward of zero in its place. All samples of a
-group come from here, one server; a lease that the buffer has taken back ends its generation.
+Consumes items of the buffer; waits for the engine's tokens and the reward workers. `Episodes.run` returns a `Group`, or
+a `Failure` if the attempt failed: a failure never becomes a reward of zero. One server makes all samples of a group.
+When the buffer takes a lease back, its generation is aborted.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from buffer.wire.message import Array
-from buffer.wire.protocol import WorkItem
+from buffer.wire.client import RolloutClient
+from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
-from rollout.interfaces import Prompts, Rewards, Sampler, Samples
-from rollout.rewards import Answer, RewardError, Score
+from rollout.episodes.failure_log import FailureLog
+from rollout.episodes.prompts import Prompts
+from rollout.errors import EngineDead, EpisodeError, first_error
+from rollout.rewards.convention import Answer
+from rollout.rewards.workers import RewardPool
+from rollout.tasks.trajectory import Generate, Problem, Task, Trajectory
 
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine sampled after a prompt, the stop token included: three lists of one length.
-
-    Example: `Completion([9, 2], [-0.7, -0.1], [6, 7], "stop")`: the second token was sampled under version 7.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A row of the data set and the tokens of its prompt."""
-
-    row: dict[str, Any]
-    prompt: list[int]
-
-
-Generate = Callable[[list[int]], Awaitable[Completion]]
-"""Samples on from these tokens, under the run's sampling settings."""
-
-
-class EpisodeError(Exception):
-    """An item cannot become a group here; the text says why. Tasks may raise it: the item is tried again, elsewhere.
-
-    `permanent`: no other attempt can do better.
-    """
-
-    def __init__(self, reason: str, permanent: bool = False) -> None:
-        super().__init__(reason)
-        self.permanent = permanent
-
-
-def sampler(engine: Sampler, max_tokens: int, temperature: float, stops: list[int]) -> Generate:
-    """`generate` as tasks know it: the engine under these settings; 0 is greedy."""
-
-    async def generate(tokens: list[int]) -> Completion:
-        try:
-            return await engine.generate(tokens, max_tokens, temperature, stops)
-        except ValueError as error:
-            raise EpisodeError(f"vLLM refuses {len(tokens)} tokens: {error}", permanent=True) from error
-
-    return generate
-
-
-class Trajectory:
-    """What a task returns: the tokens of one sample, given or sampled, in order."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.tokens, self.start = list(prompt), len(prompt)
-        self.sampled, self.logprobs, self.versions = [0] * self.start, [0.0] * self.start, [-1] * self.start
-        self.finish: Literal["stop", "length"] = "stop"
-        self.metrics: dict[str, float] = {}
-        """Numbers the task wants averaged into the batch's metrics."""
-
-    def take(self, completion: Completion) -> None:
-        """Append what the policy sampled: these tokens are trained."""
-        self.tokens += completion.tokens
-        self.sampled += [1] * len(completion.tokens)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
-        self.finish = completion.finish
-
-    def give(self, tokens: list[int]) -> None:
-        """Append what the environment says: these tokens are read, not trained."""
-        self.tokens += tokens
-        self.sampled += [0] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
-
-    def sample(self, score: Score, answer: str) -> Sample:
-        """As it travels."""
-        return Sample(
-            tokens=Array.of(np.array(self.tokens, np.int32)),
-            sampled=Array.of(np.array(self.sampled, np.uint8)),
-            behaviour_logprobs=Array.of(np.array(self.logprobs, np.float32)),
-            versions=Array.of(np.array(self.versions, np.int32)),
-            reward=score.reward,
-            finish=self.finish,
-            answer=answer,
-            metrics=self.metrics | score.metrics,
-        )
-
-
-Task = Callable[[Problem, Generate], Awaitable[Trajectory]]
-"""One sample of a problem: `rollout/tasks/` has the built-in ones."""
+REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -116,38 +29,41 @@ class Group:
 
     samples: list[Sample]
 
-    async def deliver(self, samples: Samples, item: WorkItem) -> None:
-        """Put it; one whose lease moved on meanwhile is refused there, and lost."""
-        await samples.put(item, self.samples)
+    async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
+        """Put it into the buffer, which refuses a group whose lease has ended meanwhile."""
+        await buffer.put(item, self.samples)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item did not become a group."""
+    """Why an item did not become a group, in one line. `returned`: nothing was tried, it counts as no attempt."""
 
     reason: str
+    kind: FailureKind = "infrastructure"
     permanent: bool = False
+    returned: bool = False
 
-    async def deliver(self, samples: Samples, item: WorkItem) -> None:
-        """Report it; the buffer dispatches the item again unless it is permanent."""
-        await samples.fail(item, self.reason, self.permanent)
+    async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
+        """Report it to the buffer, which dispatches the item again unless the failure is permanent."""
+        await buffer.fail(item, self.reason, self.permanent, self.returned, self.kind)
 
 
 @dataclass
 class Episodes:
-    """Makes groups of `samples` from items; the parts are the run's."""
+    """Makes groups of `samples` from items, with the parts of the run."""
 
     prompts: Prompts
     task: Task
     generate: Generate
-    rewards: Rewards
+    rewards: RewardPool
     samples: int
+    failures: FailureLog = field(default_factory=FailureLog)
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
     async def run(self, item: WorkItem) -> Group | Failure:
-        """One item. Raises only what the server cannot live with, such as a dead engine."""
+        """Make one item a group. Raises only what the server cannot survive, such as EngineDead."""
         abandoned = self._open[item.lease] = asyncio.get_running_loop().create_future()
-        work = asyncio.create_task(self._group(item.problem))
+        work = asyncio.create_task(self.attempt(item.problem))
         try:
             await asyncio.wait({work, abandoned}, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else abandoned.result()
@@ -155,33 +71,34 @@ class Episodes:
             work.cancel()
             del self._open[item.lease]
 
-    def abandon(self, leases: Iterable[int], reason: str) -> None:
-        """End these leases' episodes with a Failure; their generation stops."""
+    def abandon(self, leases: Iterable[int], failure: Failure) -> None:
+        """End the episodes of these leases with `failure`; their generation stops."""
         for lease in leases:
             if lease in self._open and not self._open[lease].done():
-                self._open[lease].set_result(Failure(reason))
+                self._open[lease].set_result(failure)
 
-    def abandon_all(self, reason: str) -> None:
+    def abandon_all(self, failure: Failure) -> None:
         """End every episode."""
-        self.abandon(list(self._open), reason)
+        self.abandon(list(self._open), failure)
 
-    async def _group(self, row: dict[str, Any]) -> Group | Failure:
-        failure: Failure | None = None
+    async def attempt(self, row: dict[str, Any]) -> Group | Failure:
+        """A group from a row of the data set; a failure is logged too."""
         try:
-            return Group(await self.play(row, self.samples))
+            return Group(await self._play(row))
         except* EpisodeError as errors:
             error = first_error(errors)
-            failure = Failure(str(error), getattr(error, "permanent", False))
-        except* RewardError as errors:
-            failure = Failure(f"reward: {first_error(errors)}")
+            assert isinstance(error, EpisodeError)
+            reason = " ".join(str(error).split())[:REASON_CHARS]
+            self.failures.record(error, reason)
+            failure = Failure(reason, error.kind, error.permanent)
         return failure
 
-    async def play(self, row: dict[str, Any], samples: int) -> list[Sample]:
-        """`samples` scored samples of a row. Raises EpisodeError and RewardError, alone or in groups."""
+    async def _play(self, row: dict[str, Any]) -> list[Sample]:
+        """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
         problem = Problem(row, self.prompts.tokens(row))
         async with asyncio.TaskGroup() as tasks:
-            played = [tasks.create_task(self._play(problem)) for _ in range(samples)]
-        trajectories = [task.result() for task in played]
+            playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
+        trajectories = [task.result() for task in playing]
         texts = [self.prompts.text(trajectory.tokens[trajectory.start :]) for trajectory in trajectories]
         answers = [
             Answer(text, len(trajectory.tokens) - trajectory.start, row)
@@ -190,12 +107,15 @@ class Episodes:
         scores = await self.rewards.score(answers)
         return [t.sample(score, text) for t, score, text in zip(trajectories, scores, texts, strict=True)]
 
-    async def _play(self, problem: Problem) -> Trajectory:
-        return await self.task(problem, self.generate)
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first one inside groups of errors: the cause, for people."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    async def _play_once(self, problem: Problem) -> Trajectory:
+        try:
+            trajectory = await self.task(problem, self.generate)
+            if not isinstance(trajectory, Trajectory):
+                raise TypeError(f"{type(trajectory).__name__} returned instead of a Trajectory")
+        except Exception as error:  # a user's code: what it raises ends the attempt, not the server
+            cause = first_error(error)
+            if isinstance(cause, EpisodeError | EngineDead):
+                raise cause from cause.__cause__
+            name = type(cause).__name__
+            raise EpisodeError(f"the task raised {name}: {cause}", origin=name) from error
+        return trajectory

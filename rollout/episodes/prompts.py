@@ -1,15 +1,15 @@
-"""From a row of the data set to the tokens of its prompt, and from tokens to text. Built by `rollout/__main__.py`.
+"""From a row of the data set to the tokens of its prompt, and from tokens to text. Built by `setup.py`.
 
 Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text); waits for nothing.
 """
 
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from configs.schema import Config
-from rollout.episodes.episode import EpisodeError
+from rollout.errors import PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,45 +22,46 @@ class Prompts:
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
         if not tokenizer.chat_template:
             raise ValueError(f"model.path: the tokenizer in {config.model.path} has no chat template; save one with it")
-        self.template = load_template(config.data.format_prompt) if config.data.format_prompt else None
-        self.stops = [self._stop(text) for text in config.sampling.stop]
-        if tokenizer.eos_token_id is not None:
-            self.stops.append(tokenizer.eos_token_id)
+        self.template: jinja2.Template | None = None
+        if config.data.format_prompt:
+            source = config.data.format_prompt.read_text(encoding="utf-8").strip()
+            self.template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(source)
+        self.stops = [self._stop_token(text) for text in config.sampling.stop]
+        self.stops += sorted(end_tokens(config.model.path, tokenizer))
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
-        """The prompt's tokens, ready to be continued. Raises EpisodeError for a row that no attempt can sample."""
+        """The prompt's tokens, with the chat template's header of an answer. Raises PromptError."""
         try:
             text = self.tokenizer.apply_chat_template(self.messages(row), add_generation_prompt=True, tokenize=False)
         except jinja2.TemplateError as error:
-            raise EpisodeError(f"the chat template refuses the row: {error}", permanent=True) from None
+            raise PromptError(f"the chat template refuses the row: {error}") from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) > self.longest:
-            raise EpisodeError(
-                f"prompt of {len(tokens)} tokens; data.max_prompt_tokens is {self.longest}", permanent=True
-            )
+            raise PromptError(f"prompt of {len(tokens)} tokens; data.max_prompt_tokens is {self.longest}")
         return tokens
 
     def text(self, tokens: list[int]) -> str:
-        """What these tokens say, without the special ones."""
+        """The text of these tokens, without the special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chat of a row: its `prompt`, or one message of its `problem`; template and system prompt applied."""
+        """The chat of a row: its `prompt`, or one message with its `problem`; template and system prompt applied."""
         if row.get("images") or row.get("videos"):
-            raise EpisodeError("the row has images or videos; only text is sampled", permanent=True)
+            raise PromptError("the row has images or videos; only text is sampled")
         prompt = row.get("prompt") or row.get("problem")
         if not prompt:
-            raise EpisodeError(f"the row has neither prompt nor problem, but {', '.join(row)}", permanent=True)
-        chat = (
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
-        )
+            raise PromptError(f"the row has neither prompt nor problem, but {', '.join(row)}")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        chat = [dict(message) for message in messages]
         if self.template and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self.template.render(content=chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):
             chat.insert(0, {"role": "system", "content": self.system})
         return chat
 
-    def _stop(self, text: str) -> int:
+    def _stop_token(self, text: str) -> int:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
             raise ValueError(
@@ -69,19 +70,20 @@ class Prompts:
         return tokens[0]
 
 
-def load_template(path: Path) -> jinja2.Template:
-    """EasyR1's `format_prompt` file. Raises ValueError naming the file."""
-    try:
-        return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(path.read_text().strip())
-    except OSError as error:
-        raise ValueError(f"data.format_prompt: {path}: {error.strerror}") from None
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"data.format_prompt: {path}:{error.lineno}: {error.message}") from None
+def end_tokens(model: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Tokens that end an answer: the tokenizer's and those of the model's generation config."""
+    from transformers import GenerationConfig
+
+    ends = {tokenizer.eos_token_id}
+    with suppress(OSError):  # many models have no generation_config.json
+        more = GenerationConfig.from_pretrained(model).eos_token_id
+        ends |= set(more if isinstance(more, list) else [more])
+    return ends - {None}
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
     """The model's tokenizer. Raises ValueError naming the folder."""
-    from transformers import AutoTokenizer  # takes seconds to import: what is wrong in the run file is told before
+    from transformers import AutoTokenizer  # takes seconds to import: errors in the run file are reported before
 
     try:
         return AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)

@@ -1,118 +1,78 @@
-"""Countdown's reward: does the last `<answer>` use each given number once and equal the target? Pure Python, no `eval`.
+"""Countdown's reward: does the last `<answer>` use each given number once and equal the target? Nothing is `eval`ed.
 
-Called in a reward worker with the names verl and TinyZero use; `ground_truth` is `{"target": 24, "numbers": [4,
-6]}`.
+Called in a reward worker with the names verl and TinyZero use; `ground_truth` is `{"target": 24, "numbers": [4, 6]}`.
 """
 
+import ast
+import operator
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-TOKEN = re.compile(r"\s*(?:(\d+)|([-+*/()×÷]))")
-SPELLED = {"×": "*", "÷": "/"}
+ARITHMETIC = re.compile(r"[-+*/()\s\d]*")
+LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200
-"""Characters of an expression: more is not arithmetic any more."""
+"""Characters of an expression: anything longer is no arithmetic."""
 LARGEST = 10**30
-"""Bound of each intermediate numerator and denominator, so that no answer costs time."""
+"""Bound of each intermediate numerator and denominator, so that no answer takes long."""
 
 
 @dataclass
-class Arithmetic:
-    """A parsed expression. Example: `evaluate("(6-4)*3")` -> `Arithmetic(Fraction(6), [6, 4, 3])`."""
+class Expression:
+    """An evaluated expression. Example: `evaluate("(6-4)*3")` -> `Expression(Fraction(6), [6, 4, 3])`."""
 
     value: Fraction
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int]
 
 
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:
     """`score` for a right answer, `format_score` for arithmetic inside `<answer>` that is not right, else 0."""
+    given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
     answers = ANSWER.findall(solution_str)
     try:
-        arithmetic = evaluate(answers[-1].partition("=")[0]) if answers else None
+        expression = evaluate(answers[-1].partition("=")[0] if answers else "")
+        solved = Counter(expression.numbers) == given and expression.value == target
     except ZeroDivisionError:
-        return {"score": format_score, "solved": 0.0, "formed": 1.0}
+        solved = False
     except ValueError:
-        arithmetic = None
-    if arithmetic is None:
         return {"score": 0.0, "solved": 0.0, "formed": 0.0}
-    given = Counter(int(number) for number in ground_truth["numbers"])
-    solved = Counter(arithmetic.numbers) == given and arithmetic.value == int(ground_truth["target"])
     return {"score": score if solved else format_score, "solved": float(solved), "formed": 1.0}
 
 
-def evaluate(text: str) -> Arithmetic:
+def evaluate(text: str) -> Expression:
     """Exact value of + - * / and parentheses over whole numbers, and the numbers used, in order.
 
-    Raises ZeroDivisionError for a division by zero, ValueError for all that is not such arithmetic or too large.
+    Raises ZeroDivisionError for a division by zero, ValueError for anything that is not such arithmetic or too large.
     """
-    parser = _Parser(_tokens(text))
-    value = parser.sum()
-    if parser.ahead is not None:
-        raise ValueError(f"unexpected {parser.ahead!r}")
-    return Arithmetic(value, parser.numbers)
-
-
-def _tokens(text: str) -> list[str]:
-    text = text.strip()
+    text = " ".join(text.split()).replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} characters; at most {LONGEST} are read")
-    tokens, place = [], 0
-    while place < len(text):
-        match = TOKEN.match(text, place)
-        if match is None:
-            raise ValueError(f"unexpected {text[place]!r}")
-        tokens.append(match[1] or SPELLED.get(match[2], match[2]))
-        place = match.end()
-    return tokens
+    if not ARITHMETIC.fullmatch(text):
+        raise ValueError("only whole numbers, + - * / and parentheses are read")
+    try:
+        tree = ast.parse(LEADING_ZEROS.sub("", text), mode="eval").body
+    except (SyntaxError, MemoryError) as error:  # MemoryError: too many parentheses for Python's parser
+        raise ValueError(f"not arithmetic: {error}") from None
+    return Expression(value_of(tree), [int(number) for number in re.findall(r"\d+", text)])
 
 
-class _Parser:
-    """Recursive descent; its depth is bounded by LONGEST."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self.tokens = tokens[::-1]
-        self.numbers: list[int] = []
-
-    @property
-    def ahead(self) -> str | None:
-        return self.tokens[-1] if self.tokens else None
-
-    def sum(self) -> Fraction:
-        value = self.product()
-        while self.ahead in ("+", "-"):
-            value = _bounded(value + self.product() if self.tokens.pop() == "+" else value - self.product())
-        return value
-
-    def product(self) -> Fraction:
-        value = self.factor()
-        while self.ahead in ("*", "/"):
-            value = _bounded(value * self.factor() if self.tokens.pop() == "*" else value / self.factor())
-        return value
-
-    def factor(self) -> Fraction:
-        if not self.tokens:
-            raise ValueError("it ends too early")
-        token = self.tokens.pop()
-        if token == "-":
-            return -self.factor()
-        if token == "(":
-            value = self.sum()
-            if self.ahead != ")":
-                raise ValueError("a parenthesis stays open")
-            self.tokens.pop()
-            return value
-        if not token.isdigit():
-            raise ValueError(f"unexpected {token!r}")
-        self.numbers.append(int(token))
-        return _bounded(Fraction(int(token)))
-
-
-def _bounded(value: Fraction) -> Fraction:
+def value_of(node: ast.expr) -> Fraction:
+    """The exact value of a syntax tree; errors as in `evaluate`. Its depth is bounded by LONGEST."""
+    match node:
+        case ast.Constant(value=int(number)):
+            value = Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = -value_of(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
+            value = OPERATIONS[type(operation)](value_of(left), value_of(right))
+        case _:
+            raise ValueError(f"not arithmetic: {ast.unparse(node)}")
     if max(abs(value.numerator), value.denominator) > LARGEST:
         raise ValueError("too large a number")
     return value

@@ -1,4 +1,4 @@
-"""Mathematics' reward: is the answer equivalent to the ground truth, as math-verify judges? Runs in a reward worker."""
+"""The reward for mathematics: is the answer equivalent to the ground truth, as math-verify judges?"""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ def compute_score(
 ) -> dict[str, float]:
     """`score` for an answer equivalent to `ground_truth` (LaTeX or plain), `format_score` for one that parses, else 0.
 
-    A ground truth that does not parse is the data's fault: ValueError.
+    Raises ValueError for a ground truth that does not parse, which is an error of the data.
     """
     from math_verify import parse, verify  # takes a second to import: paid only where this reward is used
 

@@ -1,30 +1,31 @@
 """Reward workers: processes that score answers and can be killed when a reward function hangs.
 
-A rollout server owns one pool. `score` waits for a free worker and then for the function, at most
-`reward.timeout_s` a call; a function that takes longer, crashes its process or raises ends in RewardError, never in
-a reward. Workers are spawned, import neither torch nor vllm, and die with the server, however it dies.
+A rollout server owns one pool. `score` waits for a free worker and then for the function, at most `reward.timeout_s`
+per call. A function that takes longer, crashes its process or raises ends in RewardError, never in a reward. Workers
+are spawned, import neither torch nor vllm, and die with the server, however it dies.
 """
 
 import asyncio
-import concurrent.futures
 import multiprocessing
 import os
 import threading
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import wait
-from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from configs.schema import RewardConfig
-from rollout.rewards import Answer, Reward, RewardError, Score, load_reward
+from rollout.errors import RewardError
+from rollout.rewards import load_reward
+from rollout.rewards.convention import Answer, Reward, Score
 
 _loaded: list[Reward] = []
-"""In a worker: the reward function it serves."""
+"""In a worker: its reward function."""
 
 
 class RewardPool:
-    """An async context manager around the workers; raises ValueError at once for a reward that cannot be loaded."""
+    """An async context manager around the workers. Raises ValueError at once for a reward that cannot be loaded."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config, self.reward = config, load_reward(config)
@@ -36,7 +37,7 @@ class RewardPool:
         )
 
     async def __aenter__(self) -> "RewardPool":
-        self._pool.schedule(_ready)  # starts the workers, so that the first group need not wait for them
+        self._pool.schedule(os.getpid)  # any call starts the workers, so that the first group need not wait for them
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -44,30 +45,28 @@ class RewardPool:
         await asyncio.to_thread(self._pool.join)
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score for each answer of a group. Raises RewardError with the reason; a cancelled call is killed."""
+        """One score per answer of a group. Raises RewardError with the reason; a cancelled call is killed."""
         calls = [answers] if self.reward.batch else [[answer] for answer in answers]
         futures = [self._pool.schedule(_score, args=(call,), timeout=self.config.timeout_s) for call in calls]
         try:
             parts = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        except concurrent.futures.TimeoutError:
+        except TimeoutError:
             limit = f"reward.timeout_s ({self.config.timeout_s:g} s)"
-            raise RewardError(f"{self.reward.name} took longer than {limit}; its process was killed") from None
+            raise RewardError(
+                f"{self.reward.name} took longer than {limit}; its process was killed", origin="TimeoutError"
+            ) from None
         except ProcessExpired as error:
-            raise RewardError(f"{self.reward.name} ended its process (exit code {error.exitcode})") from None
+            reason = f"{self.reward.name} ended its process (exit code {error.exitcode})"
+            raise RewardError(reason, origin="ProcessExpired") from None
         finally:
-            _cancel(futures)
+            for future in futures:
+                future.cancel()
         scores: list[Score] = []
         for part in parts:
-            if isinstance(part, str):
-                raise RewardError(part)
+            if isinstance(part, RewardError):
+                raise part
             scores += part
         return scores
-
-
-def _cancel(futures: Sequence[Any]) -> None:
-    for future in futures:
-        if not future.done():
-            future.cancel()
 
 
 def _start(config: RewardConfig) -> None:
@@ -82,16 +81,15 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def _ready() -> None:
-    """In a worker: nothing to do."""
-
-
-def _score(answers: Sequence[Answer]) -> list[Score] | str:
-    """In a worker: the scores, or why there are none (what users' functions raise might not survive the way back)."""
+def _score(answers: Sequence[Answer]) -> list[Score] | RewardError:
+    """In a worker: the scores, or why there are none, with the traceback as a note."""
     (reward,) = _loaded
     try:
         return reward.score(answers)
     except RewardError as error:
-        return str(error)
-    except Exception as error:  # the outermost frame of this process that is ours
-        return f"{reward.name} raised {type(error).__name__}: {error}"
+        return error
+    except Exception as error:  # a user's exception might not survive pickling
+        name = type(error).__name__
+        failed = RewardError(f"{reward.name} raised {name}: {error}", origin=name)
+        failed.add_note(traceback.format_exc())
+        return failed

@@ -1,6 +1,6 @@
-"""The usual task: one answer to the prompt. Run by `rollout/episodes/episode.py`, once for each sample."""
+"""The default task: one answer to the prompt. Run by `rollout/episodes/episode.py`, once for each sample."""
 
-from rollout.episodes.episode import Generate, Problem, Trajectory
+from rollout.tasks.trajectory import Generate, Problem, Trajectory
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:

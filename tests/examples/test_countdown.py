@@ -19,8 +19,8 @@ QUICKSTART = Path(make_problems.__file__).with_name("quickstart.yaml")
 
 def made(folder: Path, *words: str) -> tuple[list[dict], list[dict]]:
     make_problems.write(make_problems.parse(["--out", str(folder), *words]))
-    train, kept_out = (pq.read_table(folder / f"{split}.parquet").to_pylist() for split in ("train", "eval"))
-    return train, kept_out
+    train, held_out = (pq.read_table(folder / f"{split}.parquet").to_pylist() for split in ("train", "eval"))
+    return train, held_out
 
 
 def key(row: dict) -> tuple[tuple[int, ...], int]:
@@ -29,10 +29,10 @@ def key(row: dict) -> tuple[tuple[int, ...], int]:
 
 
 def test_the_quickstart_s_problems_are_all_there_are_once_each_and_solvable(tmp_path: Path):
-    train, kept_out = made(tmp_path)
-    keys = [key(row) for row in train + kept_out]
-    assert (len(train), len(kept_out)) == (470, 80) and len(set(keys)) == 550
-    for (numbers, target), row in zip(keys, train + kept_out, strict=True):
+    train, held_out = made(tmp_path)
+    keys = [key(row) for row in train + held_out]
+    assert (len(train), len(held_out)) == (470, 80) and len(set(keys)) == 550
+    for (numbers, target), row in zip(keys, train + held_out, strict=True):
         assert len(numbers) == 3 and set(numbers) <= set(range(1, 10)) and 1 <= target <= 27
         assert solutions(numbers, target, "+-")
         assert (
@@ -69,9 +69,9 @@ def test_larger_problems_use_all_operations_and_the_words_of_tinyzero(tmp_path: 
         "--eval",
         "20",
     ]
-    train, kept_out = made(tmp_path, *words, "--prompt", "words")
-    assert (len(train), len(kept_out)) == (180, 20)
-    assert not {key(row) for row in train} & {key(row) for row in kept_out}
+    train, held_out = made(tmp_path, *words, "--prompt", "words")
+    assert (len(train), len(held_out)) == (180, 20)
+    assert not {key(row) for row in train} & {key(row) for row in held_out}
     assert train[0]["prompt"][0]["content"].startswith("Using the numbers [")
 
 
@@ -114,9 +114,9 @@ def test_the_network_is_small_and_vllm_s_cpu_attention_takes_its_heads():
     assert network.lm_head.weight is not network.model.embed_tokens.weight
 
 
-def test_the_warm_start_never_sees_a_problem_that_is_kept_out(tmp_path: Path):
-    train, kept_out = made(tmp_path)
-    hidden = {key(row) for row in kept_out}
+def test_the_warm_start_never_sees_a_problem_that_is_held_out(tmp_path: Path):
+    train, held_out = made(tmp_path)
+    hidden = {key(row) for row in held_out}
     pairs = make_model.examples(train, "+-", random.Random(0))
     tagged = right = 0
     for _ in range(3000):

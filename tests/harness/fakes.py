@@ -1,4 +1,4 @@
-"""Stand-ins for the slow parts of Headrace, shared by the tests: each obeys the interface of what it stands for."""
+"""Stand-ins for the slow parts of Headrace, shared by the tests: each has the methods of the class it stands for."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.supervise.keeper import Event, Keeper, Process
-from buffer.wire.protocol import WorkItem
+from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
-from rollout.episodes.episode import Completion, EpisodeError
-from rollout.rewards import Answer, RewardError, Score
+from learner.weights.receiver.staged import PauseTimings
+from rollout.errors import PromptError, RewardError
+from rollout.rewards.convention import Answer, Score
+from rollout.tasks import Completion
 
 # actors
 
 
 class NearbyKept:
-    """A keeper in this process instead of in a Ray actor: `actors.place.Kept`."""
+    """Stands for a keeper in a Ray actor: the same keeper, in this process."""
 
     def __init__(self, process: Process) -> None:
         self.keeper = Keeper(process)
@@ -35,13 +37,13 @@ class NearbyKept:
 
 
 class FakeEngine:
-    """Stands for `rollout.engine.Engine`: answers each prompt with `answer(prompt)`, stamped with its version.
+    """Stands for `Engine` of vllm_engine.py: answers each prompt with `answer(prompt)`, stamped with its version.
 
-    `gate` holds generation back until it is set; `aborted` counts generations that were cancelled.
+    Generation waits for `gate`; `aborted` counts generations that were cancelled.
     """
 
     def __init__(self, answer: Callable[[list[int]], list[int]]) -> None:
-        self.answer, self.version, self.paused_s = answer, 0, 0.0
+        self.answer, self.version = answer, 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = self.aborted = self.pauses = 0
@@ -65,21 +67,23 @@ class FakeEngine:
         return Completion(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), finish)
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
+    async def paused(self) -> AsyncIterator[PauseTimings]:
         self.pauses += 1
-        yield
+        yield PauseTimings()
 
     async def load_folder(self, path: Path) -> None:
         self.loaded.append(path)
 
 
 class FakeBuffer:
-    """Stands for `buffer.client.RolloutClient`: deals `items`, at most `room` at a time, then waits or, `end`ed, ends."""
+    """Stands for `RolloutClient`: gives out `items`, at most `room` per call, then waits for more until `end` is
+    called."""
 
     def __init__(self, items: Iterable[WorkItem] = ()) -> None:
         self.items, self.rooms = list(items), list[int]()
         self.put_groups: dict[int, list[Sample]] = {}
-        self.failures: dict[int, tuple[str, bool]] = {}
+        self.failures: dict[int, tuple[FailureKind, str, bool]] = {}
+        """Kind, reason and whether permanent, by item."""
         self.returned: set[int] = set()
         self.changed = asyncio.Event()
         self.ended = False
@@ -105,13 +109,20 @@ class FakeBuffer:
     async def put(self, item: WorkItem, samples: list[Sample]) -> None:
         self.put_groups[item.item] = samples
 
-    async def fail(self, item: WorkItem, reason: str, permanent: bool = False, returned: bool = False) -> None:
-        self.failures[item.item] = (reason, permanent)
+    async def fail(
+        self,
+        item: WorkItem,
+        reason: str,
+        permanent: bool = False,
+        returned: bool = False,
+        kind: FailureKind = "infrastructure",
+    ) -> None:
+        self.failures[item.item] = (kind, reason, permanent)
         self.returned |= {item.item} if returned else set()
 
 
 class FakePolicy:
-    """A published policy that notes in `trail` what happens to it."""
+    """A published policy that writes to `trail` what happens to it."""
 
     def __init__(self, version: int, trail: list[str]) -> None:
         self.version, self.trail = version, trail
@@ -119,12 +130,12 @@ class FakePolicy:
     async def load(self) -> None:
         self.trail.append(f"load {self.version}")
 
-    async def loaded(self) -> None:
+    async def loaded(self, timings: PauseTimings) -> None:
         self.trail.append(f"loaded {self.version}")
 
 
 class FakeWeights:
-    """Stands for `learner.weights.receiver.Receiver`: publishes these versions, then waits."""
+    """Stands for `Receiver` of learner/weights/receiver: yields these versions, then waits."""
 
     def __init__(self, versions: Iterable[int]) -> None:
         self.versions, self.trail = list(versions), list[str]()
@@ -136,11 +147,11 @@ class FakeWeights:
 
 
 class FakePrompts:
-    """Stands for `rollout.prompts.Prompts`: a token is the code of a character, a prompt beyond 20 is too long."""
+    """Stands for `Prompts`: a token is the code of a character, and a prompt of more than 20 is too long."""
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
         if len(row["problem"]) > 20:
-            raise EpisodeError(f"prompt of {len(row['problem'])} tokens", permanent=True)
+            raise PromptError(f"prompt of {len(row['problem'])} tokens")
         return [ord(character) for character in row["problem"]]
 
     def text(self, tokens: list[int]) -> str:
@@ -148,7 +159,7 @@ class FakePrompts:
 
 
 class FakeRewards:
-    """Stands for `rollout.rewards.pool.RewardPool`: 1 for the row's answer, an error for answers that say so."""
+    """Stands for `RewardPool`: 1 for the row's answer, an error for the answer `crash`."""
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         if any(answer.text == "crash" for answer in answers):

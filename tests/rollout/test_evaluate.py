@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
+from configs.entrypoint import split_flags
 from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
 from rollout import evaluate
 from rollout.episodes.prompts import Prompts
-from rollout.episodes.setup import Parts
+from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.workers import RewardPool
-from rollout.tasks import single_turn
+from rollout.tasks.single_turn import single_turn
 from tests.harness.fakes import FakeEngine
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
@@ -28,13 +29,13 @@ def rows(*problems: tuple[str, int]) -> list[dict[str, Any]]:
     ]
 
 
-async def test_judging_is_greedy_and_counts_what_failed(capsys: pytest.CaptureFixture[str]):
+async def test_answers_are_greedy_and_failures_are_counted(capsys: pytest.CaptureFixture[str]):
     config, tokenizer = load([str(RUN)]), make_tokenizer()
     engine = FakeEngine(lambda prompt: tokenizer.encode("<answer>1+2</answer>"))
-    parts = Parts(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
+    setup = RolloutSetup(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
     problems = rows(("1 2", 3), ("2 2", 4), ("2 1", 3), ("1 2 3 4 5 6 7 8", 9))
-    async with parts.rewards:
-        before, after = await evaluate.judge(config, parts, engine, problems, [Path("before"), Path("after")])
+    async with setup.rewards:
+        before, after = await evaluate.evaluate_models(config, setup, engine, problems, [Path("before"), Path("after")])
     assert engine.temperatures == {0.0} and engine.loaded == [Path("before"), Path("after")]
     assert (before["model"], before["problems"], before["failed"]) == ("before", 4, 1)
     assert before["solved"] == pytest.approx(2 / 3) and before["reward"] == pytest.approx(2.1 / 3)
@@ -48,32 +49,29 @@ async def test_judging_is_greedy_and_counts_what_failed(capsys: pytest.CaptureFi
 
 def test_the_command_line_is_folders_a_report_and_the_run_file():
     argv = ["run.yaml", "--batch.groups=4", "--models", "a", "b/c", "--out", "r.json", "more.yaml"]
-    assert evaluate.arguments(argv) == (
-        [Path("a"), Path("b/c")],
-        Path("r.json"),
-        ["run.yaml", "--batch.groups=4", "more.yaml"],
-    )
-    assert evaluate.arguments(["--models", "a", "--run.seed=1", "run.yaml"]) == (
-        [Path("a")],
-        None,
-        ["--run.seed=1", "run.yaml"],
-    )
+    flags, rest = split_flags(argv, evaluate.PROG, **evaluate.FLAGS)
+    assert (flags.models, flags.out) == ([Path("a"), Path("b/c")], Path("r.json"))
+    assert rest == ["run.yaml", "--batch.groups=4", "more.yaml"]
+    argv = ["--models", "a", "--run.seed=1", "run.yaml", "--models", "b", "--sampling.stop=[the end]"]
+    flags, rest = split_flags(argv, evaluate.PROG, **evaluate.FLAGS)
+    assert (flags.models, flags.out) == ([Path("a"), Path("b")], None)
+    assert rest == ["--run.seed=1", "run.yaml", "--sampling.stop=[the end]"]
 
 
-def test_nothing_to_judge_is_refused(tmp_path: Path):
+def test_missing_models_or_problems_are_refused(tmp_path: Path):
     config = load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"])
     with pytest.raises(ConfigError, match=r"--models: name one or more folders"):
-        evaluate.wanted(config, [])
+        evaluate.load_rows(config, [])
     with pytest.raises(ConfigError, match=r"no config.json there"):
-        evaluate.wanted(config, [tmp_path])
+        evaluate.load_rows(config, [tmp_path])
     with pytest.raises(ConfigError, match=r"data.eval: null"):
-        evaluate.wanted(load([str(RUN), "--data.eval=null"]), [tmp_path])
+        evaluate.load_rows(load([str(RUN), "--data.eval=null"]), [tmp_path])
 
 
 def test_the_rows_are_the_eval_file_s(tmp_path: Path):
     write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
     (tmp_path / "config.json").write_text("{}")
-    assert len(evaluate.wanted(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])) == 7
+    assert len(evaluate.load_rows(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])) == 7
 
 
 def test_a_missing_eval_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,14 +1,15 @@
 """`roll` and `follow` against stand-ins for buffer, engine and learner."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from buffer.wire.protocol import WorkItem
-from rollout.episodes.episode import Episodes, sampler
+from rollout.episodes.episode import Episodes
+from rollout.errors import EngineDead
 from rollout.loop import follow, roll
-from rollout.places import Places
-from rollout.tasks import single_turn
+from rollout.tasks.single_turn import single_turn
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
 
 STOP = ord(".")
@@ -23,24 +24,29 @@ def items(*problems: str) -> list[WorkItem]:
 
 def parts(answer: str = "ok.") -> tuple[FakeEngine, Episodes]:
     engine = FakeEngine(lambda prompt: [ord(character) for character in answer])
-    return engine, Episodes(FakePrompts(), single_turn, sampler(engine, 8, 1.0, [STOP]), FakeRewards(), 3)
+    return engine, episodes_of(engine)
+
+
+def episodes_of(engine: FakeEngine) -> Episodes:
+    generate = partial(engine.generate, max_tokens=8, temperature=1.0, stop_token_ids=[STOP])
+    return Episodes(FakePrompts(), single_turn, generate, FakeRewards(), 3)
 
 
 async def test_every_item_becomes_a_group_until_the_buffer_has_no_more():
     buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
     buffer.end()
     _, episodes = parts()
-    await asyncio.wait_for(roll(buffer, episodes, Places(2)), 5)
+    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, 2), 5)
     assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
     assert all(len(group) == 3 for group in buffer.put_groups.values())
     assert max(buffer.rooms) == 2 and buffer.failures == {}
 
 
-async def test_no_more_groups_are_in_flight_than_there_are_places():
+async def test_no_more_than_groups_in_flight_are_made_at_a_time():
     buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
     engine, episodes = parts()
     engine.gate.clear()
-    rolling = asyncio.create_task(roll(buffer, episodes, Places(2)))
+    rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, 2))
     await asyncio.sleep(0.05)
     assert engine.running == 2 * 3 and len(buffer.items) == 3
     engine.gate.set()
@@ -49,10 +55,10 @@ async def test_no_more_groups_are_in_flight_than_there_are_places():
     assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
 
 
-async def test_places_given_back_are_asked_for():
+async def test_it_asks_for_as_many_items_as_there_is_room_for():
     buffer = FakeBuffer(items("a"))
     _, episodes = parts()
-    rolling = asyncio.create_task(roll(buffer, episodes, Places(4)))
+    rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, 4))
     await asyncio.sleep(0.05)
     assert buffer.rooms[:2] == [4, 3]
     buffer.add(*items("b"))
@@ -65,24 +71,20 @@ async def test_a_permanent_failure_is_reported_and_the_rest_goes_on():
     buffer = FakeBuffer(items("a", "x" * 21, "b"))
     buffer.end()
     _, episodes = parts()
-    await asyncio.wait_for(roll(buffer, episodes, Places(3)), 5)
-    assert buffer.failures == {1: ("prompt of 21 tokens", True)}
+    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, 3), 5)
+    assert buffer.failures == {1: ("prompt", "prompt of 21 tokens", True)}
     assert sorted(buffer.put_groups) == [0, 2]
 
 
 async def test_a_dead_engine_ends_the_loop_with_its_cause():
-    class Dead(RuntimeError):
-        pass
-
     def die(prompt: list[int]) -> list[int]:
-        raise Dead("vLLM died")
+        raise EngineDead("vLLM died")
 
-    engine = FakeEngine(die)
-    episodes = Episodes(FakePrompts(), single_turn, sampler(engine, 8, 1.0, [STOP]), FakeRewards(), 3)
+    episodes = episodes_of(FakeEngine(die))
     buffer = FakeBuffer(items("a"))
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(roll(buffer, episodes, Places(1)), 5)
-    assert caught.group_contains(Dead, match="vLLM died")
+        await asyncio.wait_for(roll(buffer.ask, buffer, episodes, 1), 5)
+    assert caught.group_contains(EngineDead, match="vLLM died")
     assert buffer.failures == {} and buffer.put_groups == {}
 
 
@@ -96,7 +98,7 @@ async def test_follow_loads_each_policy_while_the_engine_is_paused():
     assert engine.version == 4 and engine.pauses == 3
 
 
-async def test_the_version_is_the_policy_s_before_generation_resumes():
+async def test_the_engine_has_the_new_version_before_generation_resumes():
     seen: list[int] = []
 
     class Watching(FakeEngine):

@@ -5,18 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from buffer.wire.protocol import WorkItem
+from configs.entrypoint import StopSignals
 from examples.countdown.make_model import make_tokenizer
-from rollout.__main__ import PolicyUpdates, either, main, option
-from rollout.drain import REASON, Drain, Signals
-from rollout.episodes.episode import Episodes, Group, sampler
-from rollout.loop import follow, roll
-from rollout.places import Places
-from rollout.tasks import single_turn
+from rollout.__main__ import main
+from rollout.drain import RETURNED, Drain
+from rollout.episodes.episode import Episodes, Group
+from rollout.loop import PolicyUpdates, follow, roll
+from rollout.tasks.single_turn import single_turn
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
 
 ROOT = Path(__file__).parents[2]
@@ -29,40 +30,41 @@ def item(number: int) -> WorkItem:
 
 def parts() -> tuple[FakeEngine, Episodes]:
     engine = FakeEngine(lambda prompt: [ord("2"), ord(".")])
-    return engine, Episodes(FakePrompts(), single_turn, sampler(engine, 8, 1.0, [ord(".")]), FakeRewards(), 2)
+    generate = partial(engine.generate, max_tokens=8, temperature=1.0, stop_token_ids=[ord(".")])
+    return engine, Episodes(FakePrompts(), single_turn, generate, FakeRewards(), 2)
 
 
-def test_the_name_is_taken_out_of_the_line():
-    assert option(["a.yaml", "--name", "rollout-3", "--run.seed=1"], "--name", "x") == (
-        "rollout-3",
-        ["a.yaml", "--run.seed=1"],
-    )
-    assert option(["--name=b", "a.yaml"], "--name", "x") == ("b", ["a.yaml"])
-    assert option(["a.yaml"], "--name", "rollout-0") == ("rollout-0", ["a.yaml"])
+def draining(episodes: Episodes, drain_s: float = 30.0) -> Drain:
+    drain = Drain(drain_s)
+    drain.episodes = episodes
+    return drain
 
 
-async def test_arrivals_tell_of_the_first_policy_once_it_is_in_place_and_of_the_last():
-    weights = FakeWeights([0, 1, 2])
-    arrivals = PolicyUpdates(weights, versions=2)
+async def test_events_are_set_once_the_first_policy_and_the_last_one_are_loaded():
+    updates = PolicyUpdates(FakeWeights([0, 1, 2]), versions=2)
     firsts: list[tuple[bool, bool]] = []
 
     class Engine(FakeEngine):
         def paused(self):  # type: ignore[override]
-            firsts.append((arrivals.first.is_set(), arrivals.last.is_set()))
+            firsts.append((updates.first.is_set(), updates.last.is_set()))
             return super().paused()
 
-    following = asyncio.create_task(follow(arrivals, Engine(list)))
-    await asyncio.wait_for(arrivals.last.wait(), 5)
+    following = asyncio.create_task(follow(updates, Engine(list)))
+    await asyncio.wait_for(updates.last.wait(), 5)
     following.cancel()
     assert firsts == [(False, False), (True, False), (True, False)]
 
 
-async def test_either_event_is_enough():
-    one, two = asyncio.Event(), asyncio.Event()
-    waiting = asyncio.create_task(either(one, two))
+@pytest.mark.parametrize("which", ["the event", "the drain"])
+async def test_a_wait_ends_with_the_event_or_with_the_drain(which: str):
+    event, drain = asyncio.Event(), draining(parts()[1])
+    waiting = asyncio.create_task(drain.wait(asyncio.ensure_future(event.wait())))
     await asyncio.sleep(0)
     assert not waiting.done()
-    two.set()
+    if which == "the event":
+        event.set()
+    else:
+        drain.begin(signal.SIGTERM)
     await asyncio.wait_for(waiting, 5)
 
 
@@ -70,64 +72,71 @@ async def test_draining_finishes_what_is_in_flight_and_returns_what_still_comes(
     buffer = FakeBuffer([item(1)])
     engine, episodes = parts()
     engine.gate.clear()
-    drain = Drain(buffer, episodes, force=lambda: None)
-    rolling = asyncio.create_task(roll(drain, episodes, Places(4)))
+    drain = draining(episodes)
+    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, 4))
     await asyncio.sleep(0.02)
-    drain.begin()
+    drain.begin(signal.SIGTERM)
     await asyncio.sleep(0.02)
-    buffer.add(item(2))  # the answer to the question that was open when the drain began
+    buffer.add(item(2))  # the answer to the request that was pending when the drain began
     await asyncio.sleep(0.02)
-    assert buffer.failures == {2: (REASON, False)} and buffer.returned == {2} and not rolling.done()
+    assert (
+        buffer.failures == {2: ("infrastructure", RETURNED.reason, False)}
+        and buffer.returned == {2}
+        and not rolling.done()
+    )
     engine.gate.set()
     await asyncio.wait_for(rolling, 5)
     assert list(buffer.put_groups) == [1]
-    assert await drain.ask(1) is None
-    await drain.close()
+    assert await drain.ask(buffer, 1) is None
 
 
 async def test_what_outlasts_the_drain_is_given_back():
     buffer = FakeBuffer([item(1)])
     engine, episodes = parts()
     engine.gate.clear()
-    drain = Drain(buffer, episodes, force=lambda: None, drain_s=0.05)
-    rolling = asyncio.create_task(roll(drain, episodes, Places(1)))
+    drain = draining(episodes, drain_s=0.05)
+    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, 1))
     await asyncio.sleep(0.02)
-    drain.begin()
+    drain.begin(signal.SIGTERM)
     await asyncio.wait_for(rolling, 5)
-    assert (
-        buffer.failures == {1: (REASON, False)}
-        and buffer.returned == {1}
-        and buffer.put_groups == {}
-        and engine.aborted == 2
-    )
+    assert buffer.failures == {1: ("infrastructure", RETURNED.reason, False)} and buffer.returned == {1}
+    assert buffer.put_groups == {} and engine.aborted == 2
 
 
 async def test_a_finished_buffer_ends_without_a_drain():
     buffer = FakeBuffer([item(1)])
     buffer.end()
     _, episodes = parts()
-    drain = Drain(buffer, episodes, force=lambda: None)
-    await asyncio.wait_for(roll(drain, episodes, Places(1)), 5)
-    await drain.close()
+    drain = draining(episodes)
+    await asyncio.wait_for(roll(partial(drain.ask, buffer), buffer, episodes, 1), 5)
     assert list(buffer.put_groups) == [1]
     assert isinstance(await episodes.run(item(2)), Group)
 
 
-async def test_the_first_signal_is_gentle_and_the_second_forces():
-    heard: list[str] = []
+async def serve(trail: list[str], with_groups: bool) -> None:
+    """A server that gets two signals: groups are in flight, or it still starts."""
+    drain = draining(parts()[1]) if with_groups else Drain()
+    with StopSignals(drain.begin, drain.force) as signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                trail.append(f"cancelled by signal {signals.count}")
+            else:
+                trail.append("still here")
 
-    async def serve() -> None:
-        with Signals() as interrupts:
-            interrupts.gently = lambda: heard.append("drain")
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(0.05)
-            heard.append("still here")
-            interrupts.now = lambda: heard.append("force")  # type: ignore[method-assign]
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(0.05)
 
-    await asyncio.wait_for(asyncio.create_task(serve()), 5)
-    assert heard == ["drain", "still here", "force"]
+async def test_the_first_signal_drains_and_the_second_forces():
+    trail: list[str] = []
+    await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=True)), 5)
+    assert trail == ["still here", "cancelled by signal 2"]
+
+
+async def test_the_first_signal_cancels_while_there_is_nothing_to_drain():
+    trail: list[str] = []
+    await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=False)), 5)
+    assert trail == ["cancelled by signal 1", "cancelled by signal 2"]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +151,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("--reward.function=countdwon", "reward.function"),
+        ("--reward.function=nowhere.py:score", "reward.function: nowhere.py: no such file"),
         ("--reward.kwargs.format_scroe=0", "reward.kwargs.format_scroe: countdown takes no such argument"),
         ("--sampling.stop=[the end]", "sampling.stop: 'the end' is 7 tokens"),
         ("--rollout.taks=single_turn", "rollout.taks: no such key"),
@@ -164,7 +173,7 @@ def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
     line = [sys.executable, "-m", "rollout", str(RUN), f"--model.path={model}", "--buffer.address=tcp://127.0.0.1:9"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stderr is not None
-        waits = next((text for text in server.stderr if "rollout-0 asks the buffer" in text), None)
+        waits = next((text for text in server.stderr if "rollout-0 waits for the buffer" in text), None)
         server.send_signal(signal.SIGINT)
         rest = server.stderr.read()
         assert waits and "SIGINT: draining" in rest

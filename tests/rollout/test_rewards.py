@@ -1,4 +1,4 @@
-"""Reward functions, the conventions they are called by, and the pool that may kill them."""
+"""Reward functions, their calling conventions, and the pool that may kill them."""
 
 import asyncio
 import os
@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import RewardConfig
-from rollout.rewards import Answer, Reward, RewardError, Score, load_reward
+from rollout.errors import RewardError
+from rollout.rewards import load_reward
+from rollout.rewards.convention import Answer, Reward, Score
 from rollout.rewards.countdown import LONGEST, compute_score, evaluate
 from rollout.rewards.math import compute_score as math_score
 from rollout.rewards.workers import RewardPool
@@ -50,6 +52,14 @@ def countdown(text: str) -> float:
         ("<answer>4 6 1</answer>", 0.0),
         ("<answer>(4*6*1</answer>", 0.0),
         ("<answer>4**6</answer>", 0.0),
+        ("<answer>4//6*1</answer>", 0.0),
+        ("<answer>4(6)*1</answer>", 0.0),
+        ("<answer>4*6*+1</answer>", 0.0),
+        ("<answer>4*6*1.0</answer>", 0.0),
+        ("<answer>(4,6)*1</answer>", 0.0),
+        ("<answer>1_4*6</answer>", 0.0),
+        ("<answer>4)*(6*1</answer>", 0.0),
+        ("<answer>04\n*06 * --1</answer>", 1.0),
         ("<answer>__import__('os')</answer>", 0.0),
         ("<answer>4*6*1</answer><answer>no</answer>", 0.0),  # the last one counts
         ("<answer>no</answer><answer>4*6*1</answer>", 1.0),
@@ -157,7 +167,7 @@ def test_results_that_are_no_rewards_are_refused(result: object):
         Reward("returns", returns, {}).score(ANSWERS[:1])
 
 
-def test_a_batch_function_must_return_one_reward_an_answer():
+def test_a_batch_function_must_return_one_reward_per_answer():
     def short(reward_inputs):
         return [1.0]
 
@@ -168,8 +178,7 @@ def test_a_batch_function_must_return_one_reward_an_answer():
 @pytest.mark.parametrize(
     ("function", "kwargs", "words"),
     [
-        ("countdwon", {}, "neither one of countdown, math nor path"),
-        ("nowhere/file.py:score", {}, "nowhere/file.py: no such file"),
+        ("nowhere/file.py:score", {}, "nowhere/file.py cannot be imported: FileNotFoundError"),
         ("FILE:absent", {}, "has no function 'absent'"),
         ("FILE:odd", {}, "takes none of solution_str"),
         ("FILE:needs", {}, "nothing gives its argument weight; add reward.kwargs.weight"),
@@ -228,8 +237,9 @@ async def test_the_pool_scores_and_outlives_hangs_crashes_and_errors(tmp_path: P
             await asyncio.wait_for(pool.score(answers("a", "hang", "b")), 40)
         with pytest.raises(RewardError, match=r"ended its process \(exit code 3\)"):
             await pool.score(answers("crash"))
-        with pytest.raises(RewardError, match=r"raised KeyError: 'target'"):
+        with pytest.raises(RewardError, match=r"raised KeyError: 'target'") as caught:
             await pool.score(answers("a", "raise"))
+        assert caught.value.origin == "KeyError" and 'raise KeyError("target")' in caught.value.__notes__[0]
         assert [score.reward for score in await pool.score(answers("again"))] == [1.0]
 
 
@@ -249,7 +259,7 @@ def test_workers_die_with_their_server(tmp_path: Path):
         textwrap.dedent(f"""
         import asyncio
         from configs.schema import RewardConfig
-        from rollout.rewards import Answer
+        from rollout.rewards.convention import Answer
         from rollout.rewards.workers import RewardPool
 
         async def main():

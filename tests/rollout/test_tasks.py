@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
 from configs.load import load
 from configs.schema import Config
 from examples.countdown.make_model import make_tokenizer
-from rollout.episodes.episode import EpisodeError
 from rollout.episodes.prompts import Prompts, load_tokenizer
-from rollout.tasks import load_task, single_turn
+from rollout.errors import PromptError
+from rollout.tasks import load_task
+from rollout.tasks.single_turn import single_turn
 
 CHAT = [{"role": "user", "content": "8 6 4=2\n"}]
 
@@ -27,8 +29,17 @@ def test_tasks_have_names_or_files(tmp_path: Path):
     assert load_task("single_turn") is single_turn
     (tmp_path / "tools.py").write_text("async def play(problem, generate): ...\n")
     assert load_task(f"{tmp_path}/tools.py:play").__name__ == "play"
-    with pytest.raises(ValueError, match=r"rollout.task: 'two_turns' is neither one of single_turn nor path"):
-        load_task("two_turns")
+    with pytest.raises(ValueError, match=r"rollout.task: .*/tools.py has no function 'turn'"):
+        load_task(f"{tmp_path}/tools.py:turn")
+
+
+def test_a_user_s_task_imports_from_one_place(tmp_path: Path):
+    """The import path that users are told: it stays."""
+    (tmp_path / "tools.py").write_text(
+        "from rollout.tasks import Completion, EpisodeError, Generate, Problem, Trajectory\n"
+        "async def play(problem: Problem, generate: Generate) -> Trajectory: ...\n"
+    )
+    assert load_task(f"{tmp_path}/tools.py:play").__name__ == "play"
 
 
 def test_chat_rows_become_tokens():
@@ -51,19 +62,23 @@ def test_text_rows_are_wrapped_by_template_and_system_prompt(tmp_path: Path):
 
 
 def test_a_prompt_beyond_the_limit_is_a_permanent_failure_with_both_numbers():
-    with pytest.raises(EpisodeError, match=r"prompt of 13 tokens; data.max_prompt_tokens is 12") as caught:
+    with pytest.raises(PromptError, match=r"prompt of 13 tokens; data.max_prompt_tokens is 12") as caught:
         prompts().tokens({"prompt": [{"role": "user", "content": "1" * 13}]})
     assert caught.value.permanent
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
-    [({"question": "?"}, "neither prompt nor problem, but question"), ({"problem": "?", "images": [1]}, "images")],
+    [
+        ({"question": "?"}, "neither prompt nor problem, but question"),
+        ({"problem": "?", "images": [1]}, "images"),
+        ({"prompt": ["?"]}, "the row cannot be made a chat: ValueError"),
+    ],
 )
 def test_rows_that_cannot_be_sampled_are_permanent_failures(row: dict, words: str):
-    with pytest.raises(EpisodeError, match=words) as caught:
+    with pytest.raises(PromptError, match=words) as caught:
         prompts().tokens(row)
-    assert caught.value.permanent
+    assert caught.value.permanent and caught.value.kind == "prompt"
 
 
 def test_stops_are_single_tokens_and_the_end_is_one_of_them():
@@ -75,11 +90,13 @@ def test_stops_are_single_tokens_and_the_end_is_one_of_them():
         prompts("--sampling.stop=[the end]")
 
 
-def test_templates_and_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path):
-    broken = tmp_path / "broken.jinja"
-    broken.write_text("{{ content")
-    with pytest.raises(ValueError, match=r"data.format_prompt: .*broken.jinja:1: "):
-        prompts(f"--data.format_prompt={broken}")
+def test_the_model_s_generation_config_may_name_more_ends(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    GenerationConfig(eos_token_id=[5, 7]).save_pretrained(tmp_path)
+    assert Prompts(tokenizer, config("--sampling.stop=[]", folder=tmp_path)).stops == [tokenizer.eos_token_id, 5, 7]
+
+
+def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"model.path: the tokenizer in .* has no chat template"):
@@ -91,6 +108,6 @@ def test_templates_and_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path
 def test_the_chat_template_s_own_refusal_is_a_permanent_failure():
     made = prompts()
     made.tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(EpisodeError, match=r"the chat template refuses the row: no system messages") as caught:
+    with pytest.raises(PromptError, match=r"the chat template refuses the row: no system messages") as caught:
         made.tokens({"prompt": CHAT})
     assert caught.value.permanent

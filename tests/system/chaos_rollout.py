@@ -1,12 +1,11 @@
 """`python -m tests.system.chaos_rollout RUN NAME`: a rollout server of the chaos test, all real but engine and wire.
 
-`roll`, `follow`, `Episodes`, `Places`, the single-turn task, the reward workers, `RolloutClient` and heartbeats are those of
-`python -m rollout`. The engine answers with random digits and takes its time, so that kills hit groups in the making.
+`roll`, `follow`, `Episodes`, the single-turn task, the reward workers, `RolloutClient` and heartbeats are those of
+`python -m rollout`. The engine answers with random digits and takes its time, so that kills hit unfinished groups.
 Waits for the buffer, for a first policy, then for work; ends when the buffer has no more.
 """
 
 import asyncio
-import logging
 import random
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -20,32 +19,35 @@ import zmq
 import zmq.asyncio
 
 from buffer.wire.client import Connection, RolloutClient, heartbeats
+from configs.entrypoint import configure_logging
 from configs.load import fingerprint
-from rollout.episodes.episode import Completion, EpisodeError, Episodes, Generate, Problem, Trajectory, sampler
+from learner.weights.receiver.staged import PauseTimings
+from rollout.episodes.episode import Episodes, Failure
+from rollout.errors import PromptError
 from rollout.loop import follow, roll
-from rollout.places import Places
 from rollout.rewards.workers import RewardPool
+from rollout.tasks import Completion, EpisodeError, Generate, Problem, Trajectory
 from rollout.tasks.single_turn import single_turn
 from tests.system.chaos_run import FLAKY, LONGEST_PROMPT, SAME, Run
 
 SLOW_S, SLOWEST_S, SLOWEST_SHARE = 0.6, 5.0, 0.04
-"""Longest time a sample takes until the kills are over; and that of a few, which outlast the restart of a learner."""
+"""Longest time a sample takes until the kills are over; for a few, longer than a learner needs to restart."""
 END = ord(".")
 
 
 class Engine:
-    """Stands for `rollout.engine.Engine`. Tokens are codes of characters, stamped with the version of their moment."""
+    """Stands for `Engine` of vllm_engine.py. Tokens are codes of characters, each stamped with its version."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.version, self.first = run, 0, asyncio.Event()
-        self._going = asyncio.Event()
-        self._going.set()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        self._going.clear()
-        yield
-        self._going.set()
+    async def paused(self) -> AsyncIterator[PauseTimings]:
+        self._resumed.clear()
+        yield PauseTimings()
+        self._resumed.set()
 
     async def generate(
         self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
@@ -55,7 +57,7 @@ class Engine:
         longest_s = SLOWEST_S if random.random() < SLOWEST_SHARE else SLOW_S
         versions: list[int] = []
         for half in (len(text) // 2, len(text) - len(text) // 2):
-            await self._going.wait()
+            await self._resumed.wait()
             versions += [self.version] * half
             if not self.run.calm.exists():
                 await asyncio.sleep(random.uniform(0, longest_s / 2))
@@ -63,11 +65,11 @@ class Engine:
 
 
 class Prompts:
-    """Stands for `rollout.prompts.Prompts`."""
+    """Stands for `Prompts` of episodes/prompts.py."""
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
         if len(row["problem"]) > LONGEST_PROMPT:
-            raise EpisodeError(f"prompt too long; data.max_prompt_tokens is {LONGEST_PROMPT}", permanent=True)
+            raise PromptError(f"prompt too long; data.max_prompt_tokens is {LONGEST_PROMPT}")
         return [ord(character) for character in row["problem"]]
 
     def text(self, tokens: list[int]) -> str:
@@ -75,30 +77,30 @@ class Prompts:
 
 
 class Receiver:
-    """Stands for `learner.weights.receiver.Receiver`: hears versions of the learner that the buffer names."""
+    """Stands for `Receiver`: subscribes to the versions of the learner that the buffer names."""
 
-    def __init__(self, samples: RolloutClient, engine: Engine) -> None:
-        self.samples, self.engine = samples, engine
+    def __init__(self, buffer: RolloutClient, engine: Engine) -> None:
+        self.buffer, self.engine = buffer, engine
 
     async def policies(self) -> AsyncGenerator["Policy", None]:
-        context, address = zmq.asyncio.Context.instance(), await self.samples.where(None)
+        context, address = zmq.asyncio.Context.instance(), await self.buffer.where(None)
         while True:
-            moved = asyncio.create_task(self.samples.where(address))
+            moved = asyncio.create_task(self.buffer.where(address))
             with context.socket(zmq.SUB) as wire:
                 wire.subscribe(b"")
                 wire.connect(address)
                 while not moved.done():
-                    heard = asyncio.ensure_future(wire.recv())
-                    await asyncio.wait({heard, moved}, return_when=asyncio.FIRST_COMPLETED)
-                    if heard.done():
-                        yield Policy(int(heard.result()), self)
+                    received = asyncio.ensure_future(wire.recv())
+                    await asyncio.wait({received, moved}, return_when=asyncio.FIRST_COMPLETED)
+                    if received.done():
+                        yield Policy(int(received.result()), self)
                     else:
-                        heard.cancel()
+                        received.cancel()
             address = moved.result()
 
 
 class Policy:
-    """A version, nothing more."""
+    """A version without weights."""
 
     def __init__(self, version: int, receiver: Receiver) -> None:
         self.version, self.receiver = version, receiver
@@ -106,13 +108,13 @@ class Policy:
     async def load(self) -> None:
         await asyncio.sleep(random.uniform(0, 0.02))
 
-    async def loaded(self) -> None:
-        self.receiver.samples.nudged.set()
+    async def loaded(self, timings: PauseTimings) -> None:
+        self.receiver.buffer.nudged.set()
         self.receiver.engine.first.set()
 
 
 async def task(problem: Problem, generate: Generate) -> Trajectory:
-    """The single turn, after trouble where the row says so."""
+    """The single turn, unless the row says that it fails."""
     kind = problem.row["answer"].partition(":")[0]
     if kind == "dead" or (kind == FLAKY and random.random() < 0.2):
         raise EpisodeError("the task gave up")
@@ -124,22 +126,24 @@ async def main(run: Run, name: str) -> None:
     config, engine = run.config(), Engine(run)
     client = Connection(config.buffer.address, name, "rollout", fingerprint(config))
     async with RewardPool(config.reward) as rewards, client:
-        samples = RolloutClient(client, lambda: engine.version)
-        generate = sampler(engine, config.sampling.max_tokens, 1.0, [END])
+        buffer = RolloutClient(client, lambda: engine.version)
+        generate = partial(
+            engine.generate, max_tokens=config.sampling.max_tokens, temperature=1.0, stop_token_ids=[END]
+        )
         episodes = Episodes(Prompts(), task, generate, rewards, config.batch.samples)
-        revoke = partial(episodes.abandon, reason="the buffer took the lease back")
+        revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
         async with asyncio.TaskGroup() as tasks:
             others = [
-                tasks.create_task(follow(Receiver(samples, engine), engine)),
-                tasks.create_task(heartbeats(samples, config.rollout.heartbeat_s, dict, revoke)),
+                tasks.create_task(follow(Receiver(buffer, engine), engine)),
+                tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, dict, revoke)),
             ]
             await engine.first.wait()
-            await roll(samples, episodes, Places(config.rollout.groups_in_flight))
+            await roll(buffer.ask, buffer, episodes, config.rollout.groups_in_flight)
             for other in others:
                 other.cancel()
 
 
 if __name__ == "__main__":
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    configure_logging()
     with suppress(KeyboardInterrupt):
         uvloop.run(main(Run(Path(sys.argv[1])), sys.argv[2]))

@@ -1,7 +1,7 @@
-"""Every token carries the version that sampled it: the real vLLM, under two models of which one foresees nothing.
+"""Every token carries the version that sampled it: the real vLLM with two models, one of which samples uniformly.
 
-With the last norm at 0 every token has log-probability -ln(vocabulary), exactly: so each token itself tells which
-version sampled it. Sequences of many lengths end and begin all the time, and versions change among them.
+With the last norm at 0 every token has log-probability -ln(vocabulary), exactly, so a token's log-probability tells
+which version sampled it. Sequences of many lengths begin and end all the time while versions change.
 """
 
 import asyncio
@@ -16,14 +16,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout.engine.vllm_engine import Engine, Request
+from rollout.engine.vllm_engine import Engine, Request, VLLMValidationError
+from rollout.errors import EpisodeError
 from tests.rollout.engine.test_vllm_engine import VOCABULARY, make_config, make_model
 
 RUNNING, UPDATES, LONGEST = 48, 12, 60
 
 
 async def swap(engine, folder, version):
-    """As `rollout.loop.follow` does it; odd versions foresee nothing."""
+    """As `rollout.loop.follow` does it; odd versions sample uniformly."""
     async with engine.paused():
         await engine.collective("rl_load_folder", str(folder / ("flat" if version % 2 else "model")), timeout_s=60)
         engine.version = version
@@ -50,7 +51,6 @@ async def play(folder):
 
 
 async def update(engine, folder):
-    engine._eos = ()  # every sequence runs to its full length
     done, completions = asyncio.Event(), []
     await swap(engine, folder, 0)
     asking = [asyncio.create_task(keep_asking(engine, number, done, completions)) for number in range(RUNNING)]
@@ -96,8 +96,8 @@ def test_no_token_is_lost_or_counted_twice(seen):
 
 
 class SlowFront:
-    """In vLLM's place: as it answers a pause, tokens sampled before still wait in this process, and are taken up one a
-    pass of the loop. Requests are named by their prompts."""
+    """Stands for vLLM's front end: when it acknowledges a pause, tokens sampled before still wait in this process, and
+    are read one per pass of the event loop. Requests are named by their prompts."""
 
     def __init__(self):
         self.request_states, self.waiting, self.paused = {}, [], False
@@ -120,7 +120,7 @@ class SlowFront:
         state.get = get
         return state
 
-    def take_up(self, request, last=False):
+    def read(self, request, last=False):
         state = self.request_states[request]
         state.tokens.append(9)
         if last:
@@ -134,7 +134,7 @@ class SlowFront:
     async def catch_up(self):
         for output in self.waiting:
             await asyncio.sleep(0)
-            self.take_up(*output)
+            self.read(*output)
 
     async def resume_generation(self):
         self.paused = False
@@ -142,40 +142,53 @@ class SlowFront:
 
 async def test_tokens_still_on_their_way_at_a_pause_belong_to_the_version_before():
     llm = SlowFront()
-    engine = Engine(llm, None, ())
+    engine = Engine(llm)
     short, long = (asyncio.create_task(engine.generate([request], 9, 1.0)) for request in (1, 2))
     await asyncio.sleep(0.01)
-    llm.take_up(1)
+    llm.read(1)
     llm.waiting = [*[(2,)] * 40, (1,), (1, True), (2,)]
-    async with engine.paused():
+    async with engine.paused() as timings:
         engine.version = 1  # as a load that takes no time
     assert not llm.paused
+    assert timings.paused_s >= timings.settle_s > 0 and timings.stop_s > 0 and timings.resume_s > 0
     assert engine.tokens == 44 and engine.stats()["running"] == 1
-    llm.take_up(2, True)
+    llm.read(2, True)
     assert (await short).versions == [0, 0, 0]
     assert (await long).versions == [0] * 41 + [1]
     late = asyncio.create_task(engine.generate([3], 9, 1.0))
     await asyncio.sleep(0.01)
-    llm.take_up(3, True)
+    llm.read(3, True)
     assert (await late).versions == [1]
 
 
 async def test_a_load_that_fails_changes_no_stamp_and_generation_goes_on():
     llm = SlowFront()
-    engine = Engine(llm, None, ())
+    engine = Engine(llm)
     asked = asyncio.create_task(engine.generate([1], 9, 1.0))
     await asyncio.sleep(0.01)
     with pytest.raises(ValueError, match="no such weights"):
         async with engine.paused():
             raise ValueError("no such weights")
     assert not llm.paused
-    llm.take_up(1, True)
+    llm.read(1, True)
     assert (await asked).versions == [0]
 
 
-def test_versions_of_a_run():
-    run = Request()
-    assert run.versions(2, 7) == [7, 7]
-    run.replaced = [(0, 3), (2, 4), (2, 5), (3, 6)]  # began under 3, sampled nothing by 3 and 5
-    assert run.versions(5, 7) == [4, 4, 6, 7, 7]
-    assert run.versions(3, 7) == [4, 4, 6]  # it ended before 7 came
+def test_versions_of_a_request():
+    request = Request()
+    assert request.versions(2, 7) == [7, 7]
+    request.boundaries = [(0, 3), (2, 4), (2, 5), (3, 6)]  # began under 3; 3 and 5 sampled nothing
+    assert request.versions(5, 7) == [4, 4, 6, 7, 7]
+    assert request.versions(3, 7) == [4, 4, 6]  # it ended before 7 came
+
+
+@pytest.mark.parametrize("refusal", [ValueError("no tokens"), VLLMValidationError("longer than max_model_len")])
+async def test_tokens_that_vllm_refuses_are_a_permanent_failure(refusal):
+    class Refusing(SlowFront):
+        async def add_request(self, name, prompt, parameters):
+            raise refusal
+
+    engine = Engine(Refusing())
+    with pytest.raises(EpisodeError, match=f"vLLM refuses 3 tokens: {refusal}") as caught:
+        await engine.generate([1, 2, 3], 9, 1.0)
+    assert caught.value.permanent and caught.value.kind == "task" and not engine._requests

@@ -1,7 +1,6 @@
-"""The real vLLM on a tiny random model: in-flight updates over the weights wire, judged against transformers.
+"""The real vLLM on a tiny random model: in-flight updates over the weights wire, compared with transformers.
 
-One engine a variant (tied and untied embeddings) plays the whole scenario once; each test looks at one side of what
-happened.
+One engine per variant (tied and untied embeddings) runs the whole scenario once; each test looks at one aspect.
 """
 
 import asyncio
@@ -24,7 +23,8 @@ from configs.schema import Config
 from learner.weights.plan import Spec
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
-from rollout.engine.vllm_engine import Engine, EngineDead, EngineError
+from rollout.engine.vllm_engine import Engine
+from rollout.errors import EngineDead, EngineError
 
 pytestmark = pytest.mark.vllm
 VOCABULARY, LENGTH, TEMPERATURE = 128, 300, 0.7
@@ -129,7 +129,7 @@ async def play(folder, tied):
 
 
 async def take(sender, engine, held, config):
-    """`rollout.loop.follow`, and word of each version."""
+    """`rollout.loop.follow`, which also puts each version into `held`."""
 
     async def where(known):
         if known:
@@ -137,10 +137,10 @@ async def take(sender, engine, held, config):
         return sender.address
 
     async for policy in Receiver(where, engine, "rollout-0", config.weights).policies():
-        async with engine.paused():
+        async with engine.paused() as timings:
             await policy.load()
             engine.version = policy.version
-        await policy.loaded()
+        await policy.loaded(timings)
         held.put_nowait(policy.version)
 
 
@@ -148,7 +148,6 @@ async def updates(seen, model, engine, sender, held):
     sender.publish(TorchPolicy(model), 0)
     assert await held.get() == 0
     seen.before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    ends, engine._eos = engine._eos, ()  # every sequence runs to its full length
     running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
     while engine.tokens < 60 * len(PROMPTS):
         await asyncio.sleep(0.005)
@@ -168,8 +167,7 @@ async def updates(seen, model, engine, sender, held):
     seen.in_flight_scores = [
         scores(old, p + c.tokens, TEMPERATURE)[len(p) - 1 :] for p, c in zip(PROMPTS, seen.in_flight, strict=True)
     ]
-    engine._eos = ends
-    seen.stopped = await asyncio.gather(*(engine.generate(p, 50, 1.0, STOPS) for p in PROMPTS))
+    seen.stopped = await asyncio.gather(*(engine.generate(p, 50, 1.0, [1, *STOPS]) for p in PROMPTS))
 
 
 async def folders(seen, model, engine, folder):
@@ -212,7 +210,9 @@ async def failures(seen, engine):
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def seen(request, tmp_path_factory):
     os.environ["VLLM_CPU_CI_ENV"] = "1"
-    logging.getLogger("vllm.v1.engine.async_llm").disabled = True  # its death is part of the play; pytest keeps records
+    logging.getLogger(
+        "vllm.v1.engine.async_llm"
+    ).disabled = True  # its death is part of the scenario; pytest keeps records
     happened = asyncio.run(play(tmp_path_factory.mktemp("model"), request.param))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
@@ -235,7 +235,7 @@ def test_tokens_carry_the_version_that_sampled_them(seen):
         assert difference(completion.logprobs[switch:], theirs[switch:]) > 0.05
 
 
-def test_after_the_update_vllm_says_what_torch_says(seen):
+def test_after_the_update_vllm_computes_what_torch_computes(seen):
     for completion, theirs in zip(seen.after, seen.after_scores, strict=True):
         assert completion.versions == [1] * 50
         assert difference(completion.logprobs, theirs) < 1e-3
@@ -260,11 +260,11 @@ def test_weights_load_from_a_folder_too(seen):
     assert "no .safetensors file" in seen.no_folder
 
 
-def test_figures_for_people(seen):
+def test_the_stats_count_sequences_and_tokens(seen):
     assert seen.stats_running["running"] == len(PROMPTS) and seen.stats_running["waiting"] == 0
     assert seen.stats_running["tokens_per_s"] > 0
     assert seen.idle["running"] == seen.idle["waiting"] == 0
 
 
-def test_death_of_the_engine_is_noticed_by_all_who_wait(seen):
+def test_the_engine_s_death_is_raised_in_all_pending_calls(seen):
     assert len(seen.deaths) == 5 and seen.death_s < 20  # of the 30 s the probe would take

@@ -1,26 +1,21 @@
 """Episodes: groups, failures, revoked leases, and what a sample holds."""
 
 import asyncio
+import logging
+import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from buffer.wire.protocol import WorkItem
 from buffer.wire.sample import Sample
-from rollout.episodes.episode import (
-    Completion,
-    EpisodeError,
-    Episodes,
-    Failure,
-    Generate,
-    Group,
-    Problem,
-    Trajectory,
-    first_error,
-    sampler,
-)
-from rollout.tasks import single_turn
-from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards
+from rollout.episodes.episode import Episodes, Failure, Group
+from rollout.episodes.failure_log import FailureLog
+from rollout.errors import EngineDead, EpisodeError, RewardError, first_error
+from rollout.tasks import Completion, Generate, Problem, Trajectory
+from rollout.tasks.single_turn import single_turn
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards
 
 STOP = ord(".")
 
@@ -30,7 +25,8 @@ def item(problem: str = "1+1=", answer: str = "2.") -> WorkItem:
 
 
 def episodes(engine: FakeEngine, task=single_turn, samples: int = 3) -> Episodes:
-    return Episodes(FakePrompts(), task, sampler(engine, 8, 0.7, [STOP]), FakeRewards(), samples)
+    generate = partial(engine.generate, max_tokens=8, temperature=0.7, stop_token_ids=[STOP])
+    return Episodes(FakePrompts(), task, generate, FakeRewards(), samples)
 
 
 def answering(text: str) -> FakeEngine:
@@ -58,21 +54,22 @@ async def test_a_cut_answer_says_so():
 
 
 async def test_too_long_a_prompt_is_a_permanent_failure_with_numbers():
-    assert await episodes(answering("2.")).run(item("9" * 21)) == Failure("prompt of 21 tokens", permanent=True)
+    assert await episodes(answering("2.")).run(item("9" * 21)) == Failure(
+        "prompt of 21 tokens", "prompt", permanent=True
+    )
 
 
 async def test_a_reward_that_fails_fails_the_group_and_is_no_zero():
     outcome = await episodes(answering("crash")).run(item())
     assert isinstance(outcome, Failure) and not outcome.permanent
-    assert outcome.reason.startswith("reward: fake took longer")
+    assert outcome.kind == "reward" and outcome.reason.startswith("fake took longer")
 
 
 async def test_a_refused_prompt_is_a_permanent_failure():
     def refuse(prompt: list[int]) -> list[int]:
-        raise ValueError("longer than max_model_len 4")
+        raise EpisodeError("vLLM refuses 4 tokens", permanent=True)
 
-    outcome = await episodes(FakeEngine(refuse)).run(item())
-    assert outcome == Failure("vLLM refuses 4 tokens: longer than max_model_len 4", permanent=True)
+    assert await episodes(FakeEngine(refuse)).run(item()) == Failure("vLLM refuses 4 tokens", "task", permanent=True)
 
 
 async def test_a_revoked_lease_aborts_its_generation_and_no_other():
@@ -82,13 +79,13 @@ async def test_a_revoked_lease_aborts_its_generation_and_no_other():
     revoked = asyncio.create_task(made.run(item()))
     kept = asyncio.create_task(made.run(item().model_copy(update={"lease": 71})))
     await asyncio.sleep(0.02)
-    made.abandon([70, 99], "the buffer took the lease back")
+    made.abandon([70, 99], Failure("the buffer took the lease back"))
     assert await asyncio.wait_for(revoked, 5) == Failure("the buffer took the lease back")
     await asyncio.sleep(0)
     assert engine.aborted == 3
     engine.gate.set()
     assert isinstance(await asyncio.wait_for(kept, 5), Group)
-    made.abandon([70], "again")  # a lease that is closed: nothing happens
+    made.abandon([70], Failure("again"))  # nothing happens to a lease that is closed
 
 
 async def test_cancelling_an_episode_aborts_its_generation():
@@ -132,36 +129,89 @@ async def test_a_task_may_give_up():
         raise EpisodeError("the tool server does not answer")
 
     outcome = await episodes(answering("2."), gives_up).run(item())
-    assert outcome == Failure("the tool server does not answer", permanent=False)
+    assert outcome == Failure("the tool server does not answer", "task", permanent=False)
 
 
-async def test_what_is_not_foreseen_is_raised():
+async def test_whatever_a_task_raises_fails_the_attempt_and_not_the_server():
     async def broken(problem: Problem, generate: Generate) -> Trajectory:
-        raise KeyError("a bug")
+        raise KeyError("a bug\nin two lines")
+
+    async def parallel(problem: Problem, generate: Generate) -> Trajectory:
+        async with asyncio.TaskGroup() as turns:
+            turns.create_task(broken(problem, generate))
+        raise AssertionError
+
+    async def forgetful(problem: Problem, generate: Generate) -> None:
+        await generate(problem.prompt)
+
+    for task in (broken, parallel):
+        failure = Failure("the task raised KeyError: 'a bug\\nin two lines'", "task")
+        assert await episodes(answering("2."), task).run(item()) == failure
+    outcome = await episodes(answering("2."), forgetful).run(item())
+    assert outcome == Failure("the task raised TypeError: NoneType returned instead of a Trajectory", "task")
+
+
+async def test_a_dead_engine_is_raised_through_a_task():
+    def die(prompt: list[int]) -> list[int]:
+        raise EngineDead("vLLM died")
 
     with pytest.raises(ExceptionGroup) as caught:
-        await episodes(answering("2."), broken).run(item())
-    assert isinstance(first_error(caught.value), KeyError)
+        await episodes(FakeEngine(die)).run(item())
+    assert isinstance(first_error(caught.value), EngineDead)
 
 
-async def test_outcomes_go_where_they_belong():
-    class Desk:
-        def __init__(self) -> None:
-            self.told: list[object] = []
+async def test_groups_are_put_and_failures_reported():
+    buffer = FakeBuffer()
+    await Group([]).deliver(buffer, item())
+    await Failure("why", "engine", permanent=True).deliver(buffer, item())
+    assert buffer.put_groups == {7: []} and buffer.failures == {7: ("engine", "why", True)}
+    assert buffer.returned == set()
+    await Failure("nobody tried", returned=True).deliver(buffer, item())
+    assert buffer.failures == {7: ("infrastructure", "nobody tried", False)} and buffer.returned == {7}
 
-        async def put(self, item: WorkItem, samples: list[Sample]) -> None:
-            self.told.append((item.item, samples))
 
-        async def fail(self, item: WorkItem, reason: str, permanent: bool = False) -> None:
-            self.told.append((item.item, reason, permanent))
+async def test_a_reason_is_one_bounded_line():
+    async def verbose(problem: Problem, generate: Generate) -> Trajectory:
+        raise EpisodeError("so\n  much " * 1000)
 
-        async def ask(self, room: int) -> None:
-            return None
+    outcome = await episodes(answering("2."), verbose).run(item())
+    assert isinstance(outcome, Failure)
+    assert outcome.reason.startswith("so much so much") and len(outcome.reason) == 300
 
-    desk = Desk()
-    await Group([]).deliver(desk, item())
-    await Failure("why", permanent=True).deliver(desk, item())
-    assert desk.told == [(7, []), (7, "why", True)]
+
+def failed(log: FailureLog, error: EpisodeError) -> None:
+    try:
+        raise error
+    except EpisodeError as raised:
+        log.record(raised, str(raised))
+
+
+def test_the_first_failure_of_a_kind_and_type_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture):
+    log = FailureLog()
+    for _ in range(5):
+        failed(log, RewardError("mine raised KeyError: 'x'", origin="KeyError"))
+    failed(log, RewardError("mine raised TypeError: 'x'", origin="TypeError"))
+    failed(log, EpisodeError("the task gave up"))
+    lines = [(record.levelno, record.message, record.exc_info is not None) for record in caplog.records]
+    assert lines == [
+        (logging.WARNING, "an attempt failed, kind reward: mine raised KeyError: 'x'", True),
+        (logging.WARNING, "an attempt failed, kind reward: mine raised TypeError: 'x'", True),
+        (logging.WARNING, "an attempt failed, kind task: the task gave up", True),
+    ]
+    assert "in failed" in caplog.text
+
+
+def test_later_failures_are_counted_and_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture):
+    log = FailureLog(repeat_s=0.2)
+    for _ in range(4):
+        failed(log, RewardError("no reward"))
+        failed(log, EpisodeError("gave up"))
+    time.sleep(0.25)
+    for _ in range(3):
+        failed(log, RewardError("still no reward"))
+    assert [record.message for record in caplog.records[2:]] == [
+        "4 more attempts failed, kind reward; the last: still no reward"
+    ]
 
 
 def test_completion_and_trajectory_keep_their_lengths_equal():

@@ -1,0 +1,57 @@
+"""What can go wrong with an attempt at an item. Raised by prompts, tasks, vLLM and the reward workers.
+
+`rollout/episodes/episode.py` turns an EpisodeError into a failure, which is reported to the buffer with its kind;
+EngineDead ends the server.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # reward workers import this file, and start faster without NumPy
+    from buffer.wire.protocol import FailureKind
+
+
+class EpisodeError(Exception):
+    """An attempt at an item failed; the text says why. Tasks may raise it, and the item is tried again.
+
+    `permanent`: no other attempt can succeed. `origin`: the type of the exception behind it, by name.
+    """
+
+    kind: "FailureKind" = "task"
+    permanent = False
+    origin = ""
+
+    def __init__(self, reason: str, permanent: bool = False, origin: str = "") -> None:
+        super().__init__(reason)
+        self.permanent, self.origin = permanent, origin or type(self).__name__
+
+
+class PromptError(EpisodeError):
+    """A row of the data set cannot become a prompt, whoever tries."""
+
+    kind = "prompt"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, permanent=True)
+
+
+class RewardError(EpisodeError):
+    """An answer could not be scored. Its group fails; it never gets a reward of 0 instead."""
+
+    kind = "reward"
+
+
+class EngineError(EpisodeError, RuntimeError):
+    """A call to vLLM failed, and vLLM lives on."""
+
+    kind = "engine"
+
+
+class EngineDead(RuntimeError):
+    """vLLM's process died or does not answer. Nothing but a restart of the server helps."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first exception that is no group: the cause, for people."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
