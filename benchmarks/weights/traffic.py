@@ -1,7 +1,7 @@
 """Requests that keep a rollout engine busy while `benchmarks.weights` and `benchmarks.weights_pause` update it.
 
-`RequestTraffic` keeps a number of sequences running, judges each token's version and notes when tokens came; `Lag` notes how
-late the event loop is. Both run in the server's loop and wait for the engine and the clock only.
+`RequestTraffic` keeps a number of sequences running, judges each token's version and notes when tokens came; `Lag`
+notes how late the event loop is. Both run in the server's loop and wait for the engine and the clock only.
 """
 
 import asyncio

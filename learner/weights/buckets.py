@@ -29,7 +29,7 @@ class Buckets:
     """
 
     def __init__(self, plan: Plan, device: torch.device, rotating: bool = False) -> None:
-        self.plan, self.device, self.rotating = plan, device, rotating
+        self.plan, self.rotating = plan, rotating
         rows = [max(1, -(-size // ROW)) for size in plan.sizes]
         places = [max(rows)] * min(2, len(rows)) if rotating else rows
         begins = [0, *accumulate(places)]

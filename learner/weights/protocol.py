@@ -56,7 +56,6 @@ class Received(Message):
     """All buckets have arrived and their checksums agree. `span_s`: from all ranks present to all buckets received."""
 
     round: Count
-    receive_s: float
     span_s: float
 
 
@@ -102,8 +101,6 @@ class TensorSpec(Message):
 class ServerWelcome(Message):
     """What will be sent: allocate room, then Join again with the digest."""
 
-    session: str
-    """Changes with each start of the learner."""
     tensors: list[TensorSpec]
     bucket_bytes: Count
     digest: str
@@ -113,12 +110,11 @@ class ServerWelcome(Message):
 class Joined(Message):
     """You are a member: an Offer follows when there is a newer version."""
 
-    session: str
-
 
 class Offer(Message):
+    """A version can be sent in this round."""
+
     round: Count
-    version: Count
 
 
 class Probe(Message):
@@ -145,6 +141,7 @@ class Go(Message):
 
     round: Count
     session: str
+    """Of the learner: changes with each start of it."""
     version: Count
     timeout_s: float
     source: RankAssignment | str
@@ -179,8 +176,6 @@ class Staged(Message):
     """From a worker to its server's front process: it has the buckets of `round`, or `reason` says why not."""
 
     round: Count
-    worker: Count
-    receive_s: float
     span_s: float = 0.0
     reason: str = ""
     fatal: bool = False

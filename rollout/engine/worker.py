@@ -60,32 +60,32 @@ class WorkerExtension:
         if self.rl_staging is not None:
             self.rl_staging.abort()
 
-    def rl_load(self, version: int) -> float:
-        """Load the staged `version`; returns seconds. The engine must be paused."""
+    def rl_load(self, version: int) -> None:
+        """Load the staged `version`. The engine must be paused."""
         assert self.rl_staging is not None
-        return self._rl_load(self.rl_staging.weights(version))
+        self._rl_load(self.rl_staging.weights(version))
 
-    def rl_load_folder(self, folder: str) -> float:
-        """Load the weights of a Hugging Face folder; returns seconds. The engine must be paused."""
-        return self._rl_load(tensors_in(files_in(Path(folder))))
+    def rl_load_folder(self, folder: str) -> None:
+        """Load the weights of a Hugging Face folder. The engine must be paused."""
+        self._rl_load(tensors_in(files_in(Path(folder))))
 
-    def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> float:
+    def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
 
         Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
         model = self.model_runner.get_model()
         if loads_plainly(model, self.vllm_config, self.device):
-            return self._rl_load(weights)
+            self._rl_load(weights)
+            return
         try:
             # cloned, because vLLM keeps them until a layer is complete
-            return self._rl_load((name, tensor.clone()) for name, tensor in weights)
+            self._rl_load((name, tensor.clone()) for name, tensor in weights)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
     @torch.no_grad()
-    def _rl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
-        started = time.perf_counter()
+    def _rl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         with ExitStack() as stack:
@@ -101,7 +101,6 @@ class WorkerExtension:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         check_complete(expected, loaded, self.model_config)
-        return time.perf_counter() - started
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:

@@ -210,8 +210,7 @@ class Receiver:
             log.warning("weights: version %d was not received: %s", go.version, bad.reason)
             return self._fail(Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
         self._join = self._join.model_copy(update={"session": go.session, "version": go.version})
-        receive_s, span_s = (max(getattr(report, key) for report in self._reports) for key in ("receive_s", "span_s"))
-        self._say(Received(round=go.round, receive_s=receive_s, span_s=span_s))
+        self._say(Received(round=go.round, span_s=max(report.span_s for report in self._reports)))
         if self._streamed:
             self._streamed.finish()
             self._streamed = None

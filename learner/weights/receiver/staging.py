@@ -8,7 +8,6 @@ most the timeout that Go carries, and reports to the front process when it ends 
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
 """Bytes of GPU memory to leave free beside a staging copy."""
-Load = Callable[[Iterator[tuple[str, torch.Tensor]]], float]
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 class Staging:
@@ -109,7 +108,7 @@ class Staging:
     ) -> None:
         if before:
             before.join(go.timeout_s)
-        started, reason, fatal = time.perf_counter(), "", False
+        reason, fatal = "", False
         try:
             with own_stream(self.device):
                 got = self._take(go, weights, channel)
@@ -123,11 +122,8 @@ class Staging:
             fatal = bool(reason)
             if not reason and not weights.rotating and weights is self._buckets:
                 self._version = go.version
-        seconds, span_s = time.perf_counter() - started, channel.span_s if channel else 0.0
-        tell(
-            notify,
-            Staged(round=go.round, worker=self.worker, receive_s=seconds, span_s=span_s, reason=reason, fatal=fatal),
-        )
+        span_s = channel.span_s if channel else 0.0
+        tell(notify, Staged(round=go.round, span_s=span_s, reason=reason, fatal=fatal))
 
     def _take(self, go: Go, weights: Buckets, channel: Channel | None) -> list[int]:
         """Receive all buckets, and load each at once if rotating; returns their checksums."""

@@ -56,7 +56,6 @@ class Distributor:
     ) -> None:
         plan = copies.plan
         welcome = ServerWelcome(
-            session=session,
             tensors=[TensorSpec(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots],
             bucket_bytes=config.bucket_mib << 20,
             digest=plan.digest,
@@ -107,7 +106,7 @@ class Distributor:
     async def _serve_round(self, policy: PublishedPolicy) -> None:
         self._round += 1
         started = time.perf_counter()
-        ready = await self._offer(policy.version)
+        ready = await self._offer()
         if not ready:
             return
         try:
@@ -135,12 +134,12 @@ class Distributor:
             self._last_round = self._last_round | stats
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
-    async def _offer(self, version: int) -> list[Member]:
-        """Offer `version` to the members that lack the newest; returns those that are ready in time."""
+    async def _offer(self) -> list[Member]:
+        """Offer the round to the members that lack the newest policy; returns those that are ready in time."""
         members = self._stale()
         for member in members:
             member.round, member.answer = self._round, None
-            self.members.say(member, Offer(round=self._round, version=version))
+            self.members.say(member, Offer(round=self._round))
         return await self._answered(members, Ready)
 
     def _go(self, policy: PublishedPolicy, ready: list[Member]) -> None:

@@ -178,7 +178,7 @@ class Members:
                     self._remove(other)
             self._by_route[route] = Member(route, join.name, join.workers, (join.session, join.version))
             log.info("weights: %s joined, %d worker(s), version %d", join.name, join.workers, join.version)
-        return Joined(session=self._welcome.session)
+        return Joined()
 
     async def _beat(self) -> None:
         heartbeat_s = self._welcome.heartbeat_s
