@@ -1,8 +1,8 @@
 """Rollout servers as processes that tests can kill, on CPUs or GPUs, and the learner's sender that serves them.
 
-`python -m tests.harness.fork_server` imports everything once, reads lines `ADDRESS NAME MODE DEVICE STAGING` and forks a
-server (`weights_server.serve`) for each, so that a server starts in milliseconds. It forwards what a server prints under
-the server's name. `Cluster` is the tests' side: which devices there are, and how long each wait may take.
+`python -m tests.harness.fork_server` imports everything once, reads lines `ADDRESS NAME MODE DEVICE STAGING` and forks
+a server (`weights_server.serve`) for each, so that a server starts in milliseconds. It forwards what a server prints
+under the server's name. `Cluster` is the tests' side: which devices there are, and how long each wait may take.
 """
 
 import asyncio
