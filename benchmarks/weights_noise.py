@@ -1,9 +1,9 @@
-"""By how much does bfloat16 alone move the log-probabilities of a random model?
+"""By how much does bfloat16 alone change the log-probabilities of a random model?
 
-`python -m benchmarks.weights_noise` runs on a CPU, in three minutes on two cores. The shapes of `benchmarks.weights`,
-weights drawn as there, tokens drawn as for its probe: transformers in bfloat16 against transformers in float32 with the
-same weights, block by block. What is left between two right implementations cannot be less than about this, so it is
-the limit beside the probe of that benchmark. Prints one table; writes JSON.
+`python -m benchmarks.weights_noise` takes three minutes on two CPU cores. It has the shapes, the random weights and the
+random probe tokens of `benchmarks.weights`, and compares transformers in bfloat16 with transformers in float32 on the
+same weights, block by block. Two correct implementations cannot agree much better than that, so it is the limit for the
+probe of that benchmark. Prints one table; writes JSON.
 """
 
 import argparse
@@ -25,44 +25,44 @@ BF16 = torch.bfloat16
 
 @torch.no_grad()
 def noise(shape: str, seed: int) -> tuple[float, float]:
-    """Mean absolute difference of the log-probabilities, in nat; standard deviation of the logits."""
+    """Mean absolute difference of the log-probabilities, in nat, and standard deviation of the logits."""
     keys: dict[str, Any] = COMMON | SHAPES[shape] | {"attn_implementation": "sdpa"}
     config = Qwen2Config(**keys)
     torch.manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (PROBE_TOKENS,))
-    embedding = drawn(config.vocab_size, config.hidden_size, config)
-    head = embedding if config.tie_word_embeddings else drawn(config.vocab_size, config.hidden_size, config)
-    places = Qwen2RotaryEmbedding(config)
+    embedding = random_matrix(config.vocab_size, config.hidden_size, config)
+    head = embedding if config.tie_word_embeddings else random_matrix(config.vocab_size, config.hidden_size, config)
+    rotary = Qwen2RotaryEmbedding(config)
     exact, rounded = Qwen2DecoderLayer(config, 0), Qwen2DecoderLayer(config, 0).to(BF16)
     hidden = {exact: embedding[tokens][None].float(), rounded: embedding[tokens][None]}
     del embedding
     for _ in range(config.num_hidden_layers):
-        draw(exact, config)
+        randomize(exact, config)
         rounded.load_state_dict(exact.state_dict())
         for block in hidden:
-            turned = places(hidden[block], torch.arange(PROBE_TOKENS)[None])
-            hidden[block] = block(hidden[block], position_embeddings=turned, attention_mask=None)
-    logits = [normed(x).to(x.dtype).float() @ head.float().T for x in hidden.values()]
+            cos_sin = rotary(hidden[block], torch.arange(PROBE_TOKENS)[None])
+            hidden[block] = block(hidden[block], position_embeddings=cos_sin, attention_mask=None)
+    logits = [rms_norm(x).to(x.dtype).float() @ head.float().T for x in hidden.values()]
     a, b = (x[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None]) for x in logits)
     return float((a - b).abs().mean()), float(logits[0].std())
 
 
-def drawn(rows: int, columns: int, config: Any) -> Tensor:
-    """A matrix as `learner.initial.draw` draws it, rounded to bfloat16."""
+def random_matrix(rows: int, columns: int, config: Any) -> Tensor:
+    """A matrix like those of `init_random` in learner/model/loading.py, rounded to bfloat16."""
     return torch.empty(rows, columns).normal_(0.0, config.initializer_range).to(BF16)
 
 
-def draw(block: torch.nn.Module, config: Any) -> None:
-    """Random weights, exact in bfloat16."""
+def randomize(block: torch.nn.Module, config: Any) -> None:
+    """Fill `block` with random weights that bfloat16 represents exactly."""
     for name, parameter in block.named_parameters():
         if parameter.dim() > 1:
-            parameter.copy_(drawn(parameter.shape[0], parameter.shape[1], config))
+            parameter.copy_(random_matrix(parameter.shape[0], parameter.shape[1], config))
         else:
             parameter.fill_("norm" in name)
 
 
-def normed(hidden: Tensor) -> Tensor:
-    """The last norm, in float32."""
+def rms_norm(hidden: Tensor) -> Tensor:
+    """The last norm with weight 1, in float32."""
     return hidden.float() * torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + 1e-6)
 
 

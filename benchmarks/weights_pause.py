@@ -1,9 +1,9 @@
-"""Where does the time of a pause go, and what does the front process do meanwhile? One server, no learner; CPU or GPU.
+"""How long is each part of a pause, and how busy is the front process meanwhile? One server, no learner; CPU or GPU.
 
-`python -m benchmarks.weights_pause` keeps 256 sequences running on a model of random weights
-(`--shape`), pauses and resumes it `--pauses` times with a load of nothing between, first the way a rollout server does:
-one output a sequence, versions stamped by count. The peer is the usual way, in the same run: an output a token, stamped
-as it comes, and vLLM's `pause_generation`. Prints one table; writes JSON.
+`python -m benchmarks.weights_pause` keeps 256 sequences running on a model of random weights (`--shape`), and pauses
+and resumes it `--pauses` times with an empty call in place of the load, first as a rollout server does: one output per
+sequence, versions stamped by count. The peer is the usual way, in the same run: one output per token, stamped when it
+arrives, and vLLM's `pause_generation`. Prints one table; writes JSON.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from benchmarks.weights.traffic import Lag, RequestTraffic, vocabulary_of
 from configs.schema import Config
 from learner.weights.receiver.staged import PauseTimings
 
-PEER = "an output a token, pause_generation"
+PEER = "one output per token, pause_generation"
 PARTS = {
     "paused_s": "paused",
-    "stop_s": "  until vLLM's process stands still",
-    "settle_s": "  until its last tokens are here (beside the load)",
-    "load_s": "  an empty call for a load",
+    "stop_s": "  until vLLM has stopped",
+    "settle_s": "  until its last tokens have arrived (beside the load)",
+    "load_s": "  an empty call in place of the load",
     "resume_s": "  resume",
-    "reach_s": "a call's way to the worker, while generating",
-    "back_s": "its answer's way back",
+    "reach_s": "latency of a call to the worker, while generating",
+    "back_s": "latency of its answer",
     "late_s": "longest delay of the event loop in the pause",
 }
 
 
 class PerToken:
-    """The usual way: every token is an output of its own, and vLLM waits 20 ms before it says that all is still."""
+    """The usual way: every token is an output of its own, and vLLM acknowledges a pause after another 20 ms."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._llm, self.version, self.tokens = engine, engine._llm, 0, 0
@@ -50,7 +50,7 @@ class PerToken:
         self._chunks = 0
 
     async def generate(self, prompt: list[int], max_tokens: int, temperature: float) -> Any:
-        """As a server that streams would."""
+        """As a server that streams its outputs does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -93,12 +93,12 @@ class PerToken:
 
 
 async def pauses(engine: Any, args: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """One half of the benchmark: figures of each pause, and the front process's in between."""
+    """One half of the benchmark: the timings of each pause, and the front process's load over all of them."""
     traffic, lag = RequestTraffic(engine, vocabulary, args.running, args.length), Lag()
     found: list[dict[str, float]] = []
     async with asyncio.TaskGroup() as tasks:
         running = [*traffic.start(tasks), tasks.create_task(lag.watch())]
-        while engine.tokens < args.running:  # all prompts are through
+        while engine.tokens < args.running:  # until all prompts are prefilled
             await asyncio.sleep(0.1)
         await asyncio.sleep(2 * args.gap)
         lag.busy()
@@ -113,7 +113,7 @@ async def pauses(engine: Any, args: argparse.Namespace, vocabulary: int) -> dict
 
 
 async def pause(engine: Any, lag: Lag) -> dict[str, float]:
-    """The parts of one pause."""
+    """The timings of one pause."""
     sent = time.monotonic()
     (there,) = await engine.collective("rl_ping", timeout_s=60.0)
     figures = {"reach_s": there - sent, "back_s": time.monotonic() - there}
@@ -127,7 +127,7 @@ async def pause(engine: Any, lag: Lag) -> dict[str, float]:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Both halves on one engine."""
+    """Both halves, on one engine."""
     from rollout.engine.vllm_engine import Engine
 
     config = Config.model_validate({
@@ -148,14 +148,14 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
 
 
 def rows_of(ours: dict[str, Any], theirs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Medians and worst of each part."""
+    """Median and worst of each timing."""
     rows = []
     for key, what in PARTS.items():
         for word, of in (("median", median), ("worst", max)):
             values = [1000.0 * float(of([pause[key] for pause in half["pauses"]])) for half in (ours, theirs)]
             rows.append(ResultRow(f"{what}, {word}", values[0], "ms", PEER, values[1]))
     per_token = [1e6 * half["busy"] / half["rate"] for half in (ours, theirs)]
-    rows.append(ResultRow("front process's CPU time a token", per_token[0], "us", PEER, per_token[1]))
+    rows.append(ResultRow("front process's CPU time per token", per_token[0], "us", PEER, per_token[1]))
     rows.append(ResultRow("tokens/s, pauses included", ours["rate"], "1/s", PEER, theirs["rate"]))
     rows.append(ResultRow("requests lost", ours["lost"], "", PEER, theirs["lost"]))
     return [row.line() for row in rows]

@@ -1,11 +1,10 @@
-"""How long does a new policy take into running servers, and for how long do they stand still?
+"""How long does a new policy take to reach running servers, and for how long do they pause?
 
 `python -m benchmarks.weights --cases a,b` needs two GPUs for `a` and `b`, four for `c` and `d`, none for `toy`; with
-`--shared` fewer will do, which shows that a case works, not how fast. Each case starts the real ends
-(`benchmarks.weights.ends`), keeps 256 sequences running on each server and publishes versions: first by Headrace's
-wire, then the same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same servers, same load,
-same pause. The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes JSON. The weights
-are random.
+`--shared` fewer are enough, which shows that a case works, not how fast it is. Each case starts the real ends
+(`ends.py`), keeps 256 sequences running on each server and publishes versions: first over Headrace's wire, then the
+same weights by vLLM's own NCCLWeightTransferEngine (packed), which is the peer: same servers, same load, same pause.
+The limit is a plain broadcast of 1 GiB between the same GPUs. Prints one table; writes JSON. The weights are random.
 """
 
 import argparse
@@ -33,21 +32,21 @@ ENGINE = {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64, 128, 192, 256, 264],
     },
 }  # fmt: skip
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
-"""For ends that share GPUs: NCCL refuses two ranks on one, unless they say that they are of two hosts (NCCL_HOSTID);
-then it goes through sockets."""
+"""For ends that share GPUs: NCCL refuses two ranks on one GPU unless they claim to be on two hosts (NCCL_HOSTID); it
+then communicates through sockets."""
 
 
 class End:
-    """A process of `benchmarks.weights.ends` on certain GPUs."""
+    """A process of `ends.py` on certain GPUs."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self.process, self.log = process, log
 
     @classmethod
     async def start(cls, role: str, given: dict[str, Any], gpus: list[int], log: Path, **env: str) -> "End":
-        first = int(os.environ.get("FIRST_GPU", "0"))  # so that two cases can run side by side
+        first = int(os.environ.get("FIRST_GPU", "0"))  # lets two cases run at the same time
         seen = {
             "CUDA_VISIBLE_DEVICES": ",".join(str(first + gpu) for gpu in gpus),
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
@@ -68,30 +67,30 @@ class End:
         return cls(process, log)
 
     def tell(self, *words: object) -> None:
-        """An order."""
+        """Write one command to its stdin."""
         assert self.process.stdin
         self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
-    async def hear(self, key: str, timeout_s: float = 150.0) -> dict[str, Any]:
-        """The answer that has `key`."""
+    async def answer(self, key: str, timeout_s: float = 150.0) -> dict[str, Any]:
+        """Wait for the answer that has `key`."""
         assert self.process.stdout
         async with asyncio.timeout(timeout_s):
             while line := await self.process.stdout.readline():
-                if line.startswith(b"@") and key in (answer := json.loads(line[1:])):
-                    return dict(answer)
-                with open(self.log, "ab") as file:  # what vLLM prints
+                if line.startswith(b"@") and key in (found := json.loads(line[1:])):
+                    return dict(found)
+                with open(self.log, "ab") as file:  # vLLM's own output
                     file.write(line)
-        raise RuntimeError(f"a process ended before it said {key}")
+        raise RuntimeError(f"a process ended before it answered {key}")
 
     async def end(self) -> None:
-        """Kill it and what it started."""
+        """Kill it and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
 
 
 def config_of(case: WeightsCase, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The run file's part that matters here."""
+    """The part of a run file that matters here."""
     engine = {key: value for key, value in (ENGINE | json.loads(args.engine)).items() if value is not None}
     return {
         "model": {"path": str(folder)},
@@ -99,13 +98,14 @@ def config_of(case: WeightsCase, folder: Path, args: argparse.Namespace) -> dict
         "reward": {"function": "countdown"},
         "sampling": {"max_tokens": args.length},
         "rollout": {"tensor_parallel": case.tensor_parallel, "engine": engine},
-        "weights": {"probe_every": PROBE_EVERY, "timeout_s": DEADLINE_S, "probe_tolerance": args.tolerance,
+        "weights": {"probe_every": PROBE_EVERY, "timeout_s": TIMEOUT_S, "probe_tolerance": args.tolerance,
                     "bucket_mib": args.bucket_mib, "staging": args.staging},
     }  # fmt: skip
 
 
-def places(case: WeightsCase, shared: bool) -> tuple[list[int], list[list[int]], bool]:
-    """The learner's GPUs, those of each server, and whether some are the same. Raises RuntimeError for too few."""
+def assign_gpus(case: WeightsCase, shared: bool) -> tuple[list[int], list[list[int]], bool]:
+    """The learner's GPUs, those of each server, and whether some are shared. Raises RuntimeError if there are too
+    few."""
     learner, seen = list(range(case.ranks)), torch.cuda.device_count()
     needed = case.ranks + case.servers * case.tensor_parallel
     servers = [list(range(at, at + case.tensor_parallel)) for at in range(case.ranks, needed, case.tensor_parallel)]
@@ -117,16 +117,16 @@ def places(case: WeightsCase, shared: bool) -> tuple[list[int], list[list[int]],
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port on which nothing listens now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """One case; everything measured."""
+    """Run one case; returns its raw measurements."""
     given = {"config": config_of(case, folder_of(case.shape, work), args)}
     world = 1 + case.servers * case.tensor_parallel
-    gpus_of_learner, gpus_of_servers, shared = places(case, args.shared)
+    gpus_of_learner, gpus_of_servers, shared = assign_gpus(case, args.shared)
     ports = {key: str(free_port()) for key in ("MASTER_PORT", "PEER_PORT")}
     ends: list[End] = []
     try:
@@ -151,16 +151,16 @@ async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[s
 async def measure(
     case: WeightsCase, args: argparse.Namespace, servers: list[End], learners: list[End], world: int
 ) -> dict[str, Any]:
-    """Ours, then the peer's."""
-    hello = await learners[0].hear("address")
+    """Measure Headrace's updates, then the peer's."""
+    hello = await learners[0].answer("address")
     for server in servers:
-        await server.hear("started")
+        await server.answer("started")
         server.tell("address", hello["address"])
     for server in servers:
-        await server.hear("serving")
+        await server.answer("serving")
     for learner in learners:
         learner.tell("updates", args.updates, args.gap)
-    updates = (await asyncio.gather(*(learner.hear("updates") for learner in learners)))[0]["updates"]
+    updates = (await asyncio.gather(*(learner.answer("updates") for learner in learners)))[0]["updates"]
     pushes: list[list[dict[str, float]]] = []
     problem = ""
     try:
@@ -170,16 +170,16 @@ async def measure(
         problem = f"{type(error).__name__}: {error}"
     for server in servers:
         server.tell("stop")
-    reports = await asyncio.gather(*(server.hear("events") for server in servers))
+    reports = await asyncio.gather(*(server.answer("events") for server in servers))
     return {"bytes": hello["bytes"], "updates": updates, "servers": list(reports), "peer": pushes, "problem": problem}
 
 
 async def peer(updates: int, servers: list[End], learners: list[End], world: int) -> list[list[dict[str, float]]]:
-    """The same weights by vLLM's own transfer."""
+    """Measure the same weights sent by vLLM's own transfer."""
     for end in (*learners, *servers):
         end.tell("peer", world)
     for end in (*learners, *servers):
-        await end.hear("joined", 60.0)
+        await end.answer("joined", 60.0)
     pushes = []
     for _ in range(updates + 1):
         started = time.monotonic()
@@ -187,22 +187,22 @@ async def peer(updates: int, servers: list[End], learners: list[End], world: int
             learner.tell("push")
         for server in servers:
             server.tell("push", started)
-        pushes.append([(await server.hear("pushed", 60.0))["pushed"] for server in servers])
+        pushes.append([(await server.answer("pushed", 60.0))["pushed"] for server in servers])
         for learner in learners:
-            await learner.hear("sent", 60.0)
+            await learner.answer("sent", 60.0)
         await asyncio.sleep(0.3)
     return pushes[1:]  # the first one warms up
 
 
-async def limit(world: int, work: Path) -> float:
+async def measure_limit(world: int, work: Path) -> float:
     """GB/s of a plain broadcast over the first `world` GPUs."""
     ends = [await End.start("limit", {"rank": 0, "world": world, "port": 0}, [0], work / "limit.log")]
     try:
-        port = (await ends[0].hear("port", 60.0))["port"]
+        port = (await ends[0].answer("port", 60.0))["port"]
         for rank in range(1, world):
             given = {"rank": rank, "world": world, "port": port}
             ends.append(await End.start("limit", given, [rank], work / "limit.log"))
-        return float((await ends[0].hear("gb_per_s", 60.0))["gb_per_s"])
+        return float((await ends[0].answer("gb_per_s", 60.0))["gb_per_s"])
     finally:
         for end in ends:
             await end.end()
@@ -215,14 +215,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--gap", type=float, default=7.5, help="seconds between updates: two windows of tokens/s fit")
     parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--length", type=int, default=768, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=768, help="tokens per sequence")
     parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--staging", default="auto")
     parser.add_argument("--tolerance", type=float, default=0.02)
-    parser.add_argument("--engine", default="{}", help="JSON for vLLM over the benchmark's own")
-    parser.add_argument("--shape", choices=SHAPES, help="another of benchmarks.weights.shapes than the case's")
+    parser.add_argument("--engine", default="{}", help="JSON of engine arguments that override the benchmark's own")
+    parser.add_argument("--shape", choices=SHAPES, help="a shape of shapes.py other than the case's")
     parser.add_argument("--shared", action="store_true", help="let ends share GPUs where there are too few")
-    parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out; it needs GPUs")
+    parser.add_argument("--peer", type=int, default=1, help="0 leaves vLLM's own transfer out, which needs GPUs")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-weights"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "weights.json")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take")
@@ -245,8 +245,8 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         world = 1 + case.servers * case.tensor_parallel
         try:
-            if not places(case, args.shared)[2] and world not in fastest:
-                fastest[world] = asyncio.run(limit(world, work))
+            if not assign_gpus(case, args.shared)[2] and world not in fastest:
+                fastest[world] = asyncio.run(measure_limit(world, work))
             raw[name] = asyncio.run(asyncio.wait_for(run(case, args, work), args.timeout))
             rows += rows_of(name, case, raw[name], fastest.get(world))
             failed += bool(raw[name]["problem"])

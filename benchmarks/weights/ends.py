@@ -1,10 +1,10 @@
 """The processes of `benchmarks.weights`: `python -m benchmarks.weights.ends learner|server|limit JSON`.
 
-Each takes orders as words on stdin and answers with JSON lines that begin with @ on stdout; its parent is the
-benchmark. A learner is the real policy under FSDP with random weights (no optimizer, which the wire never touches) and
-the real sender; a server is the real engine and receiver. At odd versions the last norm is 0, so every token has
-log-probability -ln(vocabulary) exactly: each token tells whether its stamp is right. All times are of the machine's
-one monotonic clock.
+Each reads commands from stdin and answers on stdout with lines of JSON that begin with @; its parent is the benchmark.
+A learner is the real policy under FSDP with random weights (without an optimizer, which the wire never touches) and the
+real sender; a server is the real engine and receiver. At odd versions the last norm is 0, so that every token has
+log-probability -ln(vocabulary) exactly: each token shows whether its version stamp is right. All times are read from
+the host's monotonic clock.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
 SERVED_S = 100.0
-"""The longest that a version may take to the servers."""
+"""Longest wait until a version has reached all servers."""
 GPU = torch.cuda.is_available()
 PARTS = ("stop_s", "settle_s", "resume_s")
 
 
 def say(**fields: Any) -> None:
-    """One answer."""
+    """Print one answer."""
     print("@" + json.dumps(fields), flush=True)
 
 
 def learner(config: Config) -> None:
-    """A rank: `updates N GAP`, `peer WORLD`, `push`, `stop`."""
+    """A learner rank. Commands: `updates N GAP`, `peer WORLD`, `push`, `stop`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from learner.model.policy import Policy
@@ -56,12 +56,12 @@ def learner(config: Config) -> None:
     wire.publish(policy, 0)
     peer = VllmPeer(policy, rank)
     for line in sys.stdin:
-        order, *words = line.split()
-        if order == "updates":
+        command, *words = line.split()
+        if command == "updates":
             say(updates=[update(policy, wire, version, float(words[1])) for version in range(1, 1 + int(words[0]))])
-        elif order == "peer":
+        elif command == "peer":
             peer.join(int(words[0]))
-        elif order == "push":
+        elif command == "push":
             peer.push()
         else:
             break
@@ -70,7 +70,7 @@ def learner(config: Config) -> None:
 
 
 def update(policy: Any, wire: Any, version: int, gap_s: float) -> dict[str, float]:
-    """Publish a version and wait until all servers have it; its times."""
+    """Publish a version and wait until all servers have loaded it; returns its timings."""
     norm = policy.model.get_decoder().norm.weight
     with torch.no_grad():
         norm.to_local().fill_(1.0 - version % 2)
@@ -115,13 +115,13 @@ class VllmPeer:
 
 
 def synchronize() -> None:
-    """Until this process's GPU has done all."""
+    """Wait until this process's GPU is idle."""
     if GPU:
         torch.cuda.synchronize()
 
 
 class Serving:
-    """A rollout server: the real engine and receiver, followed as `rollout.loop.follow` does it, under traffic."""
+    """A rollout server under load: the real engine and receiver, with policies loaded as in `rollout.loop.follow`."""
 
     def __init__(self, engine: Any, config: Config, name: str, running: int, length: int) -> None:
         self.engine, self.config, self.name = engine, config, name
@@ -130,7 +130,7 @@ class Serving:
         self.events: list[dict[str, Any]] = []
 
     async def follow(self, address: str) -> None:
-        """Take each policy; what is known of each pause."""
+        """Load each policy and record its pause."""
         from learner.weights.receiver.follow import Receiver
 
         async def where(known: str | None) -> str:
@@ -164,7 +164,7 @@ class Serving:
         say(joined=True)
 
     async def push(self, published: float) -> None:
-        """One update by vLLM's own transfer; its times."""
+        """One update by vLLM's own transfer; answers with its timings."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         names, shapes = zip(*specs_of(self.config), strict=True)
@@ -178,30 +178,30 @@ class Serving:
         say(pushed=self.pause(timings, started, swapped) | {"lag_s": swapped - published})
 
     def report(self) -> dict[str, Any]:
-        """All of it; the first policy loaded an idle engine and does not count."""
+        """All measurements but those of the first policy, which was loaded into an idle engine."""
         events = [event | self.traffic.around(event["paused"], event["swapped"]) for event in self.events[1:]]
         counts = {key: getattr(self.traffic, key) for key in ("finished", "lost", "early", "late", "tokens")}
         return {"events": events, "busy": self.busy, **counts}
 
-    async def obey(self, orders: "asyncio.Queue[list[str]]", offset: int) -> None:
-        """`peer WORLD`, `push PUBLISHED`, until `stop`."""
-        while (order := await orders.get())[0] != "stop":
-            if order[0] == "peer":
-                self.busy = self.lag.busy()  # of the updates, which are over
-                await self.join(offset, int(order[1]))
+    async def run(self, commands: "asyncio.Queue[list[str]]", offset: int) -> None:
+        """Execute `peer WORLD` and `push PUBLISHED` until `stop`."""
+        while (command := await commands.get())[0] != "stop":
+            if command[0] == "peer":
+                self.busy = self.lag.busy()  # measured over the updates, which end here
+                await self.join(offset, int(command[1]))
             else:
-                await self.push(float(order[1]))
+                await self.push(float(command[1]))
 
 
 async def server(config: Config, name: str, running: int, length: int, offset: int) -> None:
-    """The server's process: the learner's address is the first order."""
+    """The server's process: its first command is the learner's address."""
     from rollout.engine.vllm_engine import Engine
 
     engine = await Engine.start(config, seed=1)
-    orders = orders_from_stdin()
+    commands = commands_from_stdin()
     say(started=name)
     serving = Serving(engine, config, name, running, length)
-    address = (await orders.get())[1]
+    address = (await commands.get())[1]
     async with asyncio.TaskGroup() as tasks:
         others = [tasks.create_task(serving.follow(address))]
         await serving.first.wait()
@@ -209,7 +209,7 @@ async def server(config: Config, name: str, running: int, length: int, offset: i
         await asyncio.sleep(5.0)
         serving.lag.busy()
         say(serving=name)
-        await serving.obey(orders, offset)
+        await serving.run(commands, offset)
         serving.busy = serving.busy or serving.lag.busy()
         for other in others:
             other.cancel()
@@ -217,8 +217,8 @@ async def server(config: Config, name: str, running: int, length: int, offset: i
     await engine.close()
 
 
-def orders_from_stdin() -> "asyncio.Queue[list[str]]":
-    """Each line as its words."""
+def commands_from_stdin() -> "asyncio.Queue[list[str]]":
+    """The lines of stdin, each split into words."""
     lines: asyncio.Queue[list[str]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -239,7 +239,7 @@ def specs_of(config: Config) -> list[tuple[str, list[int]]]:
 
 
 def limit(rank: int, world: int, port: int) -> None:
-    """What a plain broadcast of 1 GiB reaches on these GPUs: rank 0 says GB/s, the median of ten."""
+    """Measure a plain broadcast of 1 GiB on these GPUs: rank 0 answers with the median GB/s of ten."""
     from learner.weights.channel import Channel, Rendezvous
 
     device = torch.device("cuda", 0) if GPU else torch.device("cpu")
@@ -247,17 +247,17 @@ def limit(rank: int, world: int, port: int) -> None:
     if GPU:
         torch.cuda.set_device(device)
     if rank == 0:
-        store = Rendezvous("127.0.0.1", 60.0)
-        say(port=store.port)
-        port = store.port
+        rendezvous = Rendezvous("127.0.0.1", 60.0)
+        say(port=rendezvous.port)
+        port = rendezvous.port
     channel = Channel("127.0.0.1", port, 0, rank, world, device, 60.0)
     channel.connect()
-    room = [torch.ones(size, dtype=torch.uint8, device=device)] * 10
+    buckets = [torch.ones(size, dtype=torch.uint8, device=device)] * 10
     rates = []
     for _ in range(10):
-        for _ in channel.broadcast(room):
+        for _ in channel.broadcast(buckets):
             pass
-        rates.append(len(room) * size / channel.span_s / 1e9)
+        rates.append(len(buckets) * size / channel.span_s / 1e9)
     say(gb_per_s=median(rates))
 
 

@@ -1,5 +1,5 @@
-"""What `benchmarks.weights` and `benchmarks.weights_pause` run on: shapes of models, which get random weights, and
-layouts of GPUs."""
+"""What `benchmarks.weights` and `benchmarks.weights_pause` run on: model shapes, which get random weights, and GPU
+layouts."""
 
 import json
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ COMMON = {
 
 @dataclass(frozen=True)
 class WeightsCase:
-    """GPUs of the learner first, then of each server."""
+    """A layout and its targets: `ranks` learner GPUs, then `servers` servers of `tensor_parallel` GPUs each."""
 
     shape: str
     ranks: int
@@ -59,7 +59,7 @@ CASES = {
 
 
 def folder_of(shape: str, work: Path) -> Path:
-    """A model folder without weights, and with a tokenizer of one word: nothing here is text."""
+    """A model folder without weights, and with a tokenizer of one word: the benchmarks use token ids only."""
     folder = work / shape
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(WordLevel({"word": 0}, unk_token="word"))

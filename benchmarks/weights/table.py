@@ -1,5 +1,5 @@
-"""What `benchmarks.weights` and `benchmarks.weights_pause` print and write: rows, each with a peer, a limit or a target
-beside it, peers and limits of the same run."""
+"""The rows that `benchmarks.weights` and `benchmarks.weights_pause` print and write. Each compares a figure with a
+peer, a limit or a target; peers and limits are measured in the same run."""
 
 import json
 import platform
@@ -15,13 +15,13 @@ from benchmarks.weights.shapes import WeightsCase
 from benchmarks.weights.traffic import WINDOW_S
 
 PROBE_EVERY = 2
-"""At even versions: at odd ones the probe would have nothing to tell."""
+"""At even versions: at odd ones all log-probabilities are equal, and a probe would show nothing."""
 PEER = "vLLM's NCCLWeightTransferEngine"
 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One figure. `against` names the peer, the limit or the target that `against_value` is of."""
+    """One figure. `against` names the peer, limit or target whose value is `against_value`."""
 
     what: str
     value: float
@@ -31,16 +31,16 @@ class ResultRow:
     case: str = ""
 
     def line(self) -> dict[str, Any]:
-        """As it is written."""
+        """The row as it is written to the file."""
         against = None if self.against_value is None else round(self.against_value, 4)
         line = {"what": self.what, "value": round(self.value, 4), "unit": self.unit, "against": self.against}
         return ({"case": self.case} if self.case else {}) | line | {"against_value": against}
 
 
 def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float | None) -> list[dict[str, Any]]:
-    """The table's rows of a case: each pause and lag as median and worst, beside the peer's or the target.
+    """The rows of a case: median and worst of each pause and lag, compared with the peer's or the target.
 
-    `fastest`: GB/s of a plain broadcast; none where the ends share GPUs, which is no speed to compare.
+    `fastest`: GB/s of a plain broadcast; None where the ends share GPUs, because then speeds mean nothing.
     """
     layout = f"{name}: {case.shape}, {case.ranks} learner GPU, {case.servers} server x TP {case.tensor_parallel}"
     layout += "" if fastest else ", GPUs shared"
@@ -51,14 +51,14 @@ def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float 
     rows: list[ResultRow] = []
     for key, what, target in (
         ("pause_s", "generation paused", case.pause_ms),
-        ("stop_s", "  until vLLM's process stands still", None),
-        ("settle_s", "  until its last tokens are here (beside the load)", None),
+        ("stop_s", "  until vLLM has stopped", None),
+        ("settle_s", "  until its last tokens have arrived (beside the load)", None),
         ("load_s", "  load", None),
         ("resume_s", "  resume", None),
-        ("late_s", "longest delay of the front process's loop in a pause", None),
+        ("late_s", "longest delay of the front process's event loop in a pause", None),
         ("lag_s", "published to swapped", case.lag_ms),
         ("publish_s", "  publish (gather, checksums)", None),
-        ("weights/span_s", "  broadcast, all there to all through", None),
+        ("weights/span_s", "  broadcast, all ranks present to all buckets received", None),
     ):
         ours = [x[key] for x in (events if key in events[0] else found["updates"])]
         theirs = [push[key] for round in found["peer"] for push in round if key in push]
@@ -82,7 +82,7 @@ def compared(what: str, ours: list[float], theirs: list[float], target_ms: float
 
 
 def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[ResultRow]:
-    """What generation had of it."""
+    """The effect of the updates on generation."""
     reports = found["servers"]
     whole = [event for event in events if event["before"] and event["after"]]
     count = {key: sum(report[key] for report in reports) for key in ("lost", "finished", "early", "late", "tokens")}
@@ -105,7 +105,7 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
 
 
 def write(out: Path, module: str, rows: list[dict[str, Any]]) -> None:
-    """Print `rows` and write them with where they come from."""
+    """Print `rows`, and write them with date, hardware, versions and command."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -124,7 +124,7 @@ def write(out: Path, module: str, rows: list[dict[str, Any]]) -> None:
 
 
 def installed(name: str) -> bool:
-    """Is there such a distribution?"""
+    """Whether there is such a distribution."""
     try:
         return bool(version(name))
     except PackageNotFoundError:

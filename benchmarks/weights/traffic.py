@@ -1,7 +1,8 @@
 """Requests that keep a rollout engine busy while `benchmarks.weights` and `benchmarks.weights_pause` update it.
 
-`RequestTraffic` keeps a number of sequences running, judges each token's version and notes when tokens came; `Lag` notes how
-late the event loop is. Both run in the server's loop and wait for the engine and the clock only.
+`RequestTraffic` keeps a number of sequences running, checks each token's version stamp and records when tokens arrived;
+`Lag` measures the delay of the event loop. Both run in the server's event loop and wait for the engine and the clock
+only.
 """
 
 import asyncio
@@ -17,17 +18,19 @@ from typing import Any
 
 WINDOW_S = 3.0
 AWAY_S = 0.5
-"""Tokens are counted over WINDOW_S seconds that end, or begin, so long before and after a pause."""
+"""Tokens are counted over windows of WINDOW_S seconds, one that ends AWAY_S before a pause and one that begins AWAY_S
+after it."""
 PROMPT_TOKENS = 128
 FLAT, SAME = 1e-5, 2e-6
-"""So near to -log(vocabulary) a log-probability is meant to be that; so near to each other, two are one kernel's."""
+"""A log-probability within FLAT of -log(vocabulary) counts as equal to it; two within SAME of each other count as
+results of the same kernel."""
 
 
 class RequestTraffic:
-    """`running` sequences of `length` tokens: one that ends is followed by another at once. The first ones are of any
-    length, so that ends are spread evenly.
+    """`running` sequences of `length` tokens; each that ends is replaced at once. The first ones have random lengths,
+    so that ends are spread evenly.
 
-    At odd versions every token has log-probability `-log(vocabulary)`, so each tells whether its stamp is right.
+    At odd versions every token has log-probability `-log(vocabulary)`, which shows whether its version stamp is right.
     """
 
     def __init__(self, engine: Any, vocabulary: int, running: int, length: int) -> None:
@@ -37,9 +40,9 @@ class RequestTraffic:
         self.arrivals: list[tuple[float, int]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """All sequences, and the watch; cancel them to end."""
+        """Start all sequences and the recording of arrivals; cancel the tasks to end them."""
         requests = [tasks.create_task(self._request(number)) for number in range(self.running)]
-        return [*requests, tasks.create_task(self._watch())]
+        return [*requests, tasks.create_task(self._record_arrivals())]
 
     async def _request(self, number: int) -> None:
         draw = random.Random(number)
@@ -47,14 +50,14 @@ class RequestTraffic:
         while True:
             prompt = [draw.randrange(3, self.vocabulary) for _ in range(PROMPT_TOKENS)]
             try:
-                self._on_all_staged(await self.engine.generate(prompt, length, 1.0), length)
+                self._check_stamps(await self.engine.generate(prompt, length, 1.0), length)
             except RuntimeError as error:
                 self.lost += 1
                 print(f"lost: {error}", file=sys.stderr, flush=True)
             length = self.length
 
-    def _on_all_staged(self, completion: Any, length: int) -> None:
-        """Count tokens whose log-probability belies their version."""
+    def _check_stamps(self, completion: Any, length: int) -> None:
+        """Count the tokens whose log-probability contradicts their version stamp."""
         self.finished += 1
         if completion.finish == "length" and len(completion.tokens) != length:
             self.lost += 1
@@ -73,14 +76,14 @@ class RequestTraffic:
                     if other != at
                 )
             ):
-                self.late += 1  # by chance one in 10^6 beside an odd version
+                self.late += 1  # by chance for one token in 10^6 beside an odd version
             else:
                 continue
             near = slice(max(at - 3, 0), at + 4)
             seen = [*zip(completion.versions[near], logprobs[near], strict=True)]
             print(f"stamped wrong: token {at} of {length}, around it {seen}", file=sys.stderr, flush=True)
 
-    async def _watch(self) -> None:
+    async def _record_arrivals(self) -> None:
         while True:
             tokens = self.engine.tokens
             if not self.arrivals or self.arrivals[-1][1] != tokens:
@@ -88,14 +91,15 @@ class RequestTraffic:
             await asyncio.sleep(0.004)
 
     def rate(self, start: float, end: float) -> float | None:
-        """Tokens a second between two moments; None where they were not all watched."""
+        """Tokens per second between two moments; None unless the whole interval was recorded."""
         inside = [arrival for arrival in self.arrivals if start <= arrival[0] <= end]
         if not inside or self.arrivals[0][0] > start or self.arrivals[-1][0] < end:
             return None
         return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
 
     def around(self, paused: float, resumed: float) -> dict[str, float | None]:
-        """Tokens a second before and after a pause, the longest time without any in it, and the usual time."""
+        """Tokens per second before and after a pause, the longest time without a token around it, and the median time
+        between tokens."""
         before = self.rate(paused - AWAY_S - WINDOW_S, paused - AWAY_S)
         after = self.rate(resumed + AWAY_S, resumed + AWAY_S + WINDOW_S)
         near = [t for t, _ in self.arrivals if paused - AWAY_S <= t <= resumed + AWAY_S]
@@ -104,14 +108,14 @@ class RequestTraffic:
 
 
 class Lag:
-    """How late the event loop comes to what is due, and how much of a CPU this process takes."""
+    """The delay of the event loop, and this process's share of a CPU."""
 
     def __init__(self) -> None:
         self.late: list[tuple[float, float]] = []
         self._since, self._cpu_s = time.monotonic(), time.process_time()
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Record delays until cancelled."""
         while True:
             due = time.monotonic() + 0.002
             await asyncio.sleep(0.002)
@@ -119,8 +123,8 @@ class Lag:
             self.late.append((now, now - due))
 
     def worst(self, start: float, end: float) -> float:
-        """The longest delay that ended between two moments, or is in progress at the end."""
-        inside = [late for _, late in itertools.takewhile(lambda noted: noted[0] >= start, reversed(self.late))]
+        """The longest delay that ended between two moments or was in progress at the end."""
+        inside = [late for _, late in itertools.takewhile(lambda delay: delay[0] >= start, reversed(self.late))]
         unfinished = end - self.late[-1][0] if self.late else 0.0
         return max([*inside, unfinished])
 
@@ -133,5 +137,5 @@ class Lag:
 
 
 def vocabulary_of(folder: str) -> int:
-    """Of the model in `folder`."""
+    """Vocabulary size of the model in `folder`."""
     return int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])

@@ -1,14 +1,19 @@
-"""One copy of a policy's weights, in buckets on one device. The sender keeps two, each worker one to stage a version.
+"""Copies of a policy's weights, in buckets on one device. The sender keeps two, each worker one to stage a version.
 
-Nothing here waits but `checksums`, which synchronises with the device once.
+`Buckets` is one copy; nothing in it waits but `checksums`, which synchronises with the device once. `DoubleBuffer` is
+the sender's two copies.
 """
 
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
 from learner.weights.plan import Plan, Slot
+from learner.weights.protocol import Probe
 
 WORDS = 4096
 """Words of 8 bytes per row of the checksum."""
@@ -19,12 +24,12 @@ FACTOR = 0x9E3779B97F4A7C1
 class Buckets:
     """The buckets of `plan` on `device`: flat uint8 tensors, zero at first.
 
-    `rotating`: only two are allocated, and bucket i overwrites bucket i - 2. Otherwise all buckets lie in one allocation,
-    each aligned to a row of the checksum, so that a few operations compute all checksums.
+    `rotating`: only two are allocated, and bucket i overwrites bucket i - 2. Otherwise all buckets lie in one
+    allocation, each aligned to a row of the checksum, so that a few operations compute all checksums.
     """
 
     def __init__(self, plan: Plan, device: torch.device, rotating: bool = False) -> None:
-        self.plan, self.device, self.rotating = plan, device, rotating
+        self.plan, self.rotating = plan, rotating
         rows = [max(1, -(-size // ROW)) for size in plan.sizes]
         places = [max(rows)] * min(2, len(rows)) if rotating else rows
         begins = [0, *accumulate(places)]
@@ -35,15 +40,10 @@ class Buckets:
             self._ends = torch.tensor(begins[1:], device=device) - 1
             self._row_weights = torch.cat([_row_weights(count, device) for count in rows])
 
-    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors by name, in order: views, not copies."""
+    def views(self, bucket: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, or those of one bucket, by name, in order: views, not copies."""
         for slot in self.plan.slots:
-            yield slot.spec.name, self.view(slot)
-
-    def views_of(self, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of one bucket."""
-        for slot in self.plan.slots:
-            if slot.bucket == bucket:
+            if bucket in (None, slot.bucket):
                 yield slot.spec.name, self.view(slot)
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -53,8 +53,8 @@ class Buckets:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `weights` in. Raises ValueError if they are not the plan's, but only after consuming all of them: gathering
-        them is collective, and the other ranks go on."""
+        """Copy `weights` in. Raises ValueError if they are not the plan's, but only after consuming all of them:
+        gathering them is collective, and the other ranks go on."""
         problem, slots = "", iter(self.plan.slots)
         for name, tensor in weights:
             slot = next(slots, None)
@@ -71,8 +71,8 @@ class Buckets:
             raise ValueError(problem)
 
     def checksums(self) -> list[int]:
-        """`checksum` of every bucket, in six operations for all of them: each operation of this thread waits for the GIL,
-        which training or generation holds. Raises ValueError if rotating."""
+        """`checksum` of every bucket, in six operations for all of them: each operation of this thread waits for the
+        GIL, which training or generation holds. Raises ValueError if rotating."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         rows = self._memory.view(torch.int64).view(-1, WORDS).sum(1)
@@ -83,8 +83,8 @@ class Buckets:
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
     """`[bytes] uint8 -> [] int64`: the sum of all rows of words, each row's sum weighted by its index, modulo 2^64.
 
-    One pass over the memory, exact in any order of summation, equal on every device. A flipped bit and exchanged or missing
-    rows change it.
+    One pass over the memory, exact in any order of summation, equal on every device. A flipped bit and exchanged or
+    missing rows change it.
     """
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
@@ -95,3 +95,67 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
 def _row_weights(rows: int, device: torch.device) -> torch.Tensor:
     """The weights of `rows` rows: all odd, so that no bit is lost modulo 2^64."""
     return torch.arange(1, 2 * rows, 2, dtype=torch.int64, device=device) * FACTOR
+
+
+@dataclass(eq=False)
+class PublishedPolicy:
+    """A complete version of the weights. Never changed while anybody holds it."""
+
+    weights: Buckets
+    version: int = -1
+    checksums: list[int] = field(default_factory=list)
+    probe: Probe | None = None
+    published_at: float = 0.0
+    """`time.perf_counter` at the start of its publication."""
+    holders: int = 0
+
+
+class DoubleBuffer:
+    """The sender's two copies of the weights of `plan` on `device`, allocated when first needed: one is filled while a
+    broadcast may still read the other.
+
+    Shared by the learner's thread (`reserve`, `offer`) and the serving thread (`hold`). `reserve` waits until nobody
+    holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast lingers.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan, self._device = plan, device
+        self._copies: list[PublishedPolicy] = []
+        self.newest: PublishedPolicy | None = None
+        """The newest complete version."""
+        self._changed = threading.Condition()
+
+    def reserve(self, timeout_s: float) -> PublishedPolicy:
+        """A copy to fill, invisible to others until offered; the newest one only if there is no other. Raises
+        TimeoutError."""
+        if len(self._copies) < 2:
+            self._copies.append(PublishedPolicy(Buckets(self.plan, self._device)))
+            return self._copies[-1]
+        with self._changed:
+            if not self._changed.wait_for(lambda: any(not copy.holders for copy in self._copies), timeout_s):
+                raise TimeoutError(f"both copies of the weights were still being sent after {timeout_s:g} s")
+            idle = [copy for copy in self._copies if not copy.holders]
+            chosen = min(idle, key=lambda copy: copy is self.newest)
+            if chosen is self.newest:
+                self.newest = None
+            return chosen
+
+    def offer(self, policy: PublishedPolicy) -> None:
+        """`policy` is complete, and the newest."""
+        with self._changed:
+            self.newest = policy
+
+    @contextmanager
+    def hold(self, policy: PublishedPolicy | None = None) -> Iterator[PublishedPolicy | None]:
+        """Keep `policy`, or else the newest, from being reserved within the block; None before the first."""
+        with self._changed:
+            held = policy or self.newest
+            if held:
+                held.holders += 1
+        try:
+            yield held
+        finally:
+            with self._changed:
+                if held:
+                    held.holders -= 1
+                self._changed.notify_all()

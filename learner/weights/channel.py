@@ -2,9 +2,9 @@
 
 A `Channel` is separate from the default process group of either side and meets at the learner's `Rendezvous`. `connect`
 waits until all ranks are there, `broadcast` until all buckets are sent, both at most `timeout_s`; `abort`, called from
-another thread, ends them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one has a
-new epoch. Sender and workers run it in threads and on CUDA streams of their own, so that neither training nor generation
-waits. Why its kernels cannot deadlock with theirs: docs/weights.md.
+another thread, ends them early over NCCL (gloo runs into its timeout). A channel that failed is useless: the next one
+has a new epoch. Sender and workers run it in threads and on CUDA streams of their own, so that neither training nor
+generation waits. Why its kernels cannot deadlock with theirs: docs/weights.md.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,14 +25,15 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch does not export these classes to type checkers
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once and waited for once: the
-fewer calls from Python, the less this thread contends for the GIL with the one that trains or generates."""
+"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once and waited for once:
+the fewer calls from Python, the less this thread contends for the GIL with the one that trains or generates."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A wait returns with an error at its timeout, and we handle a failure of this group: torch must not end the process."""
+"""A wait returns with an error at its timeout, and we handle a failure of this group: torch must not end the
+process."""
 
 
 class ChannelError(RuntimeError):
@@ -90,8 +92,9 @@ class Channel:
     def broadcast(self, buckets: Sequence[torch.Tensor], ahead: int | None = None) -> Iterator[int]:
         """Send (rank 0) or fill (other ranks) `buckets`, at most `ahead` beyond the one yielded. Raises ChannelError.
 
-        Waits for all ranks first, so that `span_s` measures the buckets only. Yields the index of each complete bucket; on a
-        GPU it is complete for what this thread's stream does next, and for everybody when the iterator is exhausted.
+        Waits for all ranks first, so that `span_s` measures the buckets only. Yields the index of each complete bucket;
+        on a GPU it is complete for what this thread's stream does next, and for everybody when the iterator is
+        exhausted.
         """
         group = self._group  # held here, so that this thread destroys it, which may take a while
         if group is None or self._aborted:
@@ -179,31 +182,19 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     """Run `work` in a daemon thread: unlike an executor's thread, one stuck in a collective does not block the exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
+    def run(future: Future[T]) -> None:
         try:
-            result = work()
-        except BaseException as raised:  # raised where the future is awaited
-            error = raised
-        with suppress(RuntimeError):  # the loop may be over by now
-            loop.call_soon_threadsafe(settle, result, error)
-        del (
-            error
-        )  # it references this frame, whose objects are to be freed by this thread, not by the garbage collector
+            future.set_result(work())
+        except BaseException as error:  # raised where the future is awaited
+            future.set_exception(error)
+        # The error refers to this frame. Without a cycle this thread frees what its frames hold, not the collector.
+        del future
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=run, args=(future,), name=name, daemon=True).start()
+    return asyncio.wrap_future(future)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -1,8 +1,8 @@
-"""The plan of the weights wire: which tensor lies at which offset of which bucket. Pure; both ends compute the same plan.
+"""The plan of the weights wire: which tensor lies at which offset of which bucket. Pure: both ends compute the same.
 
 Tensors keep their order (vLLM loads layer by layer) and are never split: a tensor larger than a bucket gets a bucket of
-its own. Each starts at a multiple of `ALIGN` bytes, so that it can be viewed in place. Two plans with the same `digest` are
-equal.
+its own. Each starts at a multiple of `ALIGN` bytes, so that it can be viewed in place. Two plans with the same `digest`
+are equal.
 """
 
 import hashlib
@@ -44,7 +44,8 @@ class Plan:
 
     @classmethod
     def of(cls, specs: Iterable[Spec], bucket_bytes: int) -> "Plan":
-        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError for no tensor, or a name that comes twice."""
+        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError if there is no tensor or a name comes
+        twice."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()

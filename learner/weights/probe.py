@@ -14,8 +14,8 @@ from learner.weights.protocol import Probe
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text every model predicts well. Where a token is nearly certain, rounding to bfloat16 changes its log-probability
-little and wrong weights change it much; elsewhere two correct implementations differ by some hundredths. SmolLM2-135M in
-bfloat16, vLLM against transformers: 0.005 nat on this text, 0.016 on names of days and months, 0.07 on sums."""
+little and wrong weights change it much; elsewhere two correct implementations differ by some hundredths. SmolLM2-135M
+in bfloat16, vLLM against transformers: 0.005 nat on this text, 0.016 on names of days and months, 0.07 on sums."""
 
 
 class ProbedPolicy(Protocol):
@@ -27,10 +27,15 @@ class ProbedPolicy(Protocol):
 
 class Prober:
     """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
-    published and at multiples of `every`, never if `every` is 0."""
+    published and at multiples of `weights.probe_every`, never if that is 0."""
 
-    def __init__(self, tokens: Sequence[int], every: int, tolerance: float) -> None:
-        self._tokens, self._every, self._tolerance = list(tokens), every, tolerance
+    def __init__(self, specs: Sequence[Spec], config: WeightsConfig, seed: int, tokens: Sequence[int] | None) -> None:
+        """`tokens` None: tokens drawn from `seed` among the rows of the first matrix, the embedding."""
+        if tokens is None:
+            rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
+            draw = random.Random(seed)
+            tokens = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
+        self._tokens, self._every, self._tolerance = list(tokens), config.probe_every, config.probe_tolerance
         self._first = True
 
     def ask(self, policy: ProbedPolicy, version: int) -> Probe | None:
@@ -40,15 +45,6 @@ class Prober:
         if not due:
             return None
         return Probe(tokens=self._tokens, logprobs=policy.logprobs_of(self._tokens), tolerance=self._tolerance)
-
-    @classmethod
-    def of(cls, specs: Sequence[Spec], config: WeightsConfig, seed: int, tokens: Sequence[int] | None) -> "Prober":
-        """`tokens` None: tokens drawn from `seed` among the rows of the first matrix, the embedding."""
-        if tokens is None:
-            rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
-            draw = random.Random(seed)
-            tokens = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        return cls(tokens, config.probe_every, config.probe_tolerance)
 
 
 def tokens_of(tokenizer: Any, longest: int) -> list[int]:

@@ -4,7 +4,7 @@ connects (DEALER).
 A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast, then Received, Loaded; or Failed instead of any of them
+    learner:  Offer -> Ready, then Go; the weights are broadcast, then Received, Loaded; or Failed instead of any
     both:     KeepAlive, so that each notices the other's death
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
     server:   Leave.   learner: Bye
@@ -56,7 +56,6 @@ class Received(Message):
     """All buckets have arrived and their checksums agree. `span_s`: from all ranks present to all buckets received."""
 
     round: Count
-    receive_s: float
     span_s: float
 
 
@@ -76,7 +75,8 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """The round failed here. `fatal`: the weights are wrong (checksum, probe, a tensor vLLM refuses); the server exits."""
+    """The round failed here. `fatal`: the weights are wrong (checksum, probe, a tensor vLLM refuses), and the server
+    exits."""
 
     round: Count
     reason: str
@@ -101,8 +101,6 @@ class TensorSpec(Message):
 class ServerWelcome(Message):
     """What will be sent: allocate room, then Join again with the digest."""
 
-    session: str
-    """Changes with each start of the learner."""
     tensors: list[TensorSpec]
     bucket_bytes: Count
     digest: str
@@ -112,12 +110,11 @@ class ServerWelcome(Message):
 class Joined(Message):
     """You are a member: an Offer follows when there is a newer version."""
 
-    session: str
-
 
 class Offer(Message):
+    """A version can be sent in this round."""
+
     round: Count
-    version: Count
 
 
 class Probe(Message):
@@ -128,21 +125,26 @@ class Probe(Message):
     tolerance: float
 
 
-class Go(Message):
-    """Every member is ready. Worker w of the server is rank `offset + w` of group `epoch`; rank 0 sends. With
-    `folder`, the workers read the buckets from files there instead."""
+class RankAssignment(Message):
+    """Worker w of the server is rank `offset + w` of `world` in group `epoch`, which meets at `host:port`. Rank 0
+    sends."""
 
-    round: Count
-    session: str
-    version: Count
     epoch: Count
     offset: Count
     world: Count
-    backend: str
     host: str
     port: Count
+
+
+class Go(Message):
+    """Every member is ready: receive. `source` is the group to enter, or the folder with files to read instead."""
+
+    round: Count
+    session: str
+    """Of the learner: changes with each start of it."""
+    version: Count
     timeout_s: float
-    folder: str = ""
+    source: RankAssignment | str
     checksums: list[int]
     probe: Probe | None = None
 
@@ -174,8 +176,6 @@ class Staged(Message):
     """From a worker to its server's front process: it has the buckets of `round`, or `reason` says why not."""
 
     round: Count
-    worker: Count
-    receive_s: float
     span_s: float = 0.0
     reason: str = ""
     fatal: bool = False

@@ -1,8 +1,8 @@
 """What Headrace adds to each vLLM worker: it receives weights while it generates, and loads them while it is paused.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
-between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`, so as
-not to shadow vLLM's. Only `rl_load` waits, for the GPU.
+between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`,
+so as not to shadow vLLM's. Only `rl_load` waits, for the GPU.
 """
 
 import logging
@@ -60,33 +60,32 @@ class WorkerExtension:
         if self.rl_staging is not None:
             self.rl_staging.abort()
 
-    def rl_load(self, version: int) -> float:
-        """Load the staged `version`; returns seconds. The engine must be paused."""
+    def rl_load(self, version: int) -> None:
+        """Load the staged `version`. The engine must be paused."""
         assert self.rl_staging is not None
-        return self._rl_load(self.rl_staging.weights(version))
+        self._rl_load(self.rl_staging.weights(version))
 
-    def rl_load_folder(self, folder: str) -> float:
-        """Load the weights of a Hugging Face folder; returns seconds. The engine must be paused."""
-        return self._rl_load(tensors_in(files_in(Path(folder))))
+    def rl_load_folder(self, folder: str) -> None:
+        """Load the weights of a Hugging Face folder. The engine must be paused."""
+        self._rl_load(tensors_in(files_in(Path(folder))))
 
-    def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> float:
+    def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
 
         Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
         model = self.model_runner.get_model()
         if loads_plainly(model, self.vllm_config, self.device):
-            return self._rl_load(weights)
+            self._rl_load(weights)
+            return
         try:
-            return self._rl_load(
-                (name, tensor.clone()) for name, tensor in weights
-            )  # vLLM keeps them until a layer is complete
+            # cloned, because vLLM keeps them until a layer is complete
+            self._rl_load((name, tensor.clone()) for name, tensor in weights)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
     @torch.no_grad()
-    def _rl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> float:
-        started = time.perf_counter()
+    def _rl_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         with ExitStack() as stack:
@@ -102,16 +101,16 @@ class WorkerExtension:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         check_complete(expected, loaded, self.model_config)
-        return time.perf_counter() - started
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
     """Whether `load_weights` may overwrite the weights in place. Otherwise vLLM's layerwise reload is needed.
 
-    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on a
-    GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be corrupted
-    silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The rule looks at
-    the loaded model's own layers, and every update is verified by checksums before and by the probe after.
+    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
+    a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
+    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The
+    rule looks at the loaded model's own layers, and every update is verified by checksums before and by the probe
+    after.
     """
     if device.type != "cuda" or vllm_config.quant_config is not None:
         return False
@@ -129,7 +128,8 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def check_complete(expected: set[str], loaded: object, model_config: Any) -> None:
-    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded pass."""
+    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
+    pass."""
     if not isinstance(loaded, set) or model_config.quantization is not None:
         return
     missing = expected - loaded

@@ -1,4 +1,4 @@
-"""The weights wire between a learner's FSDP on two GPUs and real vLLM: two servers, and one of tensor parallelism 2.
+"""The weights wire between a learner with FSDP on two GPUs and real vLLM: two servers, and one of tensor parallelism 2.
 
 With fewer than four GPUs the ends share them (`benchmarks.weights --shared`).
 """

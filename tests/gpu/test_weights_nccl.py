@@ -1,4 +1,5 @@
-"""The weights wire's scenes over NCCL, on two NVIDIA GPUs or more: the learner on the first, a server on each other."""
+"""The scenes of the weights wire over NCCL, on two or more NVIDIA GPUs: the learner on the first, a server on each
+other."""
 
 import threading
 from collections.abc import Iterator
@@ -7,28 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.lives import Field, Nursery
+from tests.harness.fork_server import Cluster, ForkServer
 from tests.harness.scenes import SCENES
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
-DEADLINE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    torch.zeros(1, device="cuda:0")  # which takes seconds the first time
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-    for thread in threading.enumerate():  # one that is in torch when Python ends would take the process with it
+def fork_server() -> Iterator[ForkServer]:
+    torch.zeros(1, device="cuda:0")  # takes seconds the first time
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
+    for thread in threading.enumerate():  # a thread inside torch when Python exits would crash the process
         if thread.name.startswith("weights"):
-            thread.join(DEADLINE_S + 5)
+            thread.join(TIMEOUT_S + 5)
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_scene(scene: str, nursery: Nursery, tmp_path: Path) -> None:
+def test_scene(scene: str, fork_server: ForkServer, tmp_path: Path) -> None:
     servers = [f"cuda:{number}" for number in range(1, min(torch.cuda.device_count(), 4))]
-    SCENES[scene](Field(nursery, "cuda:0", servers, timeout_s=DEADLINE_S), tmp_path)
+    SCENES[scene](Cluster(fork_server, "cuda:0", servers, timeout_s=TIMEOUT_S), tmp_path)

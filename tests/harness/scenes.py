@@ -1,7 +1,7 @@
-"""What may happen on the weights wire, played by real processes on the devices of a `Field`.
+"""What may happen on the weights wire, acted out by real processes on the devices of a `Cluster`.
 
-Run over gloo by `test_weights_lives.py`, over NCCL by `tests/gpu/test_weights_nccl.py`. A server holds a version when
-it has said that each of its weights is right.
+Run over gloo by `tests/learner/weights/test_scenes.py`, over NCCL by `tests/gpu/test_weights_nccl.py`. A server has
+loaded a version when it prints that each of its weights is right.
 """
 
 import os
@@ -10,110 +10,111 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.harness.lives import BORN_S, Field, Life
+from tests.harness.fork_server import START_S, Cluster, ServerProcess
 
 GRACE_S = 5.0
-"""Beyond the deadline, the longest that the learner may take to go on without a server that died."""
+"""How much longer than the timeout the learner may take to go on without a server that died."""
 
 
-def hold(lives: list[Life], version: int, within_s: float = BORN_S) -> None:
-    """Wait until all of them have said so."""
-    deadline = time.monotonic() + within_s
-    for life in lives:
-        life.says(f"version {version} right", max(deadline - time.monotonic(), 0.01))
+def expect_version(servers: list[ServerProcess], version: int, within_s: float = START_S) -> None:
+    """Wait until all of `servers` have loaded `version`."""
+    end = time.monotonic() + within_s
+    for server in servers:
+        server.expect(f"version {version} right", max(end - time.monotonic(), 0.01))
 
 
-def killed(field: Field, mode: str) -> None:
-    """A server dies between Ready and the last bucket: the others hold the version within the deadline, the next one
-    too, and so does who comes in its place."""
-    with field.sender():
-        victim, *others = field.everywhere(mode)
-        field.publish(0)
-        victim.says(mode, BORN_S)
-        field.kill(victim)
-        hold(others, 0, field.timeout_s + GRACE_S)
-        field.publish(1)
-        hold(others, 1, field.timeout_s)
-        hold([field.born(0)], 1)
+def killed(cluster: Cluster, mode: str) -> None:
+    """A server dies between Ready and the last bucket: the others load that version within the timeout and the next one
+    too, and so does the server that takes its place."""
+    with cluster.sender():
+        victim, *others = cluster.start_all(mode)
+        cluster.publish(0)
+        victim.expect(mode, START_S)
+        cluster.kill(victim)
+        expect_version(others, 0, cluster.timeout_s + GRACE_S)
+        cluster.publish(1)
+        expect_version(others, 1, cluster.timeout_s)
+        expect_version([cluster.start(0)], 1)
 
 
-def killed_before_it_receives(field: Field, folder: Path) -> None:
-    killed(field, "go")
+def killed_before_it_receives(cluster: Cluster, folder: Path) -> None:
+    killed(cluster, "go")
 
 
-def killed_in_mid_broadcast(field: Field, folder: Path) -> None:
-    killed(field, "half")
+def killed_in_mid_broadcast(cluster: Cluster, folder: Path) -> None:
+    killed(cluster, "half")
 
 
-def a_newcomer_in_mid_run(field: Field, folder: Path) -> None:
-    """It gets the current version at once, and nobody else gets it again."""
-    with field.sender():
-        first = [field.born(place) for place in range(max(1, len(field.servers) - 1))]
+def a_newcomer_in_mid_run(cluster: Cluster, folder: Path) -> None:
+    """It gets the current version at once, and no other server gets it again."""
+    with cluster.sender():
+        first = [cluster.start(device) for device in range(max(1, len(cluster.servers) - 1))]
         for version in (0, 1):
-            field.publish(version)
-            hold(first, version)
-        if len(field.servers) == 1:
-            field.kill(first.pop())
-        hold([newcomer := field.born(len(field.servers) - 1)], 1)
-        field.publish(2)
-        hold([*first, newcomer], 2)
+            cluster.publish(version)
+            expect_version(first, version)
+        if len(cluster.servers) == 1:
+            cluster.kill(first.pop())
+        expect_version([newcomer := cluster.start(len(cluster.servers) - 1)], 1)
+        cluster.publish(2)
+        expect_version([*first, newcomer], 2)
 
 
-def kills_and_joins(field: Field, folder: Path) -> None:
+def kills_and_joins(cluster: Cluster, folder: Path) -> None:
     """Six in a plain run; HEADRACE_CHURN=50 is the long form."""
     draw = random.Random(1)
-    with field.sender():
-        steady = [field.born(place) for place in range(1, len(field.servers))]
+    with cluster.sender():
+        steady = [cluster.start(device) for device in range(1, len(cluster.servers))]
         for number in range(int(os.environ.get("HEADRACE_CHURN", "6"))):
             mode = draw.choice(["go", "half", "none"])
-            victim = field.born(0, mode)
+            victim = cluster.start(0, mode)
             if number and mode == "none":
-                hold([victim], 2 * number - 1)  # what there is already
-            field.publish(2 * number)
+                expect_version([victim], 2 * number - 1)  # the newest there is
+            cluster.publish(2 * number)
             if mode == "none":
-                hold([victim], 2 * number)
+                expect_version([victim], 2 * number)
             else:
-                victim.says(mode, BORN_S)
-            field.kill(victim)
-            hold(steady, 2 * number, field.timeout_s + GRACE_S)
-            field.publish(2 * number + 1)
-            hold(steady, 2 * number + 1, field.timeout_s)
+                victim.expect(mode, START_S)
+            cluster.kill(victim)
+            expect_version(steady, 2 * number, cluster.timeout_s + GRACE_S)
+            cluster.publish(2 * number + 1)
+            expect_version(steady, 2 * number + 1, cluster.timeout_s)
 
 
-def bucket_by_bucket(field: Field, folder: Path) -> None:
-    """Right into place, beside servers that have room for a copy."""
-    with field.sender() as sender:
-        lives = [field.born(0, staging="bucket"), *(field.born(place) for place in range(1, len(field.servers)))]
+def bucket_by_bucket(cluster: Cluster, folder: Path) -> None:
+    """A server receives right into place, beside servers that have room for a copy."""
+    with cluster.sender() as sender:
+        streaming = cluster.start(0, staging="bucket")
+        servers = [streaming, *(cluster.start(device) for device in range(1, len(cluster.servers)))]
         for version in (0, 1, 2):
-            field.publish(version)
-            hold(lives, version)
+            cluster.publish(version)
+            expect_version(servers, version)
         assert sender.stats()["weights/failed"] == 0
 
 
-def through_files(field: Field, folder: Path) -> None:
-    """No group is formed; two servers could share a device."""
-    with field.sender(transport="safetensors", folder=folder) as sender:
-        lives = field.everywhere()
+def through_files(cluster: Cluster, folder: Path) -> None:
+    """No group is formed, so two servers can share a device."""
+    with cluster.sender(transport="safetensors", folder=folder) as sender:
+        servers = cluster.start_all()
         for version in (0, 1):
-            field.publish(version)
-            hold(lives, version)
-        hold([field.born(0, staging="bucket")], 1)
+            cluster.publish(version)
+            expect_version(servers, version)
+        expect_version([cluster.start(0, staging="bucket")], 1)
         assert sender.stats()["weights/failed"] == 0
 
 
-def a_broadcast_that_stalls(field: Field, folder: Path) -> None:
-    """All live and beat, but one takes no more buckets: at the deadline the group is aborted on every side, and the
-    next brings the version to all, the one that stalled too."""
-    with field.sender() as sender:
-        stalled, *others = field.everywhere("stall")
+def a_broadcast_that_stalls(cluster: Cluster, folder: Path) -> None:
+    """All servers send heartbeats, but one stops to receive: at the timeout the group is aborted on every side, and the
+    next group brings the version to all, that server included."""
+    with cluster.sender() as sender:
+        stalled, *others = cluster.start_all("stall")
         started = time.monotonic()
-        field.publish(0)
-        stalled.says("stall", BORN_S)
-        hold([stalled, *others], 0, field.timeout_s + GRACE_S)
-        assert time.monotonic() - started > field.timeout_s * 0.9
+        cluster.publish(0)
+        stalled.expect("stall", START_S)
+        expect_version([stalled, *others], 0, cluster.timeout_s + GRACE_S)
+        assert time.monotonic() - started > cluster.timeout_s * 0.9
         assert sender.stats()["weights/failed"] >= 1
-        field.publish(1)
-        hold([stalled, *others], 1, field.timeout_s)
+        cluster.publish(1)
+        expect_version([stalled, *others], 1, cluster.timeout_s)
 
 
 SCENES: dict[str, Any] = {

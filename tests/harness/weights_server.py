@@ -1,7 +1,8 @@
 """Stand-ins for both ends of the weights wire: a policy whose weights tell its version, an engine without vLLM, and a
-rollout server as a process, `python -m tests.harness.weights_server ADDRESS NAME MODE`, that can be killed at a chosen moment.
+rollout server as a process, `python -m tests.harness.weights_server ADDRESS NAME MODE`, that can be killed at a chosen
+moment.
 
-What such a server does it says on stdout, a line each.
+The process prints one line for each thing that happens to it.
 """
 
 import asyncio
@@ -27,24 +28,25 @@ WAIT_S = 60
 PERIOD = 4099
 
 
-def specs(times: int) -> list[Spec]:
-    """Six MiB and a half, `times` over: several buckets of as many MiB, one tensor larger than a bucket, one odd
+def specs(scale: int) -> list[Spec]:
+    """6.5 MiB times `scale`: several tensors per bucket of `scale` MiB, one tensor larger than a bucket, one of an odd
     size."""
     return [
-        Spec("embed", (times * 96, 1024), torch.float32),
-        *(Spec(f"layer.{i}", (times * 300, 1000), torch.bfloat16) for i in range(6)),
-        Spec("big", (times * 700, 1000), torch.float32),
+        Spec("embed", (scale * 96, 1024), torch.float32),
+        *(Spec(f"layer.{i}", (scale * 300, 1000), torch.bfloat16) for i in range(6)),
+        Spec("big", (scale * 700, 1000), torch.float32),
         Spec("norm", (7,), torch.bfloat16),
     ]
 
 
 SPECS = specs(1)
-TIMES = {"cpu": 1, "cuda": 50}
-"""So that what the last ones still have to get is more than NCCL sends ahead of who receives."""
+SCALE = {"cpu": 1, "cuda": 50}
+"""Large enough that NCCL cannot have sent the last buckets ahead of a receiver that stops after four."""
 
 
 def weight(spec: Spec, version: int) -> torch.Tensor:
-    """The tensor of `spec` at `version`, of random numbers that recur; other names and versions give others."""
+    """The tensor of `spec` at `version`: random numbers, repeated, that differ from name to name and version to
+    version."""
     seed = sum(map(ord, spec.name)) + 1000 * version
     values = torch.randn(PERIOD, generator=torch.Generator().manual_seed(seed)).to(spec.dtype)
     size = torch.Size(spec.shape).numel()
@@ -52,7 +54,7 @@ def weight(spec: Spec, version: int) -> torch.Tensor:
 
 
 def logprobs(version: int, tokens: list[int]) -> list[float]:
-    """What a policy of `version` says to `tokens[1:]`."""
+    """Log-probabilities of `tokens[1:]` under a policy of `version`."""
     return [-0.1 * version - 0.001 * token for token in tokens[1:]]
 
 
@@ -72,13 +74,13 @@ class VersionedPolicy:
 
 
 class StagingEngine:
-    """An engine of `workers` workers that only stage and load. `error` is added to what it says to the probe."""
+    """An engine whose `workers` only stage and load. `error` is added to the log-probabilities of a probe."""
 
     def __init__(self, workers: int = 1, error: float = 0.0, device: str = "cpu") -> None:
         self.version, self.error = -1, error
         self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
         self.device, self.pauses = torch.device(device), 0
-        self.specs = specs(TIMES[self.device.type])
+        self.specs = specs(SCALE[self.device.type])
         self.staging = [Staging(self.device, worker, self.loader(worker)) for worker in range(workers)]
         self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
 
@@ -94,7 +96,7 @@ class StagingEngine:
         yield PauseTimings()
 
     def holds(self, version: int) -> bool:
-        """Does each worker have exactly the weights of `version`?"""
+        """Whether each worker has exactly the weights of `version`."""
         return all(
             set(weights) == {spec.name for spec in self.specs}
             and all(torch.equal(weights[spec.name].cpu(), weight(spec, version)) for spec in self.specs)
@@ -117,18 +119,18 @@ class StagingEngine:
         self.loader(worker)(self.staging[worker].weights(version))
 
     def loader(self, worker: int) -> Any:
-        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> float:
+        def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
             self.weights[worker] = {}
-            for name, tensor in weights:  # what comes before a broadcast breaks is there
+            for name, tensor in weights:  # those before a broadcast breaks stay
                 self.weights[worker][name] = tensor.clone()
-            return 0.0
 
         return load
 
 
 class DyingEngine(StagingEngine):
-    """Stops for ever at a chosen moment of receiving, once the process has said so: `go` at once and altogether, `half`
-    after four buckets, beating on. `stall` is half, but only the first broadcast stops, until it is given up."""
+    """Prints `mode` and hangs at that moment of receiving. `go`: the whole process hangs at once. `half`: the receiving
+    thread hangs after four buckets, and heartbeats go on. `stall`: like `half`, but only in the first broadcast and
+    only until that is given up."""
 
     def __init__(self, mode: str, device: str = "cpu") -> None:
         super().__init__(device=device)
@@ -137,7 +139,7 @@ class DyingEngine(StagingEngine):
             self.staging = [Stalling(self.device, 0, self.loader(0))]
 
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
-        if self.mode == "half":  # in a thread: to connect may take longer than the learner waits for a beat
+        if self.mode == "half":  # in a thread: connecting may take longer than the learner waits for a heartbeat
             threading.Thread(target=self.half, args=(go,), daemon=True).start()
         elif self.mode == "go":
             print("go", flush=True)
@@ -148,8 +150,9 @@ class DyingEngine(StagingEngine):
     def half(self, go: bytes) -> None:
         with own_stream(self.device):
             message = unpack(go, TO_SERVER)
-            where = (message.host, message.port, message.epoch, message.offset, message.world)
-            receive_four(Channel(*where, self.device, 60), self.staging[0]._buckets.buckets)
+            group = message.source
+            channel = Channel(group.host, group.port, group.epoch, group.offset, group.world, self.device, 60)
+            receive_four(channel, self.staging[0]._buckets.buckets)
         print("half", flush=True)
         time.sleep(600)
 
@@ -175,45 +178,45 @@ class Stalling(Staging):
 
 
 def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
-    """Take part in the first broadcasts only."""
+    """Take part in the first four broadcasts only."""
     channel.connect()
     for _ in channel.broadcast([torch.empty_like(bucket) for bucket in buckets[:4]]):
         pass
 
 
-async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], mail: "asyncio.Queue[int]") -> None:
-    """The rollout loop's `follow`, and a letter after each version."""
+async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], loaded: "asyncio.Queue[int]") -> None:
+    """The rollout loop's `follow`, which also puts each version into `loaded`."""
     async for policy in receiver.policies():
         async with engine.paused() as timings:
             await policy.load()
             engine.version = policy.version
         await policy.loaded(timings)
         seen.append(policy.version)
-        mail.put_nowait(policy.version)
+        loaded.put_nowait(policy.version)
 
 
 class Server:
-    """A rollout server in this loop. `addresses` is what the buffer would know of the learner."""
+    """A rollout server in this event loop. `addresses` stands for the buffer, which knows where the learner is."""
 
     def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None):
-        self.engine, self.seen, self.mail = engine or StagingEngine(workers, error), [], asyncio.Queue()
+        self.engine, self.seen, self.loaded = engine or StagingEngine(workers, error), [], asyncio.Queue()
         self.receiver = Receiver(addresses.where, self.engine, name, config(staging=staging), heartbeat_s=HEARTBEAT_S)
-        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.mail))
+        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.loaded))
 
     async def has(self, version):
         """Wait until `version` is loaded; its weights must be right."""
         async with asyncio.timeout(WAIT_S):
             while self.engine.version != version:
-                mail = asyncio.create_task(self.mail.get())
-                await asyncio.wait({mail, self.task}, return_when="FIRST_COMPLETED")
+                loaded = asyncio.create_task(self.loaded.get())
+                await asyncio.wait({loaded, self.task}, return_when="FIRST_COMPLETED")
                 if self.task.done():
-                    mail.cancel()
+                    loaded.cancel()
                     self.task.result()
         assert self.engine.holds(version)
 
 
 class Addresses:
-    """The buffer's knowledge of where the learner is."""
+    """Stands for the buffer's `where`."""
 
     def __init__(self, address=None):
         self.address, self.changed, self.asked = address, asyncio.Condition(), []
@@ -242,7 +245,7 @@ async def servers(addresses, *names, **keys):
 
 
 def config(**keys: Any) -> WeightsConfig:
-    """Small buckets and short deadlines."""
+    """Small buckets and short timeouts."""
     return WeightsConfig(**{"bucket_mib": 1, "timeout_s": 4.0, "probe_every": 1, "probe_tolerance": 0.02} | keys)
 
 

@@ -1,9 +1,9 @@
 """A rollout server's end of the weights wire. Runs in the front process's event loop, beside generation.
 
-`policies` yields each version once its buckets are in the workers' staging copies (`StagedPolicy`); the rollout loop then
-pauses, loads and resumes. Workers without room for copies receive it during `load` instead (`StreamedPolicy`). Waits for:
-the buffer, which knows the learner's address (`where`), the learner's offers, the workers' reports. When the learner
-falls silent it asks `where` again and keeps trying the old address, whichever succeeds first.
+`policies` yields each version once its buckets are in the workers' staging copies (`StagedPolicy`); the rollout loop
+then pauses, loads and resumes. Workers without room for copies receive it during `load` instead (`StreamedPolicy`).
+Waits for: the buffer, which knows the learner's address (`where`), the learner's offers, the workers' reports. When the
+learner falls silent it asks `where` again and keeps trying the old address, whichever succeeds first.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -57,29 +58,28 @@ class Receiver:
         keys: ClientKeys | None = None,
         heartbeat_s: float = 2.0,
     ) -> None:
-        self.engine, self.timeout_s, self.heartbeat_s = engine, config.timeout_s, heartbeat_s
-        self._where, self._name, self._keys, self._staging = where, name, keys, config.staging
+        self._engine, self._timeout_s, self._heartbeat_s = engine, config.timeout_s, heartbeat_s
+        self._where, self._keys, self._staging = where, keys, config.staging
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
-        self._workers: list[dict[str, str]] = []
-        self._digest, self._holds = "", ("", -1)
+        self._join = Join(name=name, protocol=PROTOCOL, workers=1, backend="")
+        """Says what this server is and holds; kept up to date."""
         self._go: Go | None = None
         """The round being received."""
-        self._staged: list[Staged] = []
+        self._reports: list[Staged] = []
         """The workers' reports of that round."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: Offer | None = None
         self._streams = False
         """Workers have room for two buckets only."""
-        self._streaming: asyncio.Queue[Go | BaseException] | None = None
-        """Rounds for the StreamedPolicy that has been yielded and is not in place yet."""
-        self._in_place: asyncio.Future[bool] | None = None
+        self._streamed: StreamedPolicy | None = None
+        """Yielded, and not in place yet."""
 
     async def policies(self) -> AsyncGenerator[StagedPolicy | StreamedPolicy, None]:
         """Each new policy, verified by checksums. Load it before asking for the next. Raises WeightsError."""
         follow = asyncio.create_task(self._follow(), name="weights")
-        follow.add_done_callback(self._hand_on_end)
+        follow.add_done_callback(self._on_end)
         try:
             while True:
                 policy = await self._policies.get()
@@ -90,33 +90,20 @@ class Receiver:
             follow.cancel()
             await asyncio.wait([follow])
 
-    def say(self, message: Message) -> None:
-        """Tell the learner, if there is one."""
-        if self._connection:
-            self._connection.say(message)
-
-    def release_staging(self) -> None:
-        """The staging copies may be overwritten: answer the offer that arrived meanwhile."""
-        self._busy = False
-        if self._offered:
-            self.say(Ready(round=self._offered.round))
-            self._offered = None
-
-    def _hand_on_end(self, follow: "asyncio.Task[None]") -> None:
+    def _on_end(self, follow: "asyncio.Task[None]") -> None:
         """Raise what ended `_follow` wherever somebody waits for it."""
         error = None if follow.cancelled() else follow.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         reason = error or asyncio.CancelledError()
         self._policies.put_nowait(reason)
-        if self._streaming:
-            self._streaming.put_nowait(reason)
-        if self._in_place and not self._in_place.done():
-            self._in_place.set_exception(reason)
+        if self._streamed:
+            self._streamed.finish(reason)
 
     async def _follow(self) -> None:
         """Follow the learner from address to address."""
-        self._workers = await self.engine.collective("rl_describe", timeout_s=self.timeout_s)
+        workers = await self._collective("rl_describe")
+        self._join = self._join.model_copy(update={"workers": len(workers), "backend": workers[0]["backend"]})
         folder = tempfile.mkdtemp(prefix="headrace-")
         self._notify = f"ipc://{folder}/weights"
         try:
@@ -127,7 +114,7 @@ class Receiver:
                     address = await self._where(None)
                     while True:
                         log.info("weights: the learner is at %s", address)
-                        connection = LearnerConnection(context, address, self._keys, self.heartbeat_s)
+                        connection = LearnerConnection(context, address, self._keys, self._heartbeat_s)
                         address = await self._attend(connection)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -139,7 +126,7 @@ class Receiver:
         seeking: asyncio.Future[str] | None = None
         try:
             while True:
-                message = await connection.receive(self._join())
+                message = await connection.receive(self._join, seeking)
                 if message is not None:
                     await self._on_message(message, connection)
                 if connection.joined and seeking:
@@ -148,7 +135,6 @@ class Receiver:
                 elif connection.lost and not seeking:
                     log.warning("weights: the learner at %s is silent; asking where it is", connection.address)
                     seeking = asyncio.ensure_future(self._where(connection.address))
-                    seeking.add_done_callback(connection.wake)
                 if seeking and seeking.done():
                     return seeking.result()
         finally:
@@ -157,32 +143,21 @@ class Receiver:
             connection.close()
             self._connection = None
 
-    def _join(self) -> Join:
-        session, version = self._holds
-        return Join(
-            name=self._name,
-            protocol=PROTOCOL,
-            workers=len(self._workers),
-            backend=self._workers[0]["backend"],
-            digest=self._digest,
-            session=session,
-            version=version,
-        )
-
     async def _on_message(self, message: Message, connection: LearnerConnection) -> None:
         if isinstance(message, ServerWelcome):
             await self._prepare(message)
-            self._digest, connection.heartbeat_s = message.digest, message.heartbeat_s
-            self.say(self._join())
+            self._join = self._join.model_copy(update={"digest": message.digest})
+            connection.heartbeat_s = message.heartbeat_s
+            connection.say(self._join)
         elif isinstance(message, Joined):
             connection.joined, connection.lost = True, False
         elif isinstance(message, Offer):
             self._offered = message
             if not self._busy:
-                self.release_staging()
+                self._release_staging()
         elif isinstance(message, Go):
-            self._busy, self._go, self._staged = True, message, []
-            await self._start(message)
+            self._busy, self._go, self._reports = True, message, []
+            await self._begin(message)
         elif isinstance(message, Cancel):
             if self._go and self._go.round == message.round:
                 await self._abandon(message.reason)
@@ -196,7 +171,7 @@ class Receiver:
     async def _prepare(self, welcome: ServerWelcome) -> None:
         """Have all workers allocate room: each for a copy, or all for two buckets."""
         for staging in (self._staging, "bucket"):
-            answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)
+            answers = await self._collective("rl_prepare", pack(welcome), staging)
             digests, modes = ({answer[part] for answer in answers} for part in (0, 1))
             if digests != {welcome.digest}:
                 raise WeightsError(f"the plan of the weights is {digests} here, {welcome.digest} at the learner")
@@ -205,50 +180,19 @@ class Receiver:
         self._streams = modes == {"bucket"}
         log.info("weights: received %s", "into place, bucket by bucket" if self._streams else "into a staging copy")
 
-    async def _start(self, go: Go) -> None:
+    async def _begin(self, go: Go) -> None:
         """Receive into the staging copies at once, or into place as soon as the engine is paused."""
         if not self._streams:
-            await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.timeout_s)
-            return
-        if self._streaming is None:
-            self._streaming = asyncio.Queue()
-            policy = StreamedPolicy(go, self.engine, self.say, self.release_staging, self._receive_in_place)
-            self._policies.put_nowait(policy)
-        self._streaming.put_nowait(go)
+            return await self._receive(go)
+        if self._streamed is None:
+            self._streamed = StreamedPolicy(go, self._engine, self._say, self._release_staging, self._receive)
+            self._policies.put_nowait(self._streamed)
+        self._streamed.begin(go)
 
-    async def _receive_in_place(self) -> Go:
-        """Receive a version into place while the engine is paused; returns its round. Waits for further rounds if one
-        breaks: the engine must not resume with weights of two versions."""
-        assert self._streaming is not None
-        while True:
-            go = await self._streaming.get()
-            if isinstance(go, BaseException):
-                raise go
-            if go is not self._go:
-                continue  # cancelled meanwhile
-            self._in_place = asyncio.get_running_loop().create_future()
-            await self.engine.collective("rl_receive", pack(go), self._notify, timeout_s=self.timeout_s)
-            if await self._in_place:
-                self._streaming = self._in_place = None
-                return go
-
-    async def _abandon(self, reason: str) -> None:
-        """Stop receiving, unless everything has arrived. A stuck thread keeps its buckets; the next one gets others."""
-        if self._go is None or len(self._staged) == len(self._workers):
-            return
-        go, self._go = self._go, None
-        await self.engine.collective("rl_abort", timeout_s=self.timeout_s)
-        self._fail(Failed(round=go.round, reason=reason))
-
-    def _fail(self, failed: Failed) -> None:
-        """The round is over without a version."""
-        self.say(failed)
-        if failed.fatal:
-            raise WeightsError(failed.reason)
-        self._go = None
-        if self._in_place and not self._in_place.done():
-            self._in_place.set_result(False)
-        self.release_staging()
+    async def _receive(self, go: Go) -> None:
+        """Have all workers receive the round, unless it was cancelled meanwhile."""
+        if go is self._go:
+            await self._collective("rl_receive", pack(go), self._notify)
 
     async def _collect(self, pull: "zmq.asyncio.Socket") -> None:
         """Take the workers' reports; all but those of the current round are stale."""
@@ -256,19 +200,51 @@ class Receiver:
             staged = unpack(await pull.recv(), TO_FRONT)
             assert isinstance(staged, Staged)
             if self._go and staged.round == self._go.round:
-                self._staged.append(staged)
-                if len(self._staged) == len(self._workers):
+                self._reports.append(staged)
+                if len(self._reports) == self._join.workers:
                     self._on_all_staged(self._go)
 
     def _on_all_staged(self, go: Go) -> None:
-        bad = max((staged for staged in self._staged if staged.reason), key=lambda staged: staged.fatal, default=None)
+        bad = max((report for report in self._reports if report.reason), key=lambda report: report.fatal, default=None)
         if bad:
             log.warning("weights: version %d was not received: %s", go.version, bad.reason)
             return self._fail(Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
-        self._holds = (go.session, go.version)
-        receive_s, span_s = (max(getattr(staged, key) for staged in self._staged) for key in ("receive_s", "span_s"))
-        self.say(Received(round=go.round, receive_s=receive_s, span_s=span_s))
-        if self._in_place and not self._in_place.done():
-            self._in_place.set_result(True)
+        self._join = self._join.model_copy(update={"session": go.session, "version": go.version})
+        self._say(Received(round=go.round, span_s=max(report.span_s for report in self._reports)))
+        if self._streamed:
+            self._streamed.finish()
+            self._streamed = None
         else:
-            self._policies.put_nowait(StagedPolicy(go, self.engine, self.say, self.release_staging, self.timeout_s))
+            policy = StagedPolicy(go, self._engine, self._say, self._release_staging, self._timeout_s)
+            self._policies.put_nowait(policy)
+
+    async def _abandon(self, reason: str) -> None:
+        """Stop receiving, unless everything has arrived. A stuck thread keeps its buckets; the next one gets others."""
+        if self._go is None or len(self._reports) == self._join.workers:
+            return
+        go, self._go = self._go, None
+        await self._collective("rl_abort")
+        self._fail(Failed(round=go.round, reason=reason))
+
+    def _fail(self, failed: Failed) -> None:
+        """The round is over without a version."""
+        self._say(failed)
+        if failed.fatal:
+            raise WeightsError(failed.reason)
+        self._go = None
+        self._release_staging()
+
+    def _release_staging(self) -> None:
+        """The staging copies may be overwritten: answer the offer that arrived meanwhile."""
+        self._busy = False
+        if self._offered:
+            self._say(Ready(round=self._offered.round))
+            self._offered = None
+
+    def _say(self, message: Message) -> None:
+        """Tell the learner, if there is one."""
+        if self._connection:
+            self._connection.say(message)
+
+    async def _collective(self, method: str, *args: Any) -> list[Any]:
+        return await self._engine.collective(method, *args, timeout_s=self._timeout_s)

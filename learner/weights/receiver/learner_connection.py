@@ -15,7 +15,8 @@ from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, d
 
 
 class LearnerConnection:
-    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long or said Bye."""
+    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long or said
+    Bye."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys | None, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
@@ -23,21 +24,17 @@ class LearnerConnection:
         self._socket = dealer(context, address, keys)
         self._heard_at, self._said_at = time.monotonic(), 0.0
         self._next: asyncio.Future[bytes] | None = None
-        self._woken = asyncio.Event()
 
-    async def receive(self, join: Join) -> Message | None:
-        """The next message; None after a heartbeat without one, or after `wake`. Sends `join` until admitted, then
-        heartbeats."""
+    async def receive(self, join: Join, other: asyncio.Future[Any] | None) -> Message | None:
+        """The next message; None after a heartbeat without one, or once `other` is done. Sends `join` until admitted,
+        then heartbeats."""
         if time.monotonic() - self._said_at >= self.heartbeat_s:
             self._said_at = time.monotonic()
             self.say(KeepAlive() if self.joined else join)
         if self._next is None:
             self._next = asyncio.ensure_future(self._socket.recv())
-        woken = asyncio.ensure_future(self._woken.wait())
-        waited: list[asyncio.Future[Any]] = [self._next, woken]
+        waited: list[asyncio.Future[Any]] = [self._next, *([other] if other else [])]
         await asyncio.wait(waited, timeout=self.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
-        self._woken.clear()
         if not self._next.done():
             if time.monotonic() - self._heard_at > BEATS * self.heartbeat_s:
                 self.leave(lost=True)
@@ -49,10 +46,6 @@ class LearnerConnection:
     def leave(self, lost: bool) -> None:
         """The server is no longer a member: the next `receive` joins again."""
         self.joined, self.lost, self._said_at = False, lost, 0.0
-
-    def wake(self, _: Any) -> None:
-        """Make `receive` return."""
-        self._woken.set()
 
     def say(self, message: Message) -> None:
         """Send without waiting: the queue is unbounded."""

@@ -1,6 +1,7 @@
 """A version that lies complete in the workers' staging copies: `load` it while the engine is paused, then `loaded`.
 
-Made by `follow.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if one is due.
+Made by `follow.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if one is
+due.
 """
 
 import time

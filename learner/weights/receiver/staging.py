@@ -1,14 +1,13 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
 
-Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Receiver` in the front process. Mode `full`:
-into a staging copy, while generation goes on. Mode `bucket`: there is room for two buckets only; each is loaded as soon as it
-arrives, and the front process keeps the engine paused meanwhile. The thread waits for the learner, at most the timeout that
-Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
+Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Receiver` in the front process. Mode
+`full`: into a staging copy, while generation goes on. Mode `bucket`: there is room for two buckets only; each is loaded
+as soon as it arrives, and the front process keeps the engine paused meanwhile. The thread waits for the learner, at
+most the timeout that Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
 """
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 SPARE = GIB
 """Bytes of GPU memory to leave free beside a staging copy."""
-Load = Callable[[Iterator[tuple[str, torch.Tensor]]], float]
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 class Staging:
@@ -94,12 +93,14 @@ class Staging:
         return not fits
 
     def _channel_for(self, go: Go) -> Channel | None:
-        if go.folder:
+        """The group to enter: the present one if it is that of `go`. None where the buckets come from files."""
+        group = go.source
+        if isinstance(group, str):
             return None
-        if not self._channel or self._channel.epoch != go.epoch:
+        if not self._channel or self._channel.epoch != group.epoch:
             self.abort()
-            rank = go.offset + self.worker
-            self._channel = Channel(go.host, go.port, go.epoch, rank, go.world, self.device, go.timeout_s)
+            rank = group.offset + self.worker
+            self._channel = Channel(group.host, group.port, group.epoch, rank, group.world, self.device, go.timeout_s)
         return self._channel
 
     def _run(
@@ -107,7 +108,7 @@ class Staging:
     ) -> None:
         if before:
             before.join(go.timeout_s)
-        started, reason, fatal = time.perf_counter(), "", False
+        reason, fatal = "", False
         try:
             with own_stream(self.device):
                 got = self._take(go, weights, channel)
@@ -121,11 +122,8 @@ class Staging:
             fatal = bool(reason)
             if not reason and not weights.rotating and weights is self._buckets:
                 self._version = go.version
-        seconds, span_s = time.perf_counter() - started, channel.span_s if channel else 0.0
-        tell(
-            notify,
-            Staged(round=go.round, worker=self.worker, receive_s=seconds, span_s=span_s, reason=reason, fatal=fatal),
-        )
+        span_s = channel.span_s if channel else 0.0
+        tell(notify, Staged(round=go.round, span_s=span_s, reason=reason, fatal=fatal))
 
     def _take(self, go: Go, weights: Buckets, channel: Channel | None) -> list[int]:
         """Receive all buckets, and load each at once if rotating; returns their checksums."""
@@ -138,7 +136,7 @@ class Staging:
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
             for bucket in arrivals(go, weights, channel):
                 sums.append(checksum(weights.buckets[bucket]))
-                yield from weights.views_of(bucket)
+                yield from weights.views(bucket)
 
         self._load(arriving())
         return [int(value) for value in torch.stack(sums).tolist()]
@@ -146,9 +144,9 @@ class Staging:
 
 def arrivals(go: Go, weights: Buckets, channel: Channel | None) -> Iterator[int]:
     """Fill the buckets of `weights`; yields the index of each that is complete. Raises ChannelError."""
-    if channel is None:
-        yield from files.read(Path(go.folder), weights)
-    else:
+    if isinstance(go.source, str):
+        yield from files.read(Path(go.source), weights)
+    elif channel is not None:
         channel.connect()
         yield from channel.broadcast(weights.buckets, 1 if weights.rotating else None)
 

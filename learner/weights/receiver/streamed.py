@@ -1,9 +1,11 @@
 """A version that is received straight into place while the engine is paused, for workers without room for a copy.
 
-Made by `follow.Receiver`, used by the rollout loop in place of `staged.StagedPolicy`. `load` waits for the broadcast; one
-that breaks leaves weights of two versions in place, so it waits on, for the next round and the next learner if need be.
+Made by `follow.Receiver`, used by the rollout loop in place of `staged.StagedPolicy`. `load` waits for the broadcast.
+One that breaks leaves weights of two versions in place, with which the engine must not resume: `load` waits on, for the
+next round and the next learner if need be.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -13,7 +15,7 @@ from learner.weights.receiver.staged import PauseTimings, ReceivingEngine, confi
 
 
 class StreamedPolicy:
-    """`receive` returns once a whole version is in place, `say` sends to the learner, `release` accepts new offers."""
+    """`receive` starts to receive a round, `say` sends to the learner, `release` accepts new offers."""
 
     def __init__(
         self,
@@ -21,9 +23,10 @@ class StreamedPolicy:
         engine: ReceivingEngine,
         say: Callable[[Message], None],
         release: Callable[[], None],
-        receive: Callable[[], Awaitable[Go]],
+        receive: Callable[[Go], Awaitable[None]],
     ) -> None:
         self._go, self._engine, self._say, self._release, self._receive = go, engine, say, release, receive
+        self._events: asyncio.Queue[Go | BaseException | None] = asyncio.Queue()
         self._load_s = 0.0
 
     @property
@@ -31,10 +34,22 @@ class StreamedPolicy:
         """The version announced; after `load`, the version in place, which may be a later one."""
         return self._go.version
 
+    def begin(self, go: Go) -> None:
+        """The receiver's: this round can be received now."""
+        self._events.put_nowait(go)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """The receiver's: the last round is in place, or none ever will be."""
+        self._events.put_nowait(error)
+
     async def load(self) -> None:
         """Receive the version into place. Call it while the engine is paused."""
         started = time.perf_counter()
-        self._go = await self._receive()
+        while (event := await self._events.get()) is not None:
+            if isinstance(event, BaseException):
+                raise event
+            self._go = event
+            await self._receive(event)
         self._load_s = time.perf_counter() - started
 
     async def loaded(self, timings: PauseTimings) -> None:

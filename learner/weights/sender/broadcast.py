@@ -1,7 +1,7 @@
 """The learner's side of the process group of a round: formed of its members, kept while they stay the same.
 
-Driven by `distributor.Distributor`. `send` waits in a thread until all members are in the group and all buckets are sent;
-`give_up` ends that.
+Driven by `distributor.Distributor`. `send` waits in a thread until all members are in the group and all buckets are
+sent; `give_up` ends that.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import time
 
 import torch
 
+from learner.weights.buckets import DoubleBuffer, PublishedPolicy
 from learner.weights.channel import Channel, Rendezvous, backend_of, in_thread, own_stream
-from learner.weights.protocol import Go
-from learner.weights.sender.double_buffer import DoubleBuffer, PublishedPolicy
+from learner.weights.protocol import RankAssignment
 from learner.weights.sender.members import Member
 
 
@@ -26,8 +26,8 @@ class BroadcastGroup:
         self._channel: Channel | None = None
         self._epoch = time.time_ns() >> 20  # greater than the epochs of a learner that died before
 
-    def form(self, members: list[Member]) -> None:
-        """Be the group of `members`: the present one if it is intact and has these members, else a new epoch."""
+    async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
+        """Form the group of `members`: the present one if it is intact and has these members, else a new epoch."""
         if self._channel is not None and members == self.members:
             return
         self.give_up()
@@ -38,27 +38,20 @@ class BroadcastGroup:
         self.members = members
 
     def give_up(self) -> None:
-        """Abort the group: whatever runs over it fails, and the next `form` makes another."""
+        """Abort the group: whatever runs over it fails, and the next `prepare` forms another."""
         if self._channel:
             self._channel.abort()
         self._channel, self.members = None, []
 
-    def go(self, member: Member, round: int, session: str, policy: PublishedPolicy) -> Go:
-        """The message that has `member` enter the group and receive `policy`."""
+    def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
+        """How the workers of `member` enter the group."""
         assert self._channel is not None
-        before = self.members[: self.members.index(member)]
-        return Go(
-            round=round, session=session, version=policy.version, epoch=self._epoch,
-            offset=1 + sum(other.workers for other in before), world=self._channel.world, backend=self.backend,
-            host=self._rendezvous.host, port=self._rendezvous.port, timeout_s=self._timeout_s,
-            checksums=policy.checksums, probe=policy.probe,
-        )  # fmt: skip
+        offset = 1 + sum(other.workers for other in self.members[: self.members.index(member)])
+        world, host, port = self._channel.world, self._rendezvous.host, self._rendezvous.port
+        return RankAssignment(epoch=self._epoch, offset=offset, world=world, host=host, port=port)
 
-    async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer) -> None:
-        """A broadcast needs no preparation before Go."""
-
-    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> "asyncio.Future[None]":
-        """Broadcast the buckets in a thread, which holds `policy` for as long as it reads it."""
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> asyncio.Future[None]:
+        """Broadcast the buckets in a thread, which holds `policy` for as long as it reads it. Raises ChannelError."""
         channel = self._channel
         assert channel is not None
 

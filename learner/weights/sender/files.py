@@ -1,8 +1,9 @@
 """Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
 
-The learner's background thread writes a version once, one file per bucket, into a temporary folder that it then renames: a
-visible folder is complete. Workers read it bucket by bucket and compare the same checksums as after a broadcast. `Files`
-takes the place of `broadcast.BroadcastGroup`. The two newest versions stay; a server that joins reads the newest.
+The learner's background thread writes a version once, one file per bucket, into a temporary folder that it then
+renames: a visible folder is complete. Workers read it bucket by bucket and compare the same checksums as after a
+broadcast. `Files` takes the place of `broadcast.BroadcastGroup`. The two newest versions stay; a server that joins
+reads the newest.
 """
 
 import asyncio
@@ -14,42 +15,23 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from learner.weights.buckets import Buckets
+from learner.weights.buckets import Buckets, DoubleBuffer, PublishedPolicy
 from learner.weights.channel import ChannelError, in_thread
-from learner.weights.protocol import Go
-from learner.weights.sender.double_buffer import DoubleBuffer, PublishedPolicy
 from learner.weights.sender.members import Member
 
 KEPT = 2
 
 
 class Files:
-    """Published versions in `folder`, for `members`."""
+    """Published versions in `folder`. Servers of any `backend` can read them, and no group has `members`."""
 
     backend = ""
-    """Servers of any backend can read."""
+    members: tuple[Member, ...] = ()
 
-    def __init__(self, folder: Path, session: str, timeout_s: float) -> None:
-        self.members: list[Member] = []
-        self._folder, self._session, self._timeout_s = folder.resolve(), session, timeout_s
+    def __init__(self, folder: Path, session: str) -> None:
+        self._folder, self._session = folder.resolve(), session
 
-    def form(self, members: list[Member]) -> None:
-        """Serve `members`."""
-        self.members = members
-
-    def give_up(self) -> None:
-        """Serve nobody: a server that still reads does no harm."""
-        self.members = []
-
-    def go(self, member: Member, round: int, session: str, policy: PublishedPolicy) -> Go:
-        """The message that has `member` read `policy`."""
-        return Go(
-            round=round, session=session, version=policy.version, epoch=0, offset=0, world=1, backend="", host="",
-            port=0, timeout_s=self._timeout_s, folder=str(self._path(policy)), checksums=policy.checksums,
-            probe=policy.probe,
-        )  # fmt: skip
-
-    async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer) -> None:
+    async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
         """Write `policy` in a thread unless it is there. Raises ChannelError if the disk refuses it."""
 
         def run() -> None:
@@ -58,7 +40,14 @@ class Files:
 
         await in_thread(run, "weights-write")
 
-    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> "asyncio.Future[None]":
+    def give_up(self) -> None:
+        """Nothing to abort: a server that still reads does no harm."""
+
+    def source(self, policy: PublishedPolicy, member: Member) -> str:
+        """The folder with the files of `policy`."""
+        return str(self._path(policy))
+
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> asyncio.Future[None]:
         """Nothing is left to send: each server reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
@@ -76,7 +65,7 @@ class Files:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for bucket in range(len(policy.weights.buckets)):
-                tensors = {name: tensor.cpu().clone() for name, tensor in policy.weights.views_of(bucket)}
+                tensors = {name: tensor.cpu().clone() for name, tensor in policy.weights.views(bucket)}
                 save_file(tensors, partial / _file(bucket))
             os.rename(partial, path)
             self._prune(path)
@@ -90,12 +79,12 @@ class Files:
 
 
 def read(folder: Path, weights: Buckets) -> Iterator[int]:
-    """Fill `weights` from the files in `folder`; yields the index of each bucket that is complete. Raises ChannelError."""
+    """Fill `weights` from the files in `folder`; yields the index of each complete bucket. Raises ChannelError."""
     for bucket in range(len(weights.buckets)):
         weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
         try:
             with safe_open(folder / _file(bucket), "pt") as file:
-                for name, tensor in weights.views_of(bucket):
+                for name, tensor in weights.views(bucket):
                     tensor.copy_(file.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise ChannelError(f"{folder / _file(bucket)}: {error}; is the run's folder shared?") from None

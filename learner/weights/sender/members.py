@@ -1,12 +1,43 @@
-"""The servers on the weights wire as the sender sees them: one `Member` per rollout server. Pure state, driven by
-`distributor.py`."""
+"""The rollout servers on the weights wire, as the sender sees them: admitted, kept by heartbeats, dropped.
 
+`Members` owns the learner's socket and runs in the event loop of `distributor.py`, which sends versions to them. It
+waits for their messages.
+"""
+
+import asyncio
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from buffer.curve import ServerKeys
 from buffer.wire.message import Message
-from learner.weights.protocol import BEATS, Failed, Join, Loaded, Ready, Received
+from learner.weights.protocol import (
+    BEATS,
+    PROTOCOL,
+    TO_LEARNER,
+    Bye,
+    Failed,
+    Join,
+    Joined,
+    JoinRefused,
+    KeepAlive,
+    Leave,
+    Loaded,
+    Ready,
+    Received,
+    Rejoin,
+    ServerWelcome,
+    pack,
+    router,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -26,10 +57,6 @@ class Member:
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
-    def enter(self, round: int) -> None:
-        """From now on only answers about `round` count."""
-        self.round, self.answer = round, None
-
     def on_message(self, message: Message) -> None:
         """Any message is a sign of life; an answer about the current round is kept."""
         self.heard_at = time.monotonic()
@@ -40,40 +67,133 @@ class Member:
         """Whether it has answered with one of `kinds` or failed, or will not answer any more."""
         return self.gone or isinstance(self.answer, (Failed, *kinds))
 
+    @property
+    def fatal(self) -> str:
+        """Why it can never load this version, if its answer says so."""
+        return self.answer.reason if isinstance(self.answer, Failed) and self.answer.fatal else ""
+
 
 class Members:
-    """All members by route. A name is unique."""
+    """Iterates over the members there are. `on_drop` is called with each that leaves or falls silent."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        welcome: ServerWelcome,
+        backend: str,
+        host: str,
+        keys: ServerKeys | None,
+        on_drop: Callable[[Member], None],
+    ) -> None:
+        """`backend`: the one that servers must receive with; empty if any will do."""
+        self._welcome, self._backend, self._host, self._keys, self._on_drop = welcome, backend, host, keys, on_drop
         self._by_route: dict[bytes, Member] = {}
+        self.changed = asyncio.Event()
+        """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
+        self.failed = 0
+        """Times that a version did not reach a server."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._by_route.values()))
 
-    def __len__(self) -> int:
-        return len(self._by_route)
+    @asynccontextmanager
+    async def listen(self) -> AsyncIterator[str]:
+        """Admit servers within the block; yields the address they join at. Says Bye to all at the end."""
+        with zmq.asyncio.Context() as context:
+            authenticator = AsyncioAuthenticator(context) if self._keys else None
+            if authenticator:
+                authenticator.start()
+                authenticator.configure_curve_callback("*", self._keys)
+            self._socket, address = router(context, self._host, self._keys)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(self._read()), tasks.create_task(self._beat())]
+                    yield address
+                    for task in running:
+                        task.cancel()
+            finally:
+                for member in self:
+                    self.say(member, Bye())
+                self._socket.close()
+                if authenticator:
+                    authenticator.stop()
 
-    def get(self, route: bytes) -> Member | None:
-        """The member with this route."""
-        return self._by_route.get(route)
+    def say(self, member: Member, message: Message) -> None:
+        """Send without waiting: the queue is unbounded."""
+        self._send(member.route, message)
 
-    def join(self, route: bytes, message: Join) -> None:
-        """Admit a server in place of an earlier one of its name."""
-        for other in self:
-            if other.name == message.name:
-                self.drop(other)
-        self._by_route[route] = Member(route, message.name, message.workers, (message.session, message.version))
+    def drop(self, member: Member, reason: str) -> None:
+        """Leave `member` out until it joins again. Without a reason it left of its own accord."""
+        self._remove(member)
+        self._on_drop(member)
+        if reason:
+            self.failed += 1
+            log.warning("weights: %s is left out: %s", member.name, reason)
+            self.say(member, Rejoin(reason=reason))
+        self.changed.set()
 
-    def drop(self, member: Member) -> None:
-        """It is gone, or is to be treated as gone."""
+    async def until(self, true: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Return as soon as `true()`, evaluated at each change, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not true():
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            return
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                self._on_message(frames[0], unpack(frames[-1], TO_LEARNER))
+            except ValueError as error:
+                log.error("weights: refused a message: %s", error)
+                self._send(frames[0], JoinRefused(reason=str(error)))
+            self.changed.set()
+
+    def _on_message(self, route: bytes, message: Message) -> None:
+        member = self._by_route.get(route)
+        if isinstance(message, Join):
+            self._send(route, self._admit(route, message))
+        elif member is None:
+            if not isinstance(message, Leave):
+                self._send(route, Rejoin(reason="not a member"))
+        elif isinstance(message, Leave):
+            self.drop(member, member.fatal)
+        else:
+            member.on_message(message)
+
+    def _admit(self, route: bytes, join: Join) -> Message:
+        """The answer to `join`: refused, or the plan to allocate for, or admitted in place of one of the same name."""
+        if join.protocol != PROTOCOL:
+            return JoinRefused(reason=f"weights protocol {join.protocol} here, {PROTOCOL} at the learner")
+        if self._backend not in ("", join.backend):
+            reason = f"{join.name} receives over {join.backend}, the learner sends over {self._backend}"
+            return JoinRefused(reason=f"{reason}: set learner.device and rollout.device alike")
+        if join.digest != self._welcome.digest:
+            return self._welcome
+        if route not in self._by_route:
+            for other in self:
+                if other.name == join.name:
+                    self._remove(other)
+            self._by_route[route] = Member(route, join.name, join.workers, (join.session, join.version))
+            log.info("weights: %s joined, %d worker(s), version %d", join.name, join.workers, join.version)
+        return Joined()
+
+    async def _beat(self) -> None:
+        heartbeat_s = self._welcome.heartbeat_s
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            for member in self:
+                silent_s = time.monotonic() - member.heard_at
+                if silent_s > BEATS * heartbeat_s:
+                    self.drop(member, f"silent for {silent_s:.1f} s")
+                else:
+                    self.say(member, KeepAlive())
+
+    def _remove(self, member: Member) -> None:
         member.gone = True
         self._by_route.pop(member.route, None)
 
-    def silent(self, heartbeat_s: float) -> list[Member]:
-        """Members that have missed BEATS heartbeats."""
-        oldest = time.monotonic() - BEATS * heartbeat_s
-        return [member for member in self if member.heard_at < oldest]
-
-    def without(self, holds: tuple[str, int]) -> list[Member]:
-        """Members that hold another version."""
-        return [member for member in self if member.holds != holds]
+    def _send(self, route: bytes, message: Message) -> None:
+        self._socket.send_multipart([route, pack(message)])

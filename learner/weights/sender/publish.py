@@ -2,8 +2,8 @@
 
 All ranks gather the full tensors together. Rank 0 (`Sender`) copies them into one of its two buffers and returns; its
 background thread (`distributor.Distributor`) brings them to the servers while the learner trains on. The other ranks
-(`Follower`) only take part in the gathering. `publish` waits for the gathering and, rarely, up to `weights.timeout_s` for a
-buffer that a broken broadcast still reads.
+(`Follower`) only take part in the gathering. `publish` waits for the gathering and, rarely, up to `weights.timeout_s`
+for a buffer that a broken broadcast still reads.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ import torch
 
 from buffer.curve import ServerKeys
 from configs.schema import WeightsConfig
+from learner.weights.buckets import DoubleBuffer
 from learner.weights.plan import Plan, Spec
 from learner.weights.probe import ProbedPolicy, Prober
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.distributor import Distributor
-from learner.weights.sender.double_buffer import DoubleBuffer
 from learner.weights.sender.files import Files
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Follower:
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: Sequence[int] | None = None
     ) -> None:
-        self._prober = Prober.of(specs, config, seed, probe)
+        self._prober = Prober(specs, config, seed, probe)
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
         """Gather `version` with the other ranks."""
@@ -71,24 +71,21 @@ class Sender:
         """`folder`: where `weights.transport: safetensors` writes."""
         specs = [Spec(*spec) for spec in specs]
         plan = Plan.of(specs, config.bucket_mib << 20)
-        self._config, self._prober = config, Prober.of(specs, config, seed, probe)
+        self._config, self._prober = config, Prober(specs, config, seed, probe)
         self._copies = DoubleBuffer(plan, device)
         self._published: dict[str, float] = {"weights/bytes": float(plan.total_bytes)}
         self._ended: Future[None] = Future()
         started: Future[str] = Future()
         session = uuid.uuid4().hex
+        if config.transport == "safetensors":
+            assert folder is not None
+            transport: BroadcastGroup | Files = Files(folder, session)
+        else:
+            transport = BroadcastGroup(config.host, device, config.timeout_s)
+        self._distributor = Distributor(self._copies, transport, session, config, heartbeat_s, keys)
 
         async def serve() -> None:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-            if config.transport == "safetensors":
-                assert folder is not None
-                group: BroadcastGroup | Files = Files(folder, session, config.timeout_s)
-            else:
-                group = BroadcastGroup(config.host, device, config.timeout_s)
-            self._distributor = Distributor(
-                plan, config.bucket_mib << 20, self._copies, group, session, config.host, config.timeout_s,
-                heartbeat_s, keys,
-            )  # fmt: skip
             await self._distributor.serve(started.set_result)
 
         self._thread = threading.Thread(target=_run, args=(serve, started, self._ended), name="weights", daemon=True)
@@ -96,8 +93,8 @@ class Sender:
         self.address: str = started.result()
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
-        """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread, if
-        anything did."""
+        """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread,
+        if anything did."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
@@ -108,12 +105,12 @@ class Sender:
         copy.checksums = copy.weights.checksums()
         copy.published_at = started
         self._copies.offer(copy)
-        self._loop.call_soon_threadsafe(self._distributor.changed.set)
+        self._loop.call_soon_threadsafe(self._distributor.members.changed.set)
         self._published["weights/gather_s"] = time.perf_counter() - started
 
     def stats(self) -> dict[str, float]:
         """Seconds and counts of the last publication and of the last round that reached servers, and the last probe."""
-        return self._published | self._distributor.timeline.stats
+        return self._published | self._distributor.stats()
 
     def close(self, drain_s: float = 0.0) -> None:
         """Close the wire, after waiting up to `drain_s` seconds until every server has loaded the newest version."""
@@ -133,13 +130,11 @@ class Sender:
 def _run(serve: Callable[[], Coroutine[Any, Any, None]], started: "Future[str]", ended: "Future[None]") -> None:
     """Body of the thread. What ends it is raised by the learner's next `publish`."""
     try:
-        asyncio.run(serve())
-    except asyncio.CancelledError:
+        with suppress(asyncio.CancelledError):
+            asyncio.run(serve())
         ended.set_result(None)
     except BaseException as error:  # the outermost boundary of the thread
         log.exception("weights: the serving thread ended")
         ended.set_exception(error)
         if not started.done():
             started.set_exception(error)
-    else:
-        ended.set_result(None)

@@ -1,7 +1,7 @@
-"""What a broken group leaves behind: nothing, once its thread has ended.
+"""A broken group leaves nothing behind once its thread has ended.
 
-The end of a group may take seconds, and must not come when garbage is collected in the thread that has an engine or an
-event loop to run.
+Destroying a group may take seconds, which the garbage collector must not spend in a thread that runs an engine or an
+event loop.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ NAME = "a broken broadcast"
 
 
 class Work:
-    """Of no group: torch's own have no frame that would hold one."""
+    """Stands for a `dist.Work`, whose frames, in C++, hold no group."""
 
     def wait(self, timeout: timedelta) -> None:
         raise RuntimeError("the peer is gone")

@@ -1,4 +1,4 @@
-"""The wire's other ways: bucket by bucket into place, and files instead of a broadcast."""
+"""The other modes of the weights wire: streaming bucket by bucket into place, and files instead of a broadcast."""
 
 from itertools import islice
 
@@ -27,12 +27,12 @@ def by_files(tmp_path):
 
 def test_rotating_buckets_allocate_two():
     plan = Plan.of(SPECS, 1 << 20)
-    weights_copy = Buckets(plan, CPU, rotating=True)
-    assert [len(bucket) for bucket in weights_copy.buckets] == list(plan.sizes)
-    places = {bucket.data_ptr() for bucket in weights_copy.buckets}
+    two = Buckets(plan, CPU, rotating=True)
+    assert [len(bucket) for bucket in two.buckets] == list(plan.sizes)
+    places = {bucket.data_ptr() for bucket in two.buckets}
     assert len(plan.sizes) > 2 and len(places) == 2
-    with pytest.raises(ValueError, match="one by one"):  # of buckets that are gone nothing can be said
-        weights_copy.checksums()
+    with pytest.raises(ValueError, match="one by one"):  # two of them are gone when the third arrives
+        two.checksums()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -55,7 +55,7 @@ def test_bucket_by_bucket_into_place(workers):
 
 
 class Torn(StagingEngine):
-    """Its first broadcast of version 1 breaks after three tensors."""
+    """An engine whose first broadcast of version 1 breaks after three tensors."""
 
     tears = 1
 
@@ -73,7 +73,7 @@ class Torn(StagingEngine):
 
 
 def test_a_torn_policy_never_generates():
-    """A broadcast into place breaks half-way: the server stays paused until one is whole."""
+    """If a broadcast into place breaks, the server stays paused until it has received a complete version."""
 
     async def test():
         with a_sender() as sender:
@@ -87,7 +87,7 @@ def test_a_torn_policy_never_generates():
     run(test())
 
 
-def test_files_instead_of_a_broadcast_for_latecomers_too(by_files, tmp_path):
+def test_files_instead_of_a_broadcast_serve_latecomers_too(by_files, tmp_path):
     async def test():
         addresses = Addresses(by_files.address)
         async with servers(addresses, "rollout-0", workers=2) as (one,):

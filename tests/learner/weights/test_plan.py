@@ -1,4 +1,4 @@
-"""Plan, weights_copy, checksum, copies: pure parts of the weights wire."""
+"""The pure parts of the weights wire: plan, buckets, checksum, double buffer, messages."""
 
 import threading
 from math import prod
@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.weights.buckets import WORDS, Buckets, checksum
+from learner.weights.buckets import WORDS, Buckets, DoubleBuffer, checksum
 from learner.weights.plan import ALIGN, Plan, Spec, dtype_name, dtype_of
 from learner.weights.protocol import TO_LEARNER, Failed, Join, KeepAlive, pack, unpack
-from learner.weights.sender.double_buffer import DoubleBuffer
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
@@ -22,7 +21,7 @@ specs = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_siz
 
 
 @given(specs, st.integers(1, 4096))
-def test_every_tensor_has_its_place_in_order(specs, bucket_bytes):
+def test_every_tensor_has_a_slot_in_order(specs, bucket_bytes):
     plan = Plan.of(specs, bucket_bytes)
     assert [slot.spec for slot in plan.slots] == specs
     assert all(slot.size == prod(slot.spec.shape) * slot.spec.dtype.itemsize for slot in plan.slots)
@@ -39,7 +38,7 @@ def test_every_tensor_has_its_place_in_order(specs, bucket_bytes):
 
 
 @given(specs, st.integers(1, 4096))
-def test_digest_tells_plans_apart(specs, bucket_bytes):
+def test_different_plans_have_different_digests(specs, bucket_bytes):
     plan = Plan.of(specs, bucket_bytes)
     assert plan.digest == Plan.of(list(specs), bucket_bytes).digest
     renamed = [specs[0]._replace(name="other"), *specs[1:]]
@@ -48,16 +47,16 @@ def test_digest_tells_plans_apart(specs, bucket_bytes):
 
 
 @given(specs, st.integers(1, 4096), st.integers(0, 2**31))
-def test_what_is_filled_in_is_viewed(specs, bucket_bytes, seed):
+def test_views_show_what_was_filled_in(specs, bucket_bytes, seed):
     draw = torch.Generator().manual_seed(seed)
     weights = [(s.name, torch.randint(-9, 9, s.shape, generator=draw).to(s.dtype)) for s in specs]
-    weights_copy = Buckets(Plan.of(specs, bucket_bytes), CPU)
-    weights_copy.fill(weights)
-    viewed = list(weights_copy.views())
+    copy = Buckets(Plan.of(specs, bucket_bytes), CPU)
+    copy.fill(weights)
+    viewed = list(copy.views())
     assert [name for name, _ in viewed] == [name for name, _ in weights]
     assert all(torch.equal(a, b) and a.dtype == b.dtype for (_, a), (_, b) in zip(viewed, weights, strict=True))
-    begins = [bucket.data_ptr() for bucket in weights_copy.buckets]
-    slots = {slot.spec.name: slot for slot in weights_copy.plan.slots}
+    begins = [bucket.data_ptr() for bucket in copy.buckets]
+    slots = {slot.spec.name: slot for slot in copy.plan.slots}
     for name, tensor in viewed:
         if tensor.numel():  # in place, no copies
             assert tensor.data_ptr() == begins[slots[name].bucket] + slots[name].offset
@@ -73,7 +72,7 @@ def test_what_is_filled_in_is_viewed(specs, bucket_bytes, seed):
         [("a", torch.zeros(3)), ("b", torch.zeros(2, 2, dtype=torch.bfloat16))],
     ],
 )
-def test_other_weights_than_planned_are_refused_after_all_were_gathered(weights):
+def test_weights_that_are_not_the_plans_are_refused_after_all_were_gathered(weights):
     plan = Plan.of([Spec("a", (3,), torch.float32), Spec("b", (2, 2), torch.float32)], 1024)
     taken = []
     with pytest.raises(ValueError, match="weights: "):
@@ -88,7 +87,7 @@ def test_a_plan_needs_tensors_of_different_names():
         Plan.of([], 1024)
 
 
-def test_dtypes_travel_as_names():
+def test_dtypes_are_sent_as_names():
     assert [dtype_of(dtype_name(dtype)) for dtype in DTYPES] == DTYPES
     with pytest.raises(ValueError, match="no_such"):
         dtype_of("no_such")
@@ -105,12 +104,12 @@ def test_a_changed_bit_changes_the_checksum(seed, data):
 
 
 @given(specs, st.sampled_from([1, 600, 1 << 20]), st.integers(0, 2**31))
-def test_all_buckets_at_once_sum_as_one_by_one(specs, bucket_bytes, seed):
-    weights_copy = Buckets(Plan.of([Spec("wide", (3 * WORDS,), torch.int64), *specs], bucket_bytes), CPU)
+def test_checksums_of_all_buckets_equal_those_of_each(specs, bucket_bytes, seed):
+    copy = Buckets(Plan.of([Spec("wide", (3 * WORDS,), torch.int64), *specs], bucket_bytes), CPU)
     draw = torch.Generator().manual_seed(seed)
-    for bucket in weights_copy.buckets:
+    for bucket in copy.buckets:
         bucket.copy_(torch.randint(0, 256, bucket.shape, generator=draw))
-    assert weights_copy.checksums() == [int(checksum(bucket)) for bucket in weights_copy.buckets]
+    assert copy.checksums() == [int(checksum(bucket)) for bucket in copy.buckets]
 
 
 def test_exchanged_or_missing_rows_change_the_checksum():
@@ -123,10 +122,10 @@ def test_exchanged_or_missing_rows_change_the_checksum():
     assert int(checksum(bucket)) != before
 
 
-def test_the_shelf_never_gives_out_what_is_held():
+def test_the_double_buffer_never_gives_out_a_copy_that_is_held():
     copies = DoubleBuffer(Plan.of([Spec("a", (3,), torch.float32)], 1024), CPU)
     first = copies.reserve(0.01)
-    with copies.hold_newest() as nothing:
+    with copies.hold() as nothing:
         assert nothing is None
     copies.offer(first)
     second = copies.reserve(0.01)
@@ -138,7 +137,7 @@ def test_the_shelf_never_gives_out_what_is_held():
         assert copies.reserve(0.01) is second  # superseded before it was served
         assert copies.newest is None
         copies.offer(second)
-        with copies.hold_newest() as newest:
+        with copies.hold() as newest:
             assert newest is second
             with pytest.raises(TimeoutError):
                 copies.reserve(0.01)
@@ -149,7 +148,7 @@ def test_the_shelf_never_gives_out_what_is_held():
         assert got == [second]
 
 
-def test_messages_come_back_as_they_were():
+def test_messages_survive_packing():
     join = Join(name="rollout-0", protocol=1, workers=2, backend="gloo")
     assert unpack(pack(join), TO_LEARNER) == join
     assert unpack(pack(KeepAlive()), TO_LEARNER) == KeepAlive()
@@ -167,7 +166,7 @@ def test_messages_come_back_as_they_were():
         (b"\x81\xa4kind\x90", "kind"),
     ],
 )
-def test_nonsense_is_refused_in_one_line(frame, text):
+def test_a_broken_message_is_refused_in_one_line(frame, text):
     with pytest.raises(ValueError, match=text) as error:
         unpack(frame, TO_LEARNER)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The probe's tokens: short enough for every server, figures where the model knows them."""
+"""The probe's tokens: short enough for every server, digits if the tokenizer has them."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from examples.countdown.make_model import make_tokenizer
 from learner.weights.probe import PROBE_TOKENS, tokens_of
 
 
-class Deaf:
-    """A tokenizer that knows no figures."""
+class NoDigits:
+    """A tokenizer without digits."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [3] * len(text)
@@ -26,7 +26,7 @@ def test_the_probe_leaves_room_for_the_token_that_a_server_samples_after_it(tmp_
     assert tokenizer.decode(tokens_of(tokenizer, 7)) == "1, 2, 3"
 
 
-def test_a_model_that_knows_no_figures_gets_the_same_tokens_of_its_own_on_every_rank() -> None:
-    tokens = tokens_of(Deaf(), 40)
-    assert tokens == tokens_of(Deaf(), 40) and len(tokens) == 40
+def test_a_tokenizer_without_digits_gets_the_same_random_tokens_on_every_rank() -> None:
+    tokens = tokens_of(NoDigits(), 40)
+    assert tokens == tokens_of(NoDigits(), 40) and len(tokens) == 40
     assert set(tokens) <= set(range(12)) and len(set(tokens)) > 6

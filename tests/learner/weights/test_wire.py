@@ -67,8 +67,8 @@ def test_servers_join_and_hold_each_version():
                     await two.has(version)
                 await asyncio.to_thread(sender.close, 5.0)
                 stats = sender.stats()
-        assert sender._distributor._group._channel is None, (
-            "a group is given up with its sender, not found by the collector"
+        assert sender._distributor._transport._channel is None, (
+            "a sender gives its group up when it closes, and does not leave that to the collector"
         )
         assert stats["weights/version"] == 2 and stats["weights/failed"] == 0
         assert stats["weights/probe"] < 1e-9
@@ -104,8 +104,8 @@ def test_a_slow_server_skips_to_the_newest():
                 @asynccontextmanager
                 async def slow():
                     await gate.wait()
-                    async with paused():
-                        yield
+                    async with paused() as timings:
+                        yield timings
 
                 one.engine.paused = slow
                 for version in range(5):
@@ -135,13 +135,13 @@ def test_a_server_killed_between_ready_and_the_last_bucket_costs_the_others_no_v
                 assert time.monotonic() - killed < config().timeout_s + GRACE_S
                 started = time.monotonic()
                 sender.publish(VersionedPolicy(1), 1)
-                assert time.monotonic() - started < config().timeout_s  # it waits for nobody
+                assert time.monotonic() - started < config().timeout_s  # it waits for no server
                 await one.has(1)
 
     run(test())
 
 
-def test_a_server_that_hangs_costs_one_deadline():
+def test_a_server_that_hangs_costs_one_timeout():
     async def test():
         with a_sender() as sender:
             async with (
@@ -186,7 +186,7 @@ def test_a_learner_silent_for_a_while_is_joined_again_where_it_was():
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 sender.publish(VersionedPolicy(0), 0)
                 await one.has(0)
-                sender._distributor.members.drop(next(iter(sender._distributor.members)))  # as after a cut network
+                sender._distributor.members._remove(next(iter(sender._distributor.members)))  # as after a cut network
                 sender.publish(VersionedPolicy(1), 1)
                 await one.has(1)
 
@@ -242,15 +242,15 @@ def test_the_probe_is_asked_on_schedule_on_every_rank_and_all_ranks_gather():
     assert asked == [1, 0, 1, 0, 1]
 
 
-def test_strangers_are_refused_in_words_and_harm_nothing():
+def test_unknown_peers_are_refused_in_words_and_do_no_harm():
     async def test():
-        with a_sender() as sender, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-            stranger.setsockopt(zmq.LINGER, 0)
-            stranger.setsockopt(zmq.RCVTIMEO, 5000)
-            stranger.connect(sender.address)
+        with a_sender() as sender, zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.setsockopt(zmq.RCVTIMEO, 5000)
+            peer.connect(sender.address)
             for frames in ([b"junk"], [b"a", b"b", b"c"], [b""]):
-                stranger.send_multipart(frames)
-                assert b"Refused" in await asyncio.to_thread(stranger.recv)
+                peer.send_multipart(frames)
+                assert b"Refused" in await asyncio.to_thread(peer.recv)
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 sender.publish(VersionedPolicy(0), 0)
                 await one.has(0)
