@@ -170,7 +170,7 @@ class Rewound(Message):
 
 
 class SampleRows(Message):
-    """What every rank knows of each sample of a batch: columns of [samples], in the batch's order, a group's together."""
+    """What every rank knows of each sample of a batch: columns of [samples] in the batch's order, groups in one piece."""
 
     item: Array
     """int64: equal for the samples of a group."""
