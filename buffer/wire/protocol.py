@@ -170,7 +170,7 @@ class Rewound(Message):
 
 
 class SampleRows(Message):
-    """What every rank knows of each sample of a batch: columns of [samples] in the batch's order, groups in one piece."""
+    """What every rank knows of each sample of a batch, as columns of [samples] in the order of the batch."""
 
     item: Array
     """int64: equal for the samples of a group."""
