@@ -9,6 +9,7 @@ and no package judges the run file a second time, except where torch, a GPU, the
 import os
 import symtable
 from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from configs.load import ConfigError
@@ -121,10 +122,9 @@ def _devices(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    given, values = config.rollout.engine, config.model_dump(mode="json")
+    given = config.rollout.engine
     for name, ours in ENGINE_KEYS_ELSEWHERE.items():
-        section, key = ours.split(".")
-        value = values[section][key]
+        value = attrgetter(ours)(config)
         if name in given and given[name] != value:
             yield f"rollout.engine.{name}: {given[name]} contradicts {ours} {value}; remove it and set {ours}"
     yield from (f"rollout.engine.{name}: Headrace sets it; remove the key" for name in ENGINE_KEYS_SET if name in given)
