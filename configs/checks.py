@@ -148,9 +148,8 @@ def _sizes(config: Config) -> Iterator[str]:
         problem = f"buffer.max_message_mib: {buffer.max_message_mib} is less than {group}"
         yield f"{problem}; set it to {int(group_mib) + 1} or more"
     if batch_gib > buffer.max_gib:
-        whole = (
-            f"one batch of {batch.groups} x {batch.samples} samples of {tokens} tokens can take, {batch_gib:.1f} GiB"
-        )
+        samples = f"{batch.groups} x {batch.samples} samples of {tokens} tokens"
+        whole = f"one batch of {samples} can take, {batch_gib:.1f} GiB"
         problem = f"buffer.max_gib: {buffer.max_gib} is less than {whole}, so it could never fill"
         yield f"{problem}; set it to {int(batch_gib) + 1} or more"
 
@@ -181,9 +180,8 @@ def _defined(key: str, file: str, function: str) -> Iterator[str]:
     try:
         symbols = symtable.symtable(Path(file).read_text(encoding="utf-8"), file, "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
-        problem = (
-            f"no such file (from {Path.cwd()})" if isinstance(error, FileNotFoundError) else f"not Python: {error}"
-        )
+        missing = isinstance(error, FileNotFoundError)
+        problem = f"no such file (from {Path.cwd()})" if missing else f"not Python: {error}"
         yield f"{key}: {file}: {problem}; correct it"
         return
     if function not in {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}:
