@@ -9,6 +9,7 @@ and no package judges the run file a second time, except where torch, a GPU, the
 import os
 import symtable
 from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from configs.load import ConfigError
@@ -121,10 +122,9 @@ def _devices(config: Config) -> Iterator[str]:
 
 
 def _engine(config: Config) -> Iterator[str]:
-    given, values = config.rollout.engine, config.model_dump(mode="json")
+    given = config.rollout.engine
     for name, ours in ENGINE_KEYS_ELSEWHERE.items():
-        section, key = ours.split(".")
-        value = values[section][key]
+        value = attrgetter(ours)(config)
         if name in given and given[name] != value:
             yield f"rollout.engine.{name}: {given[name]} contradicts {ours} {value}; remove it and set {ours}"
     yield from (f"rollout.engine.{name}: Headrace sets it; remove the key" for name in ENGINE_KEYS_SET if name in given)
@@ -148,9 +148,8 @@ def _sizes(config: Config) -> Iterator[str]:
         problem = f"buffer.max_message_mib: {buffer.max_message_mib} is less than {group}"
         yield f"{problem}; set it to {int(group_mib) + 1} or more"
     if batch_gib > buffer.max_gib:
-        whole = (
-            f"one batch of {batch.groups} x {batch.samples} samples of {tokens} tokens can take, {batch_gib:.1f} GiB"
-        )
+        samples = f"{batch.groups} x {batch.samples} samples of {tokens} tokens"
+        whole = f"one batch of {samples} can take, {batch_gib:.1f} GiB"
         problem = f"buffer.max_gib: {buffer.max_gib} is less than {whole}, so it could never fill"
         yield f"{problem}; set it to {int(batch_gib) + 1} or more"
 
@@ -181,9 +180,8 @@ def _defined(key: str, file: str, function: str) -> Iterator[str]:
     try:
         symbols = symtable.symtable(Path(file).read_text(encoding="utf-8"), file, "exec").get_symbols()
     except (OSError, SyntaxError, ValueError) as error:
-        problem = (
-            f"no such file (from {Path.cwd()})" if isinstance(error, FileNotFoundError) else f"not Python: {error}"
-        )
+        missing = isinstance(error, FileNotFoundError)
+        problem = f"no such file (from {Path.cwd()})" if missing else f"not Python: {error}"
         yield f"{key}: {file}: {problem}; correct it"
         return
     if function not in {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}:

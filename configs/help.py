@@ -57,7 +57,7 @@ TYPES = {"boolean": "true or false", "null": "null", "object": "a map"}
 class Key(NamedTuple):
     """A key of the run file.
 
-    Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.", {})`
+    Example: `Key("batch.groups", "a whole number >= 1", "32", False, "Groups in a batch.")`
     """
 
     name: str
@@ -65,7 +65,6 @@ class Key(NamedTuple):
     default: str
     required: bool
     meaning: str
-    schema: dict[str, Any]
 
 
 @cache
@@ -78,7 +77,7 @@ def keys() -> dict[str, Key]:
         for name, field in model["properties"].items():
             dotted, required = f"{section}.{name}", name in model.get("required", ())
             meaning = " ".join(field["description"].split())
-            table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning, field)
+            table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning)
     return table
 
 
@@ -91,12 +90,6 @@ def show(value: Any) -> str:
     """`value` as YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def accepts_booleans(key: Key) -> bool:
-    """Whether true and false may be values of `key`; YAML's `on` and `yes` must not become the number 1."""
-    kinds = {one.get("type") for one in key.schema.get("anyOf", [key.schema])}
-    return not kinds & {"integer", "number"}
 
 
 def suggest(wrong: str) -> str:

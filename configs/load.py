@@ -5,7 +5,6 @@ OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pyda
 reported at once, one line each, with the key, the value, the file and line, and what is allowed.
 """
 
-import copy
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, RENAMED_KEYS, accepts_booleans, keys, sections, show, suggest, text
+from configs.help import EXAMPLES, RENAMED_KEYS, TYPES, keys, sections, show, suggest, text
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class MergedTree:
     def add(self, tree: dict[str, Any], place: Callable[[str], str]) -> None:
         """Lay `tree` over what is there: maps are merged, everything else is replaced."""
         _lay(self.tree, tree)
-        self.places.update({key: place(key) for key, _ in _leaves(tree)})
+        self.places.update({key: place(key) for key in _leaves(tree)})
 
     def where(self, key: str) -> str:
         """` (run.yaml:12)` for a key that is written somewhere, else nothing."""
@@ -154,10 +153,9 @@ def write(config: Config, path: Path) -> None:
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Files and (key, value) overrides of a command line."""
-    files, overrides, rest = [], [], iter(range(len(argv)))
-    problems = []
-    for at in rest:
-        word = argv[at]
+    files, overrides, problems, rest = [], [], [], list(argv)
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("-"):
             files.append(word)
@@ -165,8 +163,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
             problems.append(f"{word}: not an option; overrides are written --section.key=value")
         elif equals:
             overrides.append((name, value))
-        elif at + 1 < len(argv) and not argv[at + 1].startswith("--"):
-            overrides.append((name, argv[next(rest)]))
+        elif rest and not rest[0].startswith("--"):
+            overrides.append((name, rest.pop(0)))
         else:
             problems.append(f"{word}: no value; write {word}=true, or whatever it should be")
     if problems:
@@ -221,13 +219,13 @@ def _lay(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return under
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{dotted}.")
         else:
-            yield dotted, value
+            yield dotted
 
 
 def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -239,11 +237,10 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]
 
 def _resolve(merged: MergedTree) -> dict[str, Any]:
     """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default."""
-    tree: dict[str, Any] = {section: {} for section in sections()}
-    for known in keys().values():
-        if not known.required:
-            section, name = known.name.split(".")
-            tree[section][name] = copy.deepcopy(known.schema.get("default"))  # `_lay` writes into maps
+    tree = {
+        name: section.annotation.model_construct().model_dump(mode="json")  # type: ignore[union-attr]
+        for name, section in Config.model_fields.items()
+    }
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.create(_lay(tree, merged.tree)), resolve=True)
     except OmegaConfBaseException as error:
@@ -258,7 +255,7 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     for name, key in keys().items():
         section, leaf = name.split(".")
         value = tree[section].get(leaf) if isinstance(tree[section], dict) else None
-        if isinstance(value, bool) and not accepts_booleans(key):
+        if isinstance(value, bool) and key.type != TYPES["boolean"]:  # YAML's `on` and `yes` must not become 1
             problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
     try:
         config = Config.model_validate(tree)
@@ -273,7 +270,7 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
 def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, str]:
     """A pydantic error as lines for people, by dotted key; several for an unknown section."""
     if kind == "extra_forbidden":
-        wrong = [key for key, _ in _leaves(value, f"{loc}.")] if isinstance(value, dict) and value else [loc]
+        wrong = list(_leaves(value, f"{loc}.")) if isinstance(value, dict) and value else [loc]
         return {key: f"{key}: no such key{merged.where(key)}; {suggest(key)}" for key in wrong}
     if kind == "missing":
         return {loc: f"{loc}: missing; set it, e.g. {loc}: {EXAMPLES[loc]}"}

@@ -53,11 +53,9 @@ def load_rows(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if config.data.eval is None:
         raise ConfigError(["data.eval: null; name a file of problems that are kept out of training"])
-    absent = [model for model in models if not (model / "config.json").is_file()]
-    if absent:
-        raise ConfigError(
-            [f"--models {model}: no config.json there; name a folder in Hugging Face format" for model in absent]
-        )
+    problem = "no config.json there; name a folder in Hugging Face format"
+    if absent := [f"--models {model}: {problem}" for model in models if not (model / "config.json").is_file()]:
+        raise ConfigError(absent)
     from buffer.problems import load_problems  # pyarrow: slow to import, and not used by a server
 
     problems = load_problems(config.data.eval, config.data)
@@ -124,7 +122,5 @@ def summary(model: str, outcomes: Sequence[Group | Failure], rows: list[dict[str
         "length": sum(int(sample.sampled.numpy().sum()) for _, sample in samples) / count,
         "failed": len(failures),
         "reasons": sorted(set(failures))[:5],
-        "examples": [
-            {"problem": row, "answer": sample.answer, "reward": sample.reward} for row, sample in samples[:SHOWN]
-        ],
+        "examples": [{"problem": row, "answer": s.answer, "reward": s.reward} for row, s in samples[:SHOWN]],
     }

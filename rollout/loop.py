@@ -27,21 +27,13 @@ Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
 
 async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, groups_in_flight: int) -> None:
     """Ask for as many items as there is room for and make each a group, until there are no more."""
-    in_flight, group_done = set[asyncio.Task[None]](), asyncio.Event()
-
-    def on_done(task: asyncio.Task[None]) -> None:
-        in_flight.remove(task)
-        group_done.set()
-
+    in_flight: set[asyncio.Task[None]] = set()
     async with asyncio.TaskGroup() as tasks:
         while (items := await ask(groups_in_flight - len(in_flight))) is not None:
-            for item in items:
-                task = tasks.create_task(make_group(item, buffer, episodes))
-                in_flight.add(task)
-                task.add_done_callback(on_done)
-            while len(in_flight) >= groups_in_flight:
-                group_done.clear()
-                await group_done.wait()
+            in_flight |= {tasks.create_task(make_group(item, buffer, episodes)) for item in items}
+            if len(in_flight) >= groups_in_flight:
+                await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+            in_flight = {task for task in in_flight if not task.done()}
 
 
 async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes) -> None:

@@ -99,13 +99,10 @@ class Episodes:
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
         trajectories = [task.result() for task in playing]
-        texts = [self.prompts.text(trajectory.tokens[trajectory.start :]) for trajectory in trajectories]
-        answers = [
-            Answer(text, len(trajectory.tokens) - trajectory.start, row)
-            for text, trajectory in zip(texts, trajectories, strict=True)
-        ]
+        answered = [trajectory.tokens[trajectory.start :] for trajectory in trajectories]
+        answers = [Answer(self.prompts.text(tokens), len(tokens), row) for tokens in answered]
         scores = await self.rewards.score(answers)
-        return [t.sample(score, text) for t, score, text in zip(trajectories, scores, texts, strict=True)]
+        return [t.sample(score, answer.text) for t, score, answer in zip(trajectories, scores, answers, strict=True)]
 
     async def _play_once(self, problem: Problem) -> Trajectory:
         try:

@@ -64,9 +64,8 @@ class Prompts:
     def _stop_token(self, text: str) -> int:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         if len(tokens) != 1:
-            raise ValueError(
-                f"sampling.stop: {text!r} is {len(tokens)} tokens of this tokenizer; a stop is a single one"
-            )
+            problem = f"{text!r} is {len(tokens)} tokens of this tokenizer; a stop is a single one"
+            raise ValueError(f"sampling.stop: {problem}")
         return tokens[0]
 
 

@@ -80,19 +80,16 @@ class Reward:
 
     def _check_arguments(self, parameters: Mapping[str, inspect.Parameter]) -> None:
         """`reward.kwargs` and the convention together must give the function what it needs, and nothing else."""
-        offered = set(CONVENTIONS[self.convention]([Answer("", 0, {})])[0])
-        unknown = sorted(set(self.kwargs) - self.accepted) if not self.takes_any else []
-        if unknown:
-            raise ValueError(
-                f"reward.kwargs.{unknown[0]}: {self.name} takes no such argument; it takes {', '.join(parameters)}"
-            )
-        if twice := sorted(set(self.kwargs) & offered):
+        given, offered = set(self.kwargs), set(CONVENTIONS[self.convention]([Answer("", 0, {})])[0])
+        needed = {key for key in self.accepted if parameters[key].default is inspect.Parameter.empty}
+        if (unknown := sorted(given - self.accepted)) and not self.takes_any:
+            problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
+            raise ValueError(f"reward.kwargs.{unknown[0]}: {problem}")
+        if twice := sorted(given & offered):
             raise ValueError(f"reward.kwargs.{twice[0]}: this argument comes from the data; remove the key")
-        for key in sorted(self.accepted - offered - set(self.kwargs)):
-            if parameters[key].default is inspect.Parameter.empty:
-                raise ValueError(
-                    f"reward.function {self.name}: nothing gives its argument {key}; add reward.kwargs.{key}"
-                )
+        if absent := sorted(needed - offered - given):
+            problem = f"nothing gives its argument {absent[0]}; add reward.kwargs.{absent[0]}"
+            raise ValueError(f"reward.function {self.name}: {problem}")
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score per answer. Raises RewardError for a result that is no reward, and whatever the function raises."""

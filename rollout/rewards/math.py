@@ -18,8 +18,5 @@ def compute_score(
         raise ValueError(f"ground truth {text!r:.200} is not mathematics that math-verify can read")
     answer = parse(solution_str, parsing_timeout=None)
     solved = bool(answer) and verify(truth, answer, timeout_seconds=None)
-    return {
-        "score": score if solved else format_score if answer else 0.0,
-        "solved": float(solved),
-        "formed": float(bool(answer)),
-    }
+    reward = score if solved else format_score if answer else 0.0
+    return {"score": reward, "solved": float(solved), "formed": float(bool(answer))}

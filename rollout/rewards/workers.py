@@ -29,12 +29,8 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self.config, self.reward = config, load_reward(config)
-        self._pool = ProcessPool(
-            max_workers=config.workers,
-            context=multiprocessing.get_context("spawn"),
-            initializer=_start,
-            initargs=(config,),
-        )
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPool(config.workers, context=spawn, initializer=_start, initargs=(config,))
 
     async def __aenter__(self) -> "RewardPool":
         self._pool.schedule(os.getpid)  # any call starts the workers, so that the first group need not wait for them
@@ -52,9 +48,8 @@ class RewardPool:
             parts = await asyncio.gather(*map(asyncio.wrap_future, futures))
         except TimeoutError:
             limit = f"reward.timeout_s ({self.config.timeout_s:g} s)"
-            raise RewardError(
-                f"{self.reward.name} took longer than {limit}; its process was killed", origin="TimeoutError"
-            ) from None
+            reason = f"{self.reward.name} took longer than {limit}; its process was killed"
+            raise RewardError(reason, origin="TimeoutError") from None
         except ProcessExpired as error:
             reason = f"{self.reward.name} ended its process (exit code {error.exitcode})"
             raise RewardError(reason, origin="ProcessExpired") from None
