@@ -14,15 +14,16 @@ Record = dict[str, Any]
 
 
 class Records:
-    """Records by version. Example: `{3: {"version": 3, "reward/mean": 0.4, "age/max": 2}}`."""
+    """Records by version, those that the file already holds. Example: `{3: {"version": 3, "reward/mean": 0.4, "age/max": 2}}`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_version: dict[int, Record] = {}
         self._inode, self._offset = 0, 0
+        self.read()
 
     def read(self) -> list[Record]:
-        """Records written since the last call."""
+        """Records written since the last call, or since construction."""
         try:
             with open(self.path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
