@@ -21,11 +21,7 @@ from configs.schema import Config
 
 PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest Python."""
-WITH_TORCH = {
-    ("0.23", "0.26"): "2.11",
-    ("0.27", "0.32"): "2.13",
-    ("0.33", "0.33"): "2.14",
-}
+WITH_TORCH = {("0.23", "0.26"): "2.11", ("0.27", "0.32"): "2.13", ("0.33", "0.33"): "2.14"}
 """The torch version of each range of vLLM versions: vLLM's compiled kernels load with that one only."""
 TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("26", "28")}
 """Oldest version that works, and the first one that was not tried."""

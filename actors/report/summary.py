@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -118,15 +119,10 @@ def prompt_of(problem: dict[str, Any]) -> str:
 
 def summary(report: Report) -> Iterator[str]:
     """The report on the terminal."""
-    rewards = report.records.column("reward/mean")[1]
-    if rewards:
+    if rewards := report.records.column("reward/mean")[1]:
         first, last = rewards[:5], rewards[-20:]
-        yield (
-            f"\nreward: first {len(first)} versions {sum(first) / len(first):.3f}, "
-            f"last {len(last)} versions {sum(last) / len(last):.3f}"
-        )
-    ages = report.records.column("age/max")[1]
-    if ages:
+        yield f"\nreward: first {len(first)} versions {fmean(first):.3f}, last {len(last)} versions {fmean(last):.3f}"
+    if ages := report.records.column("age/max")[1]:
         yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"
     if report.failures:
         yield report.failures
