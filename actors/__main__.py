@@ -26,11 +26,9 @@ def main(argv: Sequence[str]) -> int:
     """Run a subcommand; its exit code."""
     if not argv or argv[0] not in COMMANDS:
         is_help = bool(argv) and argv[0] in ("-h", "--help")
-        lines = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
-        usage = "\n".join(
-            ["usage: python -m actors COMMAND ...", *lines, "`python -m actors launch --help` lists every key"]
-        )
-        print(usage, file=sys.stdout if is_help else sys.stderr)
+        commands = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
+        usage = ["usage: python -m actors COMMAND ...", *commands, "`python -m actors launch --help` lists every key"]
+        print("\n".join(usage), file=sys.stdout if is_help else sys.stderr)
         return DONE if is_help else BAD_INPUT
     name = argv[0]
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})

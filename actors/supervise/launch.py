@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actors.doctor.run_file import check_here, gpus_missing
 from actors.process import Process, Role
-from actors.supervise.ray_cluster import RayCluster, ray_cluster
+from actors.supervise.ray_cluster import place, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.curve import is_loopback, make_keys
@@ -82,21 +82,20 @@ def processes(config: Config) -> list[Process]:
 
 def keep(processes: Sequence[Process], display: Display) -> int:
     """Keep `processes` until the run ends; the exit code. Tests call it with commands of their own."""
-    with display.shown(), ray_cluster() as cluster:
-        gpus = cluster.gpus()
+    with display.shown(), ray_cluster() as gpus:
         if missing := gpus_missing(display.config, gpus, "Ray sees"):
             remedy = "lower learner.ranks, rollout.servers or rollout.tensor_parallel, or set their device to cpu"
             print(f"{missing}: {remedy}", file=sys.stderr)
             return BAD_INPUT
         if not gpus:  # then the device `auto` means CPU
             processes = [replace(process, gpus=0) for process in processes]
-        return asyncio.run(_supervise(processes, display, cluster))
+        return asyncio.run(_supervise(processes, display))
 
 
-async def _supervise(processes: Sequence[Process], display: Display, cluster: RayCluster) -> int:
+async def _supervise(processes: Sequence[Process], display: Display) -> int:
     watching = asyncio.create_task(display.watch())
     try:
-        return await Supervisor(processes, cluster.place, display.show_event, display.say).run()
+        return await Supervisor(processes, place, display.show_event, display.say).run()
     finally:
         watching.cancel()
         display.refresh()

@@ -49,42 +49,33 @@ class RemoteKeeper:
         await self._actor.kill.remote()
 
 
-class RayCluster:
-    """A cluster that this process is connected to. `ray` is the module."""
+async def place(process: Process) -> RemoteKeeper:
+    """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
 
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
+    Buffer and learner listen on addresses of this machine, so their keepers stay on it. Called inside `ray_cluster`.
+    """
+    import ray
 
-    def gpus(self) -> int:
-        """GPUs of all nodes."""
-        return int(self._ray.cluster_resources().get("GPU", 0))
-
-    async def place(self, process: Process) -> RemoteKeeper:
-        """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
-
-        Buffer and learner listen on addresses of this machine, so their keepers stay on it.
-        """
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.gpus, "max_concurrency": 8}
-        options |= {"max_restarts": -1, "max_task_retries": -1}
-        if process.role != "rollout":
-            here = self._ray.get_runtime_context().get_node_id()
-            strategies = self._ray.util.scheduling_strategies
-            options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here, soft=False)
-        keeper = RemoteKeeper(self._ray.remote(Keeper).options(**options).remote(process))
-        await keeper.events(0)
-        return keeper
+    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.gpus, "max_concurrency": 8}
+    options |= {"max_restarts": -1, "max_task_retries": -1}
+    if process.role != "rollout":
+        here = ray.get_runtime_context().get_node_id()
+        strategies = ray.util.scheduling_strategies
+        options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+    keeper = RemoteKeeper(ray.remote(Keeper).options(**options).remote(process))
+    await keeper.events(0)
+    return keeper
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
-    """Connect to Ray inside a `with`, to the cluster of `RAY_ADDRESS` or to a Ray started here."""
+def ray_cluster() -> Iterator[int]:
+    """Connect to Ray inside a `with`, to the cluster of `RAY_ADDRESS` or to a Ray started here; the GPUs it has."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
     with ExitStack() as stack:
         if "RAY_ADDRESS" not in os.environ:
             for key, value in {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(key, value)
-            parent = tempfile.gettempdir()
-            parent = parent if len(parent) < MAX_FOLDER else "/tmp"
+            parent = None if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
             options |= {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
             options |= {"include_dashboard": False, "_temp_dir": stack.enter_context(temporary)}
@@ -92,4 +83,4 @@ def ray_cluster() -> Iterator[RayCluster]:
 
         stack.callback(ray.shutdown)
         ray.init(**options)
-        yield RayCluster(ray)
+        yield int(ray.cluster_resources().get("GPU", 0))

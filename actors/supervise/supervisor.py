@@ -50,7 +50,7 @@ class Supervisor:
 
     async def run(self) -> int:
         """Place, watch, judge, drain. Returns the exit code; no process is left then."""
-        followers: list[asyncio.Task[None]] = []
+        followers = []
         with StopSignals(drain=self._news.put_nowait, force=self._news.put_nowait):
             for process in self.processes:
                 self._keepers[process.name] = await self._place(process)

@@ -12,7 +12,6 @@ from datetime import timedelta
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -42,18 +41,16 @@ class Display:
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.records = Records(config.run.path / "metrics.jsonl")
-        self.records.read()  # records of an earlier start of the run are no news
+        self.records = Records(config.run.path / "metrics.jsonl")  # those of an earlier start are no news
         self.processes: dict[str, str] = {}
         """Last event of each process, lines apart."""
         self.state: State | None = None
         """The buffer's last answer; None if it is silent."""
         self._reported_failures = 0
         self._colours: dict[str, str] = {}
-        wanted = config.log.display
-        self._live: Live | None = None
-        if wanted == "rich" or (wanted == "auto" and self.console.is_terminal):
-            self._live = Live(console=self.console, get_renderable=self.panel, auto_refresh=False)
+        wants_panel = config.log.display == "rich" or (config.log.display == "auto" and self.console.is_terminal)
+        panel = Live(console=self.console, get_renderable=self.panel, auto_refresh=False)
+        self._live = panel if wants_panel else None
 
     @contextlib.contextmanager
     def shown(self) -> Iterator["Display"]:
@@ -136,7 +133,7 @@ class Display:
             rows.append(("failures", line))
         rows += [("waits", line) for line in waiting(waits(self.state, self.config) if self.state else None)]
         for name, value in rows:
-            table.add_row(Text(name, style="dim"), escape(value))
+            table.add_row(Text(name, style="dim"), Text(value))
         processes = Text("  ").join(
             Text(f"{name} {kind}", style=KIND_STYLES.get(kind, "red")) for name, kind in self.processes.items()
         )

@@ -8,21 +8,23 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 Record = dict[str, Any]
 
 
 class Records:
-    """Records by version. Example: `{3: {"version": 3, "reward/mean": 0.4, "age/max": 2}}`."""
+    """Records by version, those that the file already holds. Example: `{3: {"version": 3, "reward/mean": 0.4, "age/max": 2}}`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_version: dict[int, Record] = {}
         self._inode, self._offset = 0, 0
+        self.read()
 
     def read(self) -> list[Record]:
-        """Records written since the last call."""
+        """Records written since the last call, or since construction."""
         try:
             with open(self.path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -51,12 +53,12 @@ class Records:
     def mean(self, key: str, last: int = 10) -> float | None:
         """Mean of the `last` records that have `key`."""
         values = self.column(key)[1][-last:]
-        return sum(values) / len(values) if values else None
+        return fmean(values) if values else None
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean of each value and up to `window` - 1 values before it."""
-    return [sum(part := values[max(0, i + 1 - window) : i + 1]) / len(part) for i in range(len(values))]
+    return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def _record(line: bytes) -> Record | None:

@@ -18,6 +18,7 @@ from configs.entrypoint import BAD_INPUT
 from configs.load import read
 from configs.schema import Config
 
+VERSIONS = "SELECT COALESCE(MAX(version) FILTER (WHERE trained), -1), COALESCE(MAX(version), -1) FROM batches"
 LEASES = "SELECT server, COUNT(*), MAX(version), MIN(leased_at) FROM items WHERE state = 'leased' GROUP BY server"
 UNTRAINED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM items WHERE state IN ('stored', 'batched')"
 MISSED_HEARTBEATS = 5
@@ -56,20 +57,23 @@ def stored(file: Path) -> State:
     Raises buffer.store.sqlite.StoreError for a file that is not a buffer's.
     """
     with closing(reading(file)) as db:
-        trained, version = db.execute(
-            "SELECT MAX(version) FILTER (WHERE trained), MAX(version) FROM batches"
-        ).fetchone()
+        trained, formed = db.execute(VERSIONS).fetchone()
         counts = dict(db.execute("SELECT state, COUNT(*) FROM items GROUP BY state"))
         leases = db.execute(LEASES).fetchall()
         (untrained_bytes,) = db.execute(UNTRAINED_BYTES).fetchone()
         totals = {(what, which): sums for what, which, *sums in db.execute("SELECT * FROM totals ORDER BY what, which")}
 
+    servers = {}
+    for server, count, newest, at in leases:
+        stats = {"oldest_lease_s": time.time() - at}
+        servers[server.partition("#")[0]] = {"version": newest, "leases": count, "stats": stats}
+
     def groups_by(what: str) -> dict[str, int]:
         return {which: sums[0] for (kind, which), sums in totals.items() if kind == what and sums[0]}
 
     return State(
-        version=0 if version is None else version + 1,
-        trained=-1 if trained is None else trained,
+        version=formed + 1,
+        trained=trained,
         counts=counts,
         dropped=groups_by("dropped"),
         failed=groups_by("failed"),
@@ -80,14 +84,7 @@ def stored(file: Path) -> State:
         },
         ages=dict(sorted((int(age), groups) for age, groups in groups_by("age").items())),
         bytes_stored=untrained_bytes,
-        servers={
-            server.partition("#")[0]: {
-                "version": newest,
-                "leases": count,
-                "stats": {"oldest_lease_s": time.time() - at},
-            }
-            for server, count, newest, at in leases
-        },
+        servers=servers,
         waiters=[],
         errors=0,
     )

@@ -6,11 +6,10 @@ status says so and shows what the files hold. Run by hand at any time, on any ma
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from actors.watch.metrics_log import Records
@@ -27,43 +26,38 @@ SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "t
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run whose buffer answers, 1 for one whose does not, 2 for bad input."""
     config, run = find_run(argv, "python -m actors status")
-    console = Console(highlight=False, soft_wrap=True)
-
-    def show(lines: Iterable[str]) -> None:
-        for line in lines:
-            console.print(escape(line))
-
-    show(_folder_lines(config, run))
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(*_folder_lines(config, run), sep="\n")
     answer = asyncio.run(ask(config))
     if answer is not None:
-        show([f"buffer at {config.buffer.address}"])
+        console.print(f"buffer at {config.buffer.address}")
     else:
-        console.print(f"[red]the buffer at {config.buffer.address} does not answer[/]; its files hold:")
+        console.print(f"the buffer at {config.buffer.address} does not answer; its files hold:", style="red")
     held = None
     if config.buffer.path:
         try:
             held = stored(run / config.buffer.path)
         except StoreError as error:
-            show([str(error)] if answer is None else [])
+            if answer is None:
+                console.print(str(error))
     if answer and held:
         for name, server in held.servers.items():  # the buffer's answer has no lease times
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
     if state := answer or held:
-        show(ledger_lines(state))
+        console.print(*ledger_lines(state), sep="\n")
         console.print(_servers_table(state, config), soft_wrap=False)
     if answer is None:
-        show(_last_log_lines(run))
+        console.print(*_last_log_lines(run), sep="\n")
         return FAILED
-    show(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"])
+    console.print(*(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"]), sep="\n")
     if answer.errors:
-        show([f"{answer.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}"])
+        console.print(f"{answer.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}")
     return DONE
 
 
 def _folder_lines(config: Config, run: Path) -> Iterator[str]:
     """Versions, the last record and its age, checkpoints."""
     log = Records(run / "metrics.jsonl")
-    log.read()
     records = log.ordered()
     done = records[-1]["version"] if records else 0
     yield f"run {config.run.name} in {run}: version {done} of {config.run.versions}"

@@ -104,7 +104,6 @@ def test_the_panel_shows_the_first_waits() -> None:
 def test_time_left_follows_the_pace(seconds: list[float], text: str, tmp_path: Path) -> None:
     write(tmp_path, *({"version": 1 + v, "time/version_s": s} for v, s in enumerate(seconds)))
     records = Records(tmp_path / "toy" / "metrics.jsonl")
-    records.read()
     assert time_left(records, 60) == text
 
 
