@@ -57,12 +57,9 @@ def main(argv: Sequence[str]) -> int:
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner.ranks)
         train(config, configure_process(config, device))
-    except (ConfigError, KeysError, RefusedError) as error:
+    except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (NoDiskSpace, OutOfMemory) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return FAILED
+        return FAILED if isinstance(error, NoDiskSpace | OutOfMemory) else BAD_INPUT
     return DONE
 
 

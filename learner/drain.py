@@ -7,6 +7,7 @@ returns None, so that the loop writes its checkpoint and ends. The ranks agree o
 
 import os
 import signal
+from contextlib import suppress
 
 from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import Part
@@ -29,19 +30,14 @@ class Draining:
 
     def take(self, version: int) -> Part | None:
         """This rank's part of batch `version`; None if there will be none, or once any rank has got a signal."""
-        try:
-            part = self._take(version)
-        except Drained:
-            part = None
+        part = None
+        with suppress(Drained):
+            self._waiting = True
+            if not self._begun:
+                part = self.batches.take(version)
+            self._waiting = False
         (begun,) = collectives.all_reduce_max(self._begun)
         return None if begun else part
-
-    def _take(self, version: int) -> Part | None:
-        self._waiting = True
-        try:
-            return None if self._begun else self.batches.take(version)
-        finally:
-            self._waiting = False
 
     def trained(self, version: int, oldest_kept: int) -> None:
         """As in LearnerClient."""

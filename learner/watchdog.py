@@ -69,7 +69,8 @@ class Watchdog:
         state = flight_record()
         oldest = min(state["entries"], key=lambda entry: entry["time_created_ns"], default=None)
         waited = (time.time_ns() - oldest["time_created_ns"]) / 1e9 if oldest else 0.0
-        note = {"begun": collectives_begun(state), "where": current_line(self._main), "at": time.time()}
+        begun = sum(max(int(group["last_enqueued_collective"]), 0) for group in state["pg_status"].values())
+        note = {"begun": begun, "where": current_line(self._main), "at": time.time()}
         self._store.set(str(self.rank), json.dumps(note))
         if self._store.check(["verdict"]):
             os._exit(FAILED)
@@ -100,11 +101,6 @@ def flight_record(active: bool = True) -> dict[str, Any]:
         entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     groups = {str(i) + name: status for i, state in enumerate(states) for name, status in state["pg_status"].items()}
     return {"entries": entries, "pg_status": groups}
-
-
-def collectives_begun(state: dict[str, Any]) -> int:
-    """How many collectives this rank has begun, over all groups."""
-    return sum(max(int(status["last_enqueued_collective"]), 0) for status in state["pg_status"].values())
 
 
 def current_line(thread: int | None) -> str:

@@ -1,12 +1,12 @@
 """How far the data are from the policy: sums that add over microbatches and ranks, then metrics, then warnings.
 
 Consumes cleaned `LossInputs` and the facts of the batch's samples; waits for nothing. The losses return `mismatch_sums`
-and `limit_sums`; `learner/train/step.py` all-reduces them, adds `sample_sums` and `group_sums` and returns `summary`;
+and `limit_sums`; `learner/train/step.py` all-reduces them and returns `summary` with `sample_metrics`;
 `learner/metrics.py` logs `alerts`. Sums are [] float64; one whose key ends in `_max` combines by maximum. The keys
 never depend on the data.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
@@ -72,37 +72,35 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
     sums: dict[str, Tensor] = {}
     for name, side in zip(SIGNS, (inputs.advantages > 0, inputs.advantages < 0), strict=True):
         side = side & inputs.sampled
-        sums[f"{name}/tokens"] = side.double().sum()
         sums[f"{name}/masked"] = (side & masked).double().sum()
         sums[f"{name}/capped"] = (side & capped).double().sum()
     return sums
 
 
-def sample_sums(rewards: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, Tensor]:
-    """Sums over samples. [samples] each: reward, sampled tokens, whether truncated."""
-    rewards, lengths = rewards.double(), lengths.double()
-    return {
-        "samples": torch.ones_like(rewards).sum(),
-        "reward": rewards.sum(),
-        "reward_squared": (rewards**2).sum(),
-        "length": lengths.sum(),
-        "length_max": _largest(lengths),
-        "truncated": truncated.double().sum(),
-    }
-
-
 def version_sums(num_versions: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Sums over samples of how many policy versions sampled each."""
     numbers = torch.tensor(num_versions, dtype=torch.float64, device=device)
-    return {"versions": numbers.sum(), "versions_max": _largest(numbers)}
+    count = torch.ones_like(numbers).sum()
+    return {"versions_samples": count, "versions": numbers.sum(), "versions_max": _largest(numbers)}
 
 
-def group_sums(rewards: Iterable[Sequence[float]], solved: float = 1.0) -> dict[str, Tensor]:
-    """Numbers of groups, of groups in which all samples reach the reward `solved`, and of groups in which none does."""
-    groups = [[reward >= solved for reward in group] for group in rewards]
-    counts = (len(groups), sum(map(all, groups)), sum(not any(group) for group in groups))
-    names = ("groups", "solved_all", "solved_none")
-    return {name: torch.tensor(count, dtype=torch.float64) for name, count in zip(names, counts, strict=True)}
+def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
+    """Of all samples of the batch, [samples] each: reward, group, sampled tokens, whether truncated.
+
+    A group is solved by a sample that reaches the reward 1.
+    """
+    solved = [rewards[groups == group] >= 1 for group in groups.unique()]
+    rewards, lengths = rewards.double(), lengths.double()
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(correction=0),
+        "length/mean": lengths.mean(),
+        "length/max": lengths.max(),
+        "length/truncated": truncated.double().mean(),
+        "groups/solved_all": torch.stack([group.all() for group in solved]).double().mean(),
+        "groups/solved_none": torch.stack([~group.any() for group in solved]).double().mean(),
+    }
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _largest(values: Tensor) -> Tensor:
@@ -115,16 +113,10 @@ def is_max(key: str) -> bool:
     return key.endswith("_max")
 
 
-def combine(microbatches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The sums of several microbatches, added up."""
-    total: dict[str, Tensor] = {}
-    for sums in microbatches:
-        for key, value in sums.items():
-            if key not in total:
-                total[key] = value
-            else:
-                total[key] = torch.maximum(total[key], value) if is_max(key) else total[key] + value
-    return total
+    columns = {key: torch.stack([sums[key] for sums in microbatches]) for key in microbatches[0]}
+    return {key: column.amax() if is_max(key) else column.sum() for key, column in columns.items()}
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -139,8 +131,6 @@ def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         squares = get.get(f"{prefix}weight_squared", 0) * get.get(count, 0)
         if squares > 0:
             metrics[f"ess/{what}"] = get[f"{prefix}weight"] ** 2 / squares
-    if "reward/mean" in metrics:
-        metrics["reward/std"] = max(get["reward_squared"] / get["samples"] - metrics["reward/mean"] ** 2, 0) ** 0.5
     return metrics
 
 
@@ -158,19 +148,13 @@ MEANS: dict[str, tuple[str, str]] = {
     **{f"limit/{what}_{sign}": (f"{sign}/{what}", "tokens") for what in ("masked", "capped") for sign in SIGNS},
     "entropy/mean": ("entropy", "tokens"),
     "reference/k3": ("reference/k3", "tokens"),
-    "reward/mean": ("reward", "samples"),
-    "length/mean": ("length", "samples"),
-    "length/truncated": ("truncated", "samples"),
-    "age/versions_per_sample": ("versions", "samples"),
-    "groups/solved_all": ("solved_all", "groups"),
-    "groups/solved_none": ("solved_none", "groups"),
+    "age/versions_per_sample": ("versions", "versions_samples"),
 }
 """Metric: the sum and the count whose quotient it is."""
 
 MAXIMA = {
     "ratio/max": "ratio_max",
     "age/token_max": "token_age_max",
-    "length/max": "length_max",
     "age/versions_per_sample_max": "versions_max",
 }
 

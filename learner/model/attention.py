@@ -9,9 +9,10 @@ nothing.
 import importlib
 import inspect
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ PACKAGES = {
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
 """The package to install, and the module it provides."""
-AttentionOutput = tuple[Tensor, None]
+Attention = Callable[..., tuple[Tensor, None]]
+"""As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
 GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """torch 2.11 accepts grouped heads without this argument, and does not know it."""
 
@@ -89,77 +91,85 @@ def installed(name: str) -> bool:
     return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
-def flash(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> AttentionOutput:
-    """flash-attn's variable-length kernel. `query` [1, heads, tokens, head_dim]; key and value may have fewer heads."""
+class Row(NamedTuple):
+    """What a kernel knows of a row of documents and of the model besides query, key and value."""
+
+    cu_seqlens: Tensor
+    longest: int
+    scale: float | None
+    window: int | None
+
+    def bounds(self, none: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The model's sliding window as (left, right) for the kernels; `none` if it has none."""
+        return none if self.window is None else (self.window - 1, 0)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Row], Tensor]
+"""Causal attention of query, key and value [tokens, heads, head_dim]; key and value may have fewer heads."""
+
+
+def adapt(kernel: Kernel) -> Attention:
+    """`kernel` as an attention for transformers."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+        return kernel(q, k, v, Row(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], scale, window))[None], None
+
+    return attend
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
+    """flash-attn's variable-length kernel."""
     from flash_attn import flash_attn_varlen_func  # an optional dependency, absent on CPU machines
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    scale, window = kwargs.get("scaling"), _window(kwargs, none=(-1, -1))
-    out = flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True, window_size=window
-    )
-    return out[None], None
+    places = (row.cu_seqlens, row.cu_seqlens, row.longest, row.longest)
+    window = row.bounds(none=(-1, -1))
+    out: Tensor = flash_attn_varlen_func(q, k, v, *places, softmax_scale=row.scale, causal=True, window_size=window)
+    return out
 
 
-@torch.compiler.disable
-def flash4(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> AttentionOutput:
-    """FlashAttention 4, for Hopper and later; shapes as in `flash`. It compiles itself: torch's compiler skips it."""
+def flash4(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
+    """FlashAttention 4, for Hopper and later."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    out: Tensor
     out, _ = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-        softmax_scale=kwargs.get("scaling"), causal=True, window_size=_window(kwargs, none=(None, None)),
+        q, k, v, cu_seqlens_q=row.cu_seqlens, cu_seqlens_k=row.cu_seqlens, max_seqlen_q=row.longest,
+        max_seqlen_k=row.longest, softmax_scale=row.scale, causal=True, window_size=row.bounds(none=(None, None)),
     )  # fmt: skip
-    return out[None], None
+    return out
 
 
-def varlen(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> AttentionOutput:
-    """torch's own variable-length kernel; shapes as in `flash`."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu_seqlens, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], _window(kwargs, none=(-1, 0))
-    scale = kwargs.get("scaling")
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=window, **GQA)
+def varlen(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
+    """torch's own variable-length kernel."""
+    places = (row.cu_seqlens, row.cu_seqlens, row.longest, row.longest)
+    out = varlen_attn(q, k, v, *places, scale=row.scale, window_size=row.bounds(none=(-1, 0)), **GQA)
     assert isinstance(out, Tensor)
-    return out[None], None
+    return out
 
 
-def sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> AttentionOutput:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     """torch's causal SDPA on [documents, longest], padded on the right inside attention only; works on any device.
 
     Needs no mask: in causal attention a real token never sees the padding to its right.
     """
-    cu_seqlens, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    window = kwargs.get("sliding_window")
+    cu_seqlens, longest, scale, window = row
     if window is not None and longest > window:
         raise ValueError(f"learner.attention: sdpa knows no sliding window, the model has one of {window}; use varlen")
-    position = torch.arange(longest, device=query.device)
+    position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]
     index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
-    q, k, v = (x[0][:, index].transpose(0, 1) for x in (query, key, value))  # [documents, heads, longest, head_dim]
-    grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=grouped)
-    return out.transpose(1, 2)[real][None], None
+    q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))  # [documents, heads, longest, head_dim]
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)[real]
 
 
-def _window(kwargs: dict[str, Any], none: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The model's sliding window as (left, right) for the kernels; `none` if it has none."""
-    window = kwargs.get("sliding_window")
-    return none if window is None else (window - 1, 0)
-
-
-ATTENTIONS = {"flash4": flash4, "flash": flash, "varlen": varlen, "sdpa": sdpa}
+ATTENTIONS = {name: adapt(kernel) for name, kernel in (("flash", flash), ("varlen", varlen), ("sdpa", sdpa))}
+ATTENTIONS["flash4"] = torch.compiler.disable(adapt(flash4))  # it compiles itself
 
 for _name, _attention in ATTENTIONS.items():
     AttentionInterface.register(registered(_name), _attention)

@@ -19,6 +19,9 @@ ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 ChunkGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Of a chunk: log-normalisers, entropies, gradient with respect to log-probabilities and, if wanted, to entropies."""
 
+GradientsOfChunk = Callable[[Tensor, slice], ChunkGradients]
+"""(the logits of a chunk, the chunk) -> its gradients."""
+
 
 class HeadOptions(NamedTuple):
     """How the head computes."""
@@ -117,11 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _input_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    options: HeadOptions,
-    of_chunk: Callable[[Tensor, slice], ChunkGradients],
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, of_chunk: GradientsOfChunk
 ) -> tuple[Tensor, Tensor]:
     """Gradients with respect to `hidden` and `weight`; `of_chunk` gets the logits of each chunk."""
     dtype = _precision(hidden)
@@ -130,7 +129,7 @@ def _input_gradients(
     grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     for chunk in _chunks(len(hidden), options.chunk_size):
         z = _matmul(hidden[chunk], wide.T, dtype)
-        dz = _logit_gradient(z, targets[chunk], *of_chunk(z, chunk), options.temperature, wide.dtype)
+        dz = _logit_gradient(z, targets[chunk], of_chunk(z, chunk), options.temperature, wide.dtype)
         del z  # before the next allocation
         grad_hidden[chunk] = dz @ wide
         _add_matmul(grad_weight, dz.T, hidden[chunk])
@@ -165,20 +164,14 @@ def _logprob_forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Te
 
 
 def _logit_gradient(
-    z: Tensor,
-    targets: Tensor,
-    norms: Tensor,
-    entropy: Tensor,
-    grad_logprob: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float,
-    dtype: torch.dtype,
+    z: Tensor, targets: Tensor, known: ChunkGradients, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     """Gradient of the loss with respect to the logits `z`, in `dtype`. It may overwrite `z`."""
     if _fused(z):
         from learner.model import head_kernels
 
-        return head_kernels.logit_gradient(z, targets, norms, entropy, grad_logprob, grad_entropy, temperature, dtype)
+        return head_kernels.logit_gradient(z, targets, *known, temperature, dtype)
+    norms, entropy, grad_logprob, grad_entropy = known
     logp = z.div_(temperature).sub_(norms[:, None])
     p = logp.exp()
     if grad_entropy is None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from configs.checks import max_sample_tokens
 from configs.load import ConfigError
@@ -29,7 +29,8 @@ SHARE = 0.9
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 """Tokens in the forward pass on meta."""
-META_ATTENTION = attention.PREFIX + "meta"
+META_ATTENTION = attention.registered("varlen")
+"""It keeps what every variable-length kernel keeps: query, key, value, output and a norm per token and head."""
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
@@ -154,7 +155,6 @@ def _trace(empty: PreTrainedModel) -> tuple[int, int, int]:
     """Bytes per token that the forward pass keeps: all; outputs of matmuls and attention; other inputs of matmuls."""
     fixed: Storages = {}
     kept: Storages = {}
-    outputs: Storages = {}
     _add(fixed, *empty.parameters(), *empty.buffers())
 
     def keep(tensor: Tensor) -> Tensor:
@@ -162,21 +162,20 @@ def _trace(empty: PreTrainedModel) -> tuple[int, int, int]:
         return tensor
 
     tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
+    places = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"), "max_length_q": META_TOKENS}
     with _MatmulRecorder() as matmuls, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
-        decoder(input_ids=tokens, position_ids=tokens, use_cache=False, outputs=outputs)
-    outputs |= matmuls.outputs
-    inputs = {key: x for key, x in matmuls.inputs.items() if key not in fixed | outputs.keys()}
-    everything = {key: x for key, x in kept.items() if key not in fixed}
+        decoder(input_ids=tokens, position_ids=tokens, use_cache=False, **places)
 
-    def per_token(storages: Storages) -> int:
-        return sum(x.untyped_storage().nbytes() for x in storages.values()) // META_TOKENS
+    def per_token(storages: Storages, without: Storages) -> int:
+        return sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in without) // META_TOKENS
 
-    return per_token(everything), per_token(outputs), per_token(inputs)
+    inputs = per_token(matmuls.inputs, fixed | matmuls.outputs)
+    return per_token(kept, fixed), per_token(matmuls.outputs, {}), inputs
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """Collects inputs and outputs of matmuls."""
+    """Collects inputs and outputs of matmuls, and outputs of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,34 +187,9 @@ class _MatmulRecorder(TorchDispatchMode):
         if func in MATMULS:
             _add(self.outputs, output)
             _add(self.inputs, *(x for x in args if isinstance(x, Tensor)))
+        elif func is torch.ops.torch_attn._varlen_attn.default:
+            _add(self.outputs, *output)
         return output
-
-
-class _MetaAttention(torch.autograd.Function):
-    """Keeps what variable-length attention keeps, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, outputs: Storages) -> Tensor:
-        output = torch.empty_like(query)
-        norms = query.new_empty(query.shape[:2], dtype=torch.float32)
-        _add(outputs, output, norms)
-        ctx.save_for_backward(query, key, value, output, norms)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("there is no backward pass on meta")
-
-
-def _attend_on_meta(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> attention.AttentionOutput:
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = _MetaAttention.apply(q, k, v, kwargs["outputs"])  # type: ignore[no-untyped-call]
-    return output[None], None
-
-
-AttentionInterface.register(META_ATTENTION, _attend_on_meta)
 
 
 @contextmanager

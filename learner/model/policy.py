@@ -112,9 +112,7 @@ class Policy(nn.Module):
             position_ids=microbatch.positions[None],
             use_cache=False,
             cu_seq_lens_q=microbatch.cu_seqlens,
-            cu_seq_lens_k=microbatch.cu_seqlens,
             max_length_q=microbatch.max_seqlen,
-            max_length_k=microbatch.max_seqlen,
         ).last_hidden_state[0]
         return hidden
 

@@ -16,7 +16,7 @@ from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
 from learner.algorithms.corrections import m2_limit, m2_squares
-from learner.algorithms.diagnostics import combine, group_sums, is_max, sample_sums, summary, version_sums
+from learner.algorithms.diagnostics import combine, is_max, sample_metrics, summary, version_sums
 from learner.algorithms.inputs import LossContext
 from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
 from learner.model.microbatch import Microbatch
@@ -108,7 +108,7 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device) -> dict[str, Any]:
         """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`."""
-        sampled, item = torch.tensor(batch.rows.sampled.numpy()), torch.tensor(batch.rows.item.numpy())
+        _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
         return {
@@ -124,8 +124,7 @@ class Algorithm:
     def _advantages(self, rows: SampleRows) -> Tensor:
         """Advantage of each row: [samples] float32. Every rank computes all: it is cheap and exact."""
         config = self.config
-        columns = (rows.reward, rows.sampled, rows.item, rows.truncated)
-        rewards, lengths, items, truncated = (torch.tensor(column.numpy()) for column in columns)
+        rewards, items, lengths, truncated = _tensors(rows)
         if config.overlong == "soft":
             rewards = soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
         advantages = ADVANTAGES[config.advantage](rewards, items, lengths)
@@ -158,23 +157,26 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
     return total
 
 
+def _tensors(rows: SampleRows) -> list[Tensor]:
+    """Reward, item, sampled tokens, and whether truncated: [samples] each."""
+    return [torch.tensor(column.numpy()) for column in (rows.reward, rows.item, rows.sampled, rows.truncated)]
+
+
 def batch_metrics(batch: Batch, sums: dict[str, float]) -> dict[str, float]:
     """Metrics from the losses' `sums` and the rows of the samples, both of the whole batch."""
     rows = batch.rows
-    reward, sampled, truncated, tokens = (x.numpy() for x in (rows.reward, rows.sampled, rows.truncated, rows.tokens))
-    groups = [reward[rows.item.numpy() == item].tolist() for item in np.unique(rows.item.numpy())]
-    counted = sample_sums(*map(torch.tensor, (reward, sampled, truncated)))
-    metrics = summary({**sums, **counted, **group_sums(groups)})
+    metrics = summary(sums)
     metrics["loss"] = sum(value for key, value in metrics.items() if key.startswith("loss/"))
-    ages = batch.version - rows.dispatched.numpy()
+    tokens, ages = rows.tokens.numpy(), batch.version - rows.dispatched.numpy()
     return (
         metrics
+        | sample_metrics(*_tensors(rows))
         | {f"sample/{name}": float(np.nanmean(column.numpy())) for name, column in rows.metrics.items()}
         | {
             "age/mean": float(ages.mean()),
             "age/max": float(ages.max()),
             "tokens": float(tokens.sum()),
-            "tokens_sampled": float(sampled.sum()),
+            "tokens_sampled": float(rows.sampled.numpy().sum()),
             "samples": float(len(tokens)),
             "microbatches": float(len(batch.microbatches)),
             "tokens_microbatch_max": float(max(len(microbatch.tokens) for microbatch in batch.microbatches)),

@@ -16,11 +16,10 @@ from learner.algorithms.diagnostics import (
     MEANS,
     alerts,
     combine,
-    group_sums,
     is_max,
     limit_sums,
     mismatch_sums,
-    sample_sums,
+    sample_metrics,
     summary,
     version_sums,
 )
@@ -99,24 +98,20 @@ def test_limits_by_sign_of_the_advantage() -> None:
 
 
 def test_combine_adds_but_for_maxima() -> None:
-    def part(*lengths: float) -> dict[str, torch.Tensor]:
-        size = len(lengths)
-        ones = torch.ones(size)
-        counted = version_sums([1] * size, torch.device("cpu"))
-        return sample_sums(ones, torch.tensor(lengths), torch.zeros(size)) | counted
-
-    together = combine([part(3.0, 5.0), part(4.0), part()])
-    assert together["length"] == 12 and together["length_max"] == 5 and together["samples"] == 3
-    assert [key for key in together if is_max(key)] == ["length_max", "versions_max"]
+    together = combine([version_sums(numbers, torch.device("cpu")) for numbers in ([3, 5], [4], [])])
+    assert together == {"versions_samples": 3, "versions": 12, "versions_max": 5}
+    assert [key for key in together if is_max(key)] == ["versions_max"]
 
 
 def test_facts_of_samples_and_groups() -> None:
-    sums = sample_sums(torch.tensor([1.0, 0.0]), torch.tensor([10, 20]), torch.tensor([False, True]))
-    sums |= version_sums([1, 3], torch.device("cpu"))
-    sums |= group_sums([[1.0, 1.0], [0.1, 0.0], [1.0, 0.0], [0.0, 0.0]])
-    metrics = summary(sums)
-    assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == 0.5
-    assert metrics["length/mean"] == 15 and metrics["length/max"] == 20 and metrics["length/truncated"] == 0.5
+    rewards = torch.tensor([1.0, 0.1, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    groups = torch.tensor([7, 3, 7, 3, 5, 5, 9, 9])
+    lengths, truncated = torch.arange(10, 18), torch.arange(8) % 4 == 0
+    metrics = sample_metrics(rewards, groups, lengths, truncated) | summary(version_sums([1, 3], torch.device("cpu")))
+    assert metrics["reward/mean"] == pytest.approx(3.1 / 8) and metrics["reward/std"] == pytest.approx(
+        0.4754932, rel=1e-5
+    )
+    assert metrics["length/mean"] == 13.5 and metrics["length/max"] == 17 and metrics["length/truncated"] == 0.25
     assert metrics["age/versions_per_sample"] == 2 and metrics["age/versions_per_sample_max"] == 3
     assert metrics["groups/solved_all"] == 0.25 and metrics["groups/solved_none"] == 0.5
 
@@ -189,7 +184,8 @@ def test_alerts_against_a_history_wait_for_one() -> None:
 
 
 def test_alerts_watch_metrics_that_exist() -> None:
-    known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm"}
+    known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm", "length/truncated"}
+    known |= {"groups/solved_all", "groups/solved_none"}
     assert {key for key, *_ in ALERTS} <= known
     assert set(ILL) == {key for key, *_ in ALERTS}
 

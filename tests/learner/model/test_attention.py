@@ -94,7 +94,9 @@ def test_sliding_windows_are_refused_beyond_their_length() -> None:
     heads = torch.randn(1, 2, 6, 4)
     starts = torch.tensor([0, 6], dtype=torch.int32)
     with pytest.raises(ValueError, match="sliding window, the model has one of 4"):
-        attention.sdpa(None, heads, heads, heads, None, cu_seq_lens_q=starts, max_length_q=6, sliding_window=4)
+        attention.ATTENTIONS["sdpa"](
+            None, heads, heads, heads, None, cu_seq_lens_q=starts, max_length_q=6, sliding_window=4
+        )
 
 
 def test_choice() -> None:
