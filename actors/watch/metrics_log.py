@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 class Records:
-    """Records by version, those that the file already holds. Example: `{3: {"version": 3, "reward/mean": 0.4, "age/max": 2}}`."""
+    """Records by version, read from the file at once. Example: `{3: {"version": 3, "reward/mean": 0.4}}`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

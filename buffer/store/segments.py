@@ -5,7 +5,8 @@ do not count and are overwritten. So each byte is written once, where SQLite wou
 file, and again when a page next to it moves. Space is allocated ahead, because a file that grows with each write is
 synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment.
 
-Plain files: the samples of a group are contiguous, without separators. Calls block for the disk.
+Plain files: the samples of a group are contiguous, without separators. Calls block for the disk. `GroupCache` keeps the
+latest groups in memory: most are batched before they would have to be read back.
 """
 
 import errno
@@ -14,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from buffer.ledger.types import SampleStats
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
@@ -238,3 +241,40 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+Group = list[tuple[bytes, SampleStats]]
+"""The packed samples of a group, in order, each with its figures."""
+
+
+class GroupCache:
+    """The latest groups: at most `max_bytes` of samples; the oldest groups make room."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes = max_bytes, 0
+        self._groups: dict[int, Group] = {}
+
+    def add(self, item: int, group: Group) -> None:
+        """In place of an earlier group of the item."""
+        self.forget(item)
+        self._groups[item] = group
+        self.bytes += _size(group)
+        while self.bytes > self.max_bytes:
+            self.forget(next(iter(self._groups)))
+
+    def get(self, item: int) -> Group | None:
+        """None if it is not cached."""
+        return self._groups.get(item)
+
+    def keep(self, items: Collection[int]) -> None:
+        """Forget all others."""
+        for item in [item for item in self._groups if item not in items]:
+            self.forget(item)
+
+    def forget(self, item: int) -> None:
+        """An item that is not cached changes nothing."""
+        self.bytes -= _size(self._groups.pop(item, []))
+
+
+def _size(group: Group) -> int:
+    return sum(len(data) for data, _ in group)

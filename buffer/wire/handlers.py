@@ -11,7 +11,7 @@ from typing import Any, Literal
 from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import Transaction
-from buffer.store.cache import Group, GroupCache
+from buffer.store.segments import Group, GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
 from buffer.wire.message import Message

@@ -6,8 +6,7 @@ A user's task, `rollout.task: path/to/file.py:function`, imports what it needs f
 
 from rollout.errors import EpisodeError
 from rollout.rewards import load_function
-from rollout.tasks.single_turn import single_turn
-from rollout.tasks.trajectory import Completion, Generate, Problem, Task, Trajectory
+from rollout.tasks.trajectory import Completion, Generate, Problem, Task, Trajectory, single_turn
 
 __all__ = ["TASKS", "Completion", "EpisodeError", "Generate", "Problem", "Task", "Trajectory", "load_task"]
 TASKS: dict[str, Task] = {"single_turn": single_turn}

@@ -79,3 +79,10 @@ Generate = Callable[[list[int]], Awaitable[Completion]]
 
 Task = Callable[[Problem, Generate], Awaitable[Trajectory]]
 """Makes one sample of a problem."""
+
+
+async def single_turn(problem: Problem, generate: Generate) -> Trajectory:
+    """Sample once."""
+    trajectory = Trajectory(problem.prompt)
+    trajectory.take(await generate(trajectory.tokens))
+    return trajectory

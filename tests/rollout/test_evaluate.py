@@ -13,7 +13,7 @@ from rollout import evaluate
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.workers import RewardPool
-from rollout.tasks.single_turn import single_turn
+from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeEngine
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"

@@ -9,7 +9,7 @@ from buffer.wire.protocol import WorkItem
 from rollout.episodes.episode import Episodes
 from rollout.errors import EngineDead
 from rollout.loop import follow, roll
-from rollout.tasks.single_turn import single_turn
+from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
 
 STOP = ord(".")

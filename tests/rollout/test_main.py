@@ -17,7 +17,7 @@ from rollout.__main__ import main
 from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
 from rollout.loop import PolicyUpdates, follow, roll
-from rollout.tasks.single_turn import single_turn
+from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
 
 ROOT = Path(__file__).parents[2]

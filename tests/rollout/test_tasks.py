@@ -11,7 +11,7 @@ from examples.countdown.make_model import make_tokenizer
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.errors import PromptError
 from rollout.tasks import load_task
-from rollout.tasks.single_turn import single_turn
+from rollout.tasks.trajectory import single_turn
 
 CHAT = [{"role": "user", "content": "8 6 4=2\n"}]
 

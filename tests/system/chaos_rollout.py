@@ -27,7 +27,7 @@ from rollout.errors import PromptError
 from rollout.loop import follow, roll
 from rollout.rewards.workers import RewardPool
 from rollout.tasks import Completion, EpisodeError, Generate, Problem, Trajectory
-from rollout.tasks.single_turn import single_turn
+from rollout.tasks.trajectory import single_turn
 from tests.system.chaos_run import FLAKY, LONGEST_PROMPT, SAME, Run
 
 SLOW_S, SLOWEST_S, SLOWEST_SHARE = 0.6, 5.0, 0.04

@@ -14,7 +14,7 @@ from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.failure_log import FailureLog
 from rollout.errors import EngineDead, EpisodeError, RewardError, first_error
 from rollout.tasks import Completion, Generate, Problem, Trajectory
-from rollout.tasks.single_turn import single_turn
+from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards
 
 STOP = ord(".")

@@ -1,7 +1,7 @@
 """What is cached: the latest groups, within a bound, and never an earlier group of an item."""
 
 from buffer.ledger.types import SampleStats
-from buffer.store.cache import GroupCache
+from buffer.store.segments import GroupCache
 
 STATS = SampleStats(4, 2, 1.0)
 
