@@ -80,7 +80,7 @@ class Ledger:
             return []
         dispatched = min(record.version, self.state.ceiling)
         work: list[Lease] = []
-        for _ in range(min(room, self.room(dispatched))):
+        for _ in range(min(room, self.room(dispatched, server))):
             item = self._next(server)
             if item is None:
                 break
@@ -128,7 +128,8 @@ class Ledger:
         returned: bool = False,
         kind: FailureKind = "infrastructure",
     ) -> None:
-        """End the lease; the item waits to be dispatched again, first in line, or is dropped after `attempts`.
+        """End the lease; the item waits to be dispatched again, before new ones, or is dropped after `attempts`. For up to
+        `lease_s` it goes to another server only, if there is one.
 
         `returned`: its server gives it back without having failed at it, and the attempt does not count.
         """
@@ -307,11 +308,20 @@ class Ledger:
         """The items out on lease, server by server."""
         return (self.items[item] for server in self.servers.values() for item in server.leases.values())
 
-    def room(self, dispatched: int) -> int:
-        """How many items may be dispatched under version `dispatched` now."""
+    def room(self, dispatched: int, server: str = "") -> int:
+        """How many items may be dispatched under version `dispatched` now, to `server` if one is named.
+
+        Of the last places before `run.versions` it gets none that an item needs which it failed at: another server, or
+        after a while any, takes that item.
+        """
         free = schedule.room(self.state.pool.open, self.version, self.groups, self.target_staleness, dispatched)
         if self.versions is not None:
-            free = min(free, (self.versions - self.version) * self.groups - self.state.pool.num_open)
+            free = min(
+                free,
+                (self.versions - self.version) * self.groups
+                - self.state.pool.num_open
+                - self.state.pool.num_elsewhere(server),
+            )
         return max(free, 0)
 
     def ready(self) -> bool:

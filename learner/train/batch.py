@@ -6,6 +6,7 @@ ranks agree on the number of microbatches, so that FSDP's collectives match. Use
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import numpy as np
 
@@ -36,9 +37,13 @@ class Batch:
         positions, samples = part.positions.numpy().tolist(), [Sample.unpack(data) for data in part.samples]
         lengths = [sample.tokens.shape[0] for sample in samples]
         least = max(len(first_fit(lengths, budget)), 1)
-        number, newest, oldest = map(int, collectives.all_reduce_max(least, part.version, -part.version))
-        if newest != -oldest:
-            raise RuntimeError(f"not one batch: the ranks' parts are of versions {-oldest} to {newest}")
+        version, digest = part.version, crc32(part.rows.item.data + part.rows.reward.data)
+        agreed = map(int, collectives.all_reduce_max(least, version, -version, digest, -digest))
+        number, newest, oldest, largest, smallest = agreed
+        if (newest, largest) != (-oldest, -smallest):
+            raise RuntimeError(
+                f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree"
+            )
         documents = list(zip(samples, positions, strict=True))
         bins = balance(lengths, budget, quadratic, number)
         microbatches = [pack([documents[i] for i in chosen]) for chosen in bins]

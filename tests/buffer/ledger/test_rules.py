@@ -615,3 +615,27 @@ def test_ten_thousand_open_groups_are_read_back_quickly() -> None:
         again = reopened(ledger, store)
         assert time.process_time() - began < 1
         assert again.counts() == ledger.counts() and again.counts()["leased"] == 5000
+
+
+def test_a_failed_item_keeps_its_place_among_the_last_of_the_run() -> None:
+    """Its own server, which asks first, must not fill the last place with another problem."""
+    ledger = Ledger(100, groups=2, max_staleness=1, versions=1)
+    first, second = ledger.ask("a", 0, 2, 0.0)
+    assert ledger.ask("b", 0, 1, 0.0) == []
+    ledger.fail("a", first.item, first.lease, "no", 0.0)
+    assert ledger.ask("a", 0, 1, 0.0) == []
+    again = ledger.ask("b", 0, 1, 0.0)
+    assert items(again) == [first.item]
+    put(ledger, "a", second)
+    put(ledger, "b", *again)
+    assert ledger.take(0) is not None and ledger.finished() and ledger.counts()["waiting"] == 0
+
+
+def test_without_another_server_in_time_a_failed_item_goes_back_to_its_own() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=1, versions=1, lease_s=10.0)
+    first, _ = ledger.ask("a", 0, 2, 0.0)
+    ledger.ask("b", 0, 1, 0.0)
+    ledger.fail("a", first.item, first.lease, "no", 0.0)
+    assert ledger.ask("a", 0, 1, 9.0) == []
+    ledger.expire(10.0)
+    assert items(ledger.ask("a", 0, 1, 10.0)) == [first.item]

@@ -85,9 +85,10 @@ def test_batch(mesh, budget: int) -> None:
     assert rows.metrics["right"].numpy().tolist() == rows.reward.numpy().tolist()
 
 
-def test_parts_of_different_batches_are_refused(mesh, monkeypatch) -> None:
-    """As if another rank had a part of version 4."""
+@pytest.mark.parametrize(("at", "other"), [(1, 4), (3, 2**32)], ids=["of another version", "of other samples"])
+def test_parts_of_different_batches_are_refused(mesh, monkeypatch, at: int, other: int) -> None:
+    """As if another rank had a part of version 4, or other rows of the same version."""
     part, real = cut(make_samples(), 3, [10, 14], 0), collectives.all_reduce_max
-    monkeypatch.setattr(collectives, "all_reduce_max", lambda least, *versions: real(least, 4, versions[1]))
-    with pytest.raises(RuntimeError, match="not one batch: the ranks' parts are of versions 3 to 4"):
+    monkeypatch.setattr(collectives, "all_reduce_max", lambda *mine: real(*mine[:at], other, *mine[at + 1 :]))
+    with pytest.raises(RuntimeError, match=f"not one batch: parts of versions 3 to {4 if at == 1 else 3}, of other"):
         Batch.from_part(part, 64)
