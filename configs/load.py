@@ -100,12 +100,14 @@ def load(argv: Sequence[str]) -> Config:
     sources = [partial(_read_file, file) for file in files] + [partial(_read_override, *one) for one in overrides]
     for read_source in sources:
         try:
-            merged.add(*read_source())
+            source = MergedTree()
+            source.add(*read_source())
+            source.rename(RENAMED_KEYS)
+            merged.add(source.tree, source.places.__getitem__)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    merged.rename(RENAMED_KEYS)
     return _validate(_resolve(merged), merged)
 
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     records = Records(run / "metrics.jsonl")
     try:
         report = read_report(config, run, records)
-    except (ConfigError, StoreError) as error:
+    except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
     if not records.by_version:
@@ -63,15 +63,19 @@ def main(argv: Sequence[str]) -> int:
 def read_report(config: Config, run: Path, records: Records) -> Report:
     """All that the report shows. The examples are those of the evaluation, else of the first and last stored batches.
 
-    Raises ConfigError for an `evaluation.json` that is none, StoreError for a buffer file that is none.
+    Raises ConfigError for an `evaluation.json` that is none. A buffer file that cannot be read costs a line on stderr.
     """
     models = evaluated_models(run / "evaluation.json")
     file = run / (config.buffer.path or "")
-    is_stored = file.is_file()
-    examples = stored_examples(file) if is_stored else {}
+    examples, failed = {}, ""
+    if file.is_file():
+        try:
+            examples, failed = stored_examples(file), failures(stored(file))
+        except StoreError as error:  # the records are enough for a report
+            print(error, file=sys.stderr)
     if len(models) > 1 and models[0].examples and models[-1].examples:
         examples = {"before": models[0].examples[:EXAMPLES], "after": models[-1].examples[:EXAMPLES]}
-    return Report(config, records, models, examples, failures(stored(file)) if is_stored else "")
+    return Report(config, records, models, examples, failed)
 
 
 def evaluated_models(path: Path) -> list[EvaluatedModel]:

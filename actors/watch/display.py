@@ -18,10 +18,14 @@ from rich.text import Text
 
 from actors.process import Event, Process
 from actors.watch.metrics_log import Record, Records
-from actors.watch.run_state import ask, failures, silent, waits
-from buffer.wire.protocol import State
+from actors.watch.run_state import failures, silent, waits
+from buffer.curve import client_keys_for
+from buffer.wire.connection import Connection
+from buffer.wire.protocol import State, Status
 from configs.schema import Config
 
+ANSWER_S = 3.0
+"""A buffer that takes longer to answer is shown as not answering."""
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 KIND_STYLES = {"started": "green", "ended": "dim"}
 MOST_WAITS = 6
@@ -80,10 +84,26 @@ class Display:
         return bool(VLLM_ROUTINE.match(line) or (self.records.by_version and OUR_ROUTINE.match(line)))
 
     async def watch(self) -> None:
-        """Show news until cancelled."""
-        while True:
-            self.refresh()
-            self.state, _ = await asyncio.gather(ask(self.config), asyncio.sleep(1.0))
+        """Show news every second until cancelled, also while the buffer does not answer."""
+        polling = asyncio.create_task(self._poll())
+        try:
+            while True:
+                self.refresh()
+                await asyncio.sleep(1.0)
+        finally:
+            polling.cancel()
+
+    async def _poll(self) -> None:
+        """Ask the buffer for its State every second, over one connection."""
+        address = self.config.buffer.address
+        keys = client_keys_for(address, self.config.run.path)
+        async with Connection(address, "display", "observer", keys=keys) as connection:
+            while True:
+                try:
+                    self.state = await asyncio.wait_for(connection.expect(Status(), State), ANSWER_S)
+                except TimeoutError:
+                    self.state = None
+                await asyncio.sleep(1.0)
 
     def refresh(self) -> None:
         """Show the records that were written, and failures when their number has doubled."""

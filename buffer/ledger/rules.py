@@ -128,8 +128,9 @@ class Ledger:
         returned: bool = False,
         kind: FailureKind = "infrastructure",
     ) -> None:
-        """End the lease; the item waits to be dispatched again, before new ones, or is dropped after `attempts`. For up to
-        `lease_s` it goes to another server only, if there is one.
+        """End the lease; the item waits to be dispatched again, before new ones, or is dropped after `attempts`.
+
+        For up to `lease_s` it goes to another server only, if there is one.
 
         `returned`: its server gives it back without having failed at it, and the attempt does not count.
         """

@@ -266,12 +266,18 @@ def test_a_renamed_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_a_renamed_key_beside_the_new_one_is_refused(tmp_path: Path) -> None:
-    path = file(tmp_path, "weights:\n  deadline_s: 7\n")
-    assert refused(path, *NEEDED, "--weights.timeout_s=8") == (
-        f"weights.deadline_s ({path}:2) is now weights.timeout_s (--weights.timeout_s), and both are set; "
-        "remove weights.deadline_s"
+def test_a_renamed_key_beside_the_new_one_in_one_file_is_refused(tmp_path: Path) -> None:
+    path = file(tmp_path, "weights:\n  deadline_s: 7\n  timeout_s: 8\n")
+    assert refused(path, *NEEDED) == (
+        f"weights.deadline_s ({path}:2) is now weights.timeout_s ({path}:3), and both are set; remove weights.deadline_s"
     )
+
+
+def test_the_later_of_an_old_and_a_new_key_wins(tmp_path: Path) -> None:
+    """As in a run's own config.yaml of before with an override."""
+    path = file(tmp_path, "weights:\n  deadline_s: 7\n")
+    assert load([path, *NEEDED, "--weights.timeout_s=8"]).weights.timeout_s == 8
+    assert load([path, *NEEDED, "--weights.deadline_s=9"]).weights.timeout_s == 9
 
 
 def test_problems_of_a_renamed_key_keep_its_place(tmp_path: Path) -> None:
