@@ -269,7 +269,8 @@ def test_a_renamed_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.Lo
 def test_a_renamed_key_beside_the_new_one_in_one_file_is_refused(tmp_path: Path) -> None:
     path = file(tmp_path, "weights:\n  deadline_s: 7\n  timeout_s: 8\n")
     assert refused(path, *NEEDED) == (
-        f"weights.deadline_s ({path}:2) is now weights.timeout_s ({path}:3), and both are set; remove weights.deadline_s"
+        f"weights.deadline_s ({path}:2) is now weights.timeout_s ({path}:3), and both are set; "
+        "remove weights.deadline_s"
     )
 
 
