@@ -73,7 +73,7 @@ def process(name: str, code: str, folder: Path) -> Process:
 
 
 def test_the_learners_end_is_the_runs_end(tmp_path: Path) -> None:
-    learner = "import time; time.sleep(0.5)"
+    learner = "import time; time.sleep(3)"
     story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, rollout_1=STAYS)
     assert story.go() == 0
     assert story.lines("drained")[-1] == "buffer" and sorted(story.lines("drained")) == [
@@ -123,7 +123,8 @@ def test_the_run_stops_without_any_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_drains_the_learner_first(tmp_path: Path, number: int) -> None:
     story = Story(tmp_path, buffer=STAYS, rollout_0=STAYS, learner=STAYS)
-    story.when = [("[learner] ready", lambda: os.kill(os.getpid(), number))]
+    others = [("] ready", lambda: None)] * 2
+    story.when = [*others, ("] ready", lambda: os.kill(os.getpid(), number))]
     assert story.go() == 128 + number
     assert story.lines("drained")[0] == "learner" and story.lines("drained")[-1] == "buffer"
     assert any("again to force quit" in said for said in story.said)
