@@ -19,25 +19,7 @@ import zmq.asyncio
 from buffer.curve import ClientKeys
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
-from learner.weights.protocol import (
-    PROTOCOL,
-    TO_FRONT,
-    Bye,
-    Cancel,
-    Failed,
-    Go,
-    Join,
-    Joined,
-    JoinRefused,
-    Offer,
-    Ready,
-    Received,
-    Rejoin,
-    ServerWelcome,
-    Staged,
-    pack,
-    unpack,
-)
+from learner.weights import protocol
 from learner.weights.receiver.learner_connection import LearnerConnection
 from learner.weights.receiver.staged import ReceivingEngine, StagedPolicy, WeightsError
 from learner.weights.receiver.streamed import StreamedPolicy
@@ -62,15 +44,15 @@ class Receiver:
         self._where, self._keys, self._staging = where, keys, config.staging
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
-        self._join = Join(name=name, protocol=PROTOCOL, workers=1, backend="")
+        self._join = protocol.Join(name=name, protocol=protocol.PROTOCOL, workers=1, backend="")
         """Says what this server is and holds; kept up to date."""
-        self._go: Go | None = None
+        self._go: protocol.Go | None = None
         """The round being received."""
-        self._reports: list[Staged] = []
+        self._reports: list[protocol.Staged] = []
         """The workers' reports of that round."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
-        self._offered: Offer | None = None
+        self._offered: protocol.Offer | None = None
         self._streams = False
         """Workers have room for two buckets only."""
         self._streamed: StreamedPolicy | None = None
@@ -144,34 +126,34 @@ class Receiver:
             self._connection = None
 
     async def _on_message(self, message: Message, connection: LearnerConnection) -> None:
-        if isinstance(message, ServerWelcome):
+        if isinstance(message, protocol.ServerWelcome):
             await self._prepare(message)
             self._join = self._join.model_copy(update={"digest": message.digest})
             connection.heartbeat_s = message.heartbeat_s
             connection.say(self._join)
-        elif isinstance(message, Joined):
+        elif isinstance(message, protocol.Joined):
             connection.joined, connection.lost = True, False
-        elif isinstance(message, Offer):
+        elif isinstance(message, protocol.Offer):
             self._offered = message
             if not self._busy:
                 self._release_staging()
-        elif isinstance(message, Go):
+        elif isinstance(message, protocol.Go):
             self._busy, self._go, self._reports = True, message, []
             await self._begin(message)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, protocol.Cancel):
             if self._go and self._go.round == message.round:
                 await self._abandon(message.reason)
-        elif isinstance(message, Rejoin | Bye):
-            if isinstance(message, Rejoin) and connection.joined:
+        elif isinstance(message, protocol.Rejoin | protocol.Bye):
+            if isinstance(message, protocol.Rejoin) and connection.joined:
                 log.warning("weights: the learner left this server out: %s", message.reason)
-            connection.leave(lost=isinstance(message, Bye))
-        elif isinstance(message, JoinRefused):
+            connection.leave(lost=isinstance(message, protocol.Bye))
+        elif isinstance(message, protocol.JoinRefused):
             raise WeightsError(message.reason)
 
-    async def _prepare(self, welcome: ServerWelcome) -> None:
+    async def _prepare(self, welcome: protocol.ServerWelcome) -> None:
         """Have all workers allocate room: each for a copy, or all for two buckets."""
         for staging in (self._staging, "bucket"):
-            answers = await self._collective("rl_prepare", pack(welcome), staging)
+            answers = await self._collective("rl_prepare", protocol.pack(welcome), staging)
             digests, modes = ({answer[part] for answer in answers} for part in (0, 1))
             if digests != {welcome.digest}:
                 raise WeightsError(f"the plan of the weights is {digests} here, {welcome.digest} at the learner")
@@ -180,7 +162,7 @@ class Receiver:
         self._streams = modes == {"bucket"}
         log.info("weights: received %s", "into place, bucket by bucket" if self._streams else "into a staging copy")
 
-    async def _begin(self, go: Go) -> None:
+    async def _begin(self, go: protocol.Go) -> None:
         """Receive into the staging copies at once, or into place as soon as the engine is paused."""
         if not self._streams:
             return await self._receive(go)
@@ -189,28 +171,28 @@ class Receiver:
             self._policies.put_nowait(self._streamed)
         self._streamed.begin(go)
 
-    async def _receive(self, go: Go) -> None:
+    async def _receive(self, go: protocol.Go) -> None:
         """Have all workers receive the round, unless it was cancelled meanwhile."""
         if go is self._go:
-            await self._collective("rl_receive", pack(go), self._notify)
+            await self._collective("rl_receive", protocol.pack(go), self._notify)
 
     async def _collect(self, pull: "zmq.asyncio.Socket") -> None:
         """Take the workers' reports; all but those of the current round are stale."""
         while True:
-            staged = unpack(await pull.recv(), TO_FRONT)
-            assert isinstance(staged, Staged)
+            staged = protocol.unpack(await pull.recv(), protocol.TO_FRONT)
+            assert isinstance(staged, protocol.Staged)
             if self._go and staged.round == self._go.round:
                 self._reports.append(staged)
                 if len(self._reports) == self._join.workers:
                     self._on_all_staged(self._go)
 
-    def _on_all_staged(self, go: Go) -> None:
+    def _on_all_staged(self, go: protocol.Go) -> None:
         bad = max((report for report in self._reports if report.reason), key=lambda report: report.fatal, default=None)
         if bad:
             log.warning("weights: version %d was not received: %s", go.version, bad.reason)
-            return self._fail(Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
+            return self._fail(protocol.Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
         self._join = self._join.model_copy(update={"session": go.session, "version": go.version})
-        self._say(Received(round=go.round, span_s=max(report.span_s for report in self._reports)))
+        self._say(protocol.Received(round=go.round, span_s=max(report.span_s for report in self._reports)))
         if self._streamed:
             self._streamed.finish()
             self._streamed = None
@@ -224,9 +206,9 @@ class Receiver:
             return
         go, self._go = self._go, None
         await self._collective("rl_abort")
-        self._fail(Failed(round=go.round, reason=reason))
+        self._fail(protocol.Failed(round=go.round, reason=reason))
 
-    def _fail(self, failed: Failed) -> None:
+    def _fail(self, failed: protocol.Failed) -> None:
         """The round is over without a version."""
         self._say(failed)
         if failed.fatal:
@@ -238,7 +220,7 @@ class Receiver:
         """The staging copies may be overwritten: answer the offer that arrived meanwhile."""
         self._busy = False
         if self._offered:
-            self._say(Ready(round=self._offered.round))
+            self._say(protocol.Ready(round=self._offered.round))
             self._offered = None
 
     def _say(self, message: Message) -> None:

@@ -15,21 +15,10 @@ from collections.abc import Callable, Iterable
 from buffer.curve import ServerKeys
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
+from learner.weights import protocol
 from learner.weights.buckets import DoubleBuffer, PublishedPolicy
 from learner.weights.channel import ChannelError
 from learner.weights.plan import dtype_name
-from learner.weights.protocol import (
-    Cancel,
-    Failed,
-    Go,
-    JoinRefused,
-    Loaded,
-    Offer,
-    Ready,
-    Received,
-    ServerWelcome,
-    TensorSpec,
-)
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.files import Files
 from learner.weights.sender.members import Member, Members
@@ -55,8 +44,10 @@ class Distributor:
         keys: ServerKeys | None,
     ) -> None:
         plan = copies.plan
-        welcome = ServerWelcome(
-            tensors=[TensorSpec(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots],
+        welcome = protocol.ServerWelcome(
+            tensors=[
+                protocol.TensorSpec(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots
+            ],
             bucket_bytes=config.bucket_mib << 20,
             digest=plan.digest,
             heartbeat_s=heartbeat_s,
@@ -119,13 +110,13 @@ class Distributor:
         sending = time.perf_counter()
         broken = await self._broadcast(policy, ready)
         sent_s = time.perf_counter() - sending
-        received = await self._answered(ready, Received, Loaded)
-        span_s = max((m.answer.span_s for m in received if isinstance(m.answer, Received)), default=0.0)
+        received = await self._answered(ready, protocol.Received, protocol.Loaded)
+        span_s = max((m.answer.span_s for m in received if isinstance(m.answer, protocol.Received)), default=0.0)
         for member in received:
             member.holds = (self._session, policy.version)
         if broken or len(received) < len(ready):
             self._blame(ready, broken)
-        loaded = await self._answered(received, Loaded)
+        loaded = await self._answered(received, protocol.Loaded)
         for member in loaded:
             member.failures = 0
         if loaded:
@@ -139,12 +130,12 @@ class Distributor:
         members = self._stale()
         for member in members:
             member.round, member.answer = self._round, None
-            self.members.say(member, Offer(round=self._round))
-        return await self._answered(members, Ready)
+            self.members.say(member, protocol.Offer(round=self._round))
+        return await self._answered(members, protocol.Ready)
 
     def _go(self, policy: PublishedPolicy, ready: list[Member]) -> None:
         for member in ready:
-            go = Go(
+            go = protocol.Go(
                 round=self._round,
                 session=self._session,
                 version=policy.version,
@@ -187,21 +178,21 @@ class Distributor:
         self._transport.give_up()
         for member in ready:
             if not member.gone:
-                self.members.say(member, Cancel(round=self._round, reason=broken))
+                self.members.say(member, protocol.Cancel(round=self._round, reason=broken))
         return broken
 
     def _blame(self, ready: list[Member], broken: str) -> None:
         """After a round that failed for some: refuse a member for which round after round fails with nobody missing."""
         self._transport.give_up()
-        failed = [member for member in ready if isinstance(member.answer, Failed) and not member.gone]
+        failed = [member for member in ready if isinstance(member.answer, protocol.Failed) and not member.gone]
         log.warning("weights: round %d failed for %d of %d: %s", self._round, len(failed), len(ready), broken)
         self.members.failed += len(failed)
         if any(member.gone for member in ready):
             return
         for member in failed:
             member.failures += 1
-            if member.failures >= ATTEMPTS and isinstance(member.answer, Failed):
-                refused = JoinRefused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}")
+            if member.failures >= ATTEMPTS and isinstance(member.answer, protocol.Failed):
+                refused = protocol.JoinRefused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}")
                 self.members.say(member, refused)
                 self.members.drop(member, "refused")
 
@@ -209,7 +200,7 @@ class Distributor:
 def round_stats(policy: PublishedPolicy, loaded: Iterable[Member], sent_s: float, span_s: float) -> dict[str, float]:
     """What `metrics.jsonl` shows of a round that reached `loaded`, in seconds: plain keys hold the slowest server's,
     keys with a server's name that server's; docs/weights.md explains each."""
-    answers = {member.name: member.answer for member in loaded if isinstance(member.answer, Loaded)}
+    answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),
         "weights/servers": float(len(answers)),

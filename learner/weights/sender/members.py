@@ -16,26 +16,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys
 from buffer.wire.message import Message
-from learner.weights.protocol import (
-    BEATS,
-    PROTOCOL,
-    TO_LEARNER,
-    Bye,
-    Failed,
-    Join,
-    Joined,
-    JoinRefused,
-    KeepAlive,
-    Leave,
-    Loaded,
-    Ready,
-    Received,
-    Rejoin,
-    ServerWelcome,
-    pack,
-    router,
-    unpack,
-)
+from learner.weights import protocol
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +41,20 @@ class Member:
     def on_message(self, message: Message) -> None:
         """Any message is a sign of life; an answer about the current round is kept."""
         self.heard_at = time.monotonic()
-        if isinstance(message, Ready | Received | Loaded | Failed) and message.round == self.round:
+        if (
+            isinstance(message, protocol.Ready | protocol.Received | protocol.Loaded | protocol.Failed)
+            and message.round == self.round
+        ):
             self.answer = message
 
     def answered_or_gone(self, *kinds: type[Message]) -> bool:
         """Whether it has answered with one of `kinds` or failed, or will not answer any more."""
-        return self.gone or isinstance(self.answer, (Failed, *kinds))
+        return self.gone or isinstance(self.answer, (protocol.Failed, *kinds))
 
     @property
     def fatal(self) -> str:
         """Why it can never load this version, if its answer says so."""
-        return self.answer.reason if isinstance(self.answer, Failed) and self.answer.fatal else ""
+        return self.answer.reason if isinstance(self.answer, protocol.Failed) and self.answer.fatal else ""
 
 
 class Members:
@@ -78,7 +62,7 @@ class Members:
 
     def __init__(
         self,
-        welcome: ServerWelcome,
+        welcome: protocol.ServerWelcome,
         backend: str,
         host: str,
         keys: ServerKeys | None,
@@ -103,7 +87,7 @@ class Members:
             if authenticator:
                 authenticator.start()
                 authenticator.configure_curve_callback("*", self._keys)
-            self._socket, address = router(context, self._host, self._keys)
+            self._socket, address = protocol.router(context, self._host, self._keys)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(self._read()), tasks.create_task(self._beat())]
@@ -112,7 +96,7 @@ class Members:
                         task.cancel()
             finally:
                 for member in self:
-                    self.say(member, Bye())
+                    self.say(member, protocol.Bye())
                 self._socket.close()
                 if authenticator:
                     authenticator.stop()
@@ -128,7 +112,7 @@ class Members:
         if reason:
             self.failed += 1
             log.warning("weights: %s is left out: %s", member.name, reason)
-            self.say(member, Rejoin(reason=reason))
+            self.say(member, protocol.Rejoin(reason=reason))
         self.changed.set()
 
     async def until(self, true: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -145,31 +129,33 @@ class Members:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                self._on_message(frames[0], unpack(frames[-1], TO_LEARNER))
+                self._on_message(frames[0], protocol.unpack(frames[-1], protocol.TO_LEARNER))
             except ValueError as error:
                 log.error("weights: refused a message: %s", error)
-                self._send(frames[0], JoinRefused(reason=str(error)))
+                self._send(frames[0], protocol.JoinRefused(reason=str(error)))
             self.changed.set()
 
     def _on_message(self, route: bytes, message: Message) -> None:
         member = self._by_route.get(route)
-        if isinstance(message, Join):
+        if isinstance(message, protocol.Join):
             self._send(route, self._admit(route, message))
         elif member is None:
-            if not isinstance(message, Leave):
-                self._send(route, Rejoin(reason="not a member"))
-        elif isinstance(message, Leave):
+            if not isinstance(message, protocol.Leave):
+                self._send(route, protocol.Rejoin(reason="not a member"))
+        elif isinstance(message, protocol.Leave):
             self.drop(member, member.fatal)
         else:
             member.on_message(message)
 
-    def _admit(self, route: bytes, join: Join) -> Message:
+    def _admit(self, route: bytes, join: protocol.Join) -> Message:
         """The answer to `join`: refused, or the plan to allocate for, or admitted in place of one of the same name."""
-        if join.protocol != PROTOCOL:
-            return JoinRefused(reason=f"weights protocol {join.protocol} here, {PROTOCOL} at the learner")
+        if join.protocol != protocol.PROTOCOL:
+            return protocol.JoinRefused(
+                reason=f"weights protocol {join.protocol} here, {protocol.PROTOCOL} at the learner"
+            )
         if self._backend not in ("", join.backend):
             reason = f"{join.name} receives over {join.backend}, the learner sends over {self._backend}"
-            return JoinRefused(reason=f"{reason}: set learner.device and rollout.device alike")
+            return protocol.JoinRefused(reason=f"{reason}: set learner.device and rollout.device alike")
         if join.digest != self._welcome.digest:
             return self._welcome
         if route not in self._by_route:
@@ -178,7 +164,7 @@ class Members:
                     self._remove(other)
             self._by_route[route] = Member(route, join.name, join.workers, (join.session, join.version))
             log.info("weights: %s joined, %d worker(s), version %d", join.name, join.workers, join.version)
-        return Joined()
+        return protocol.Joined()
 
     async def _beat(self) -> None:
         heartbeat_s = self._welcome.heartbeat_s
@@ -186,14 +172,14 @@ class Members:
             await asyncio.sleep(heartbeat_s)
             for member in self:
                 silent_s = time.monotonic() - member.heard_at
-                if silent_s > BEATS * heartbeat_s:
+                if silent_s > protocol.BEATS * heartbeat_s:
                     self.drop(member, f"silent for {silent_s:.1f} s")
                 else:
-                    self.say(member, KeepAlive())
+                    self.say(member, protocol.KeepAlive())
 
     def _remove(self, member: Member) -> None:
         member.gone = True
         self._by_route.pop(member.route, None)
 
     def _send(self, route: bytes, message: Message) -> None:
-        self._socket.send_multipart([route, pack(message)])
+        self._socket.send_multipart([route, protocol.pack(message)])
