@@ -15,10 +15,11 @@ from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.prompts import Prompts
+from rollout.episodes.sampler import Sampler
 from rollout.errors import EngineDead, EpisodeError, first_error
 from rollout.rewards.convention import Answer
 from rollout.rewards.workers import RewardPool
-from rollout.tasks.trajectory import Generate, Problem, Task, Trajectory
+from rollout.tasks.trajectory import Problem, Task, Trajectory
 
 REASON_CHARS = 300
 
@@ -54,7 +55,7 @@ class Episodes:
 
     prompts: Prompts
     task: Task
-    generate: Generate
+    sampler: Sampler
     rewards: RewardPool
     samples: int
     failures: FailureLog = field(default_factory=FailureLog)
@@ -95,7 +96,7 @@ class Episodes:
 
     async def _play(self, row: dict[str, Any]) -> list[Sample]:
         """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
-        problem = Problem(row, self.prompts.tokens(row))
+        problem = self.sampler.problem(row)
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
         trajectories = [task.result() for task in playing]
@@ -106,13 +107,11 @@ class Episodes:
 
     async def _play_once(self, problem: Problem) -> Trajectory:
         try:
-            trajectory = await self.task(problem, self.generate)
-            if not isinstance(trajectory, Trajectory):
-                raise TypeError(f"{type(trajectory).__name__} returned instead of a Trajectory")
+            trajectory = await self.task(problem, self.sampler.generate)
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):
                 raise cause from cause.__cause__
             name = type(cause).__name__
             raise EpisodeError(f"the task raised {name}: {cause}", origin=name) from error
-        return trajectory
+        return self.sampler.check(problem, trajectory)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from rollout.episodes.failure_log import FailureLog
 from rollout.errors import EngineDead, EpisodeError, RewardError, first_error
 from rollout.tasks import Completion, Generate, Problem, Trajectory
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler
 
 STOP = ord(".")
 
@@ -25,8 +24,7 @@ def item(problem: str = "1+1=", answer: str = "2.") -> WorkItem:
 
 
 def episodes(engine: FakeEngine, task=single_turn, samples: int = 3) -> Episodes:
-    generate = partial(engine.generate, max_tokens=8, temperature=0.7, stop_token_ids=[STOP])
-    return Episodes(FakePrompts(), task, generate, FakeRewards(), samples)
+    return Episodes(FakePrompts(), task, fake_sampler(engine, temperature=0.7), FakeRewards(), samples)
 
 
 def answering(text: str) -> FakeEngine:
@@ -148,7 +146,7 @@ async def test_whatever_a_task_raises_fails_the_attempt_and_not_the_server():
         failure = Failure("the task raised KeyError: 'a bug\\nin two lines'", "task")
         assert await episodes(answering("2."), task).run(item()) == failure
     outcome = await episodes(answering("2."), forgetful).run(item())
-    assert outcome == Failure("the task raised TypeError: NoneType returned instead of a Trajectory", "task")
+    assert outcome == Failure("the task returned NoneType; a Trajectory is needed", "task")
 
 
 async def test_a_dead_engine_is_raised_through_a_task():
