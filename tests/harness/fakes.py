@@ -187,9 +187,13 @@ def fake_sampler(engine: Any, temperature: float = 1.0, max_tokens: int = 8, lon
 
 
 class FakeRewards:
-    """Stands for `RewardPool`: 1 for the row's answer, an error for the answer `crash`."""
+    """Stands for `RewardPool`: 1 for the row's answer, an error for the answer `crash`. Keeps the `answers` it got."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
+        self.answers += answers
         if any(answer.text == "crash" for answer in answers):
             raise RewardError("fake took longer than reward.timeout_s (1 s); its process was killed")
         return [Score(float(answer.text == answer.row["answer"]), {"formed": 1.0}) for answer in answers]

@@ -113,13 +113,17 @@ async def test_a_task_of_several_turns_marks_what_the_policy_said():
         prompts.append("".join(map(chr, prompt)))
         return [ord("2"), STOP]
 
-    outcome = await episodes(FakeEngine(answer), asks_twice, samples=2).run(item())
+    made = episodes(FakeEngine(answer), asks_twice, samples=2)
+    outcome = await made.run(item())
     assert isinstance(outcome, Group)
     sample = outcome.samples[0]
     assert sample.answer == "2.?2." and sample.metrics == {"turns": 2.0, "formed": 1.0}
     assert sample.sampled.numpy().tolist() == [0, 0, 0, 0, 1, 1, 0, 1, 1]
     assert np.flatnonzero(sample.versions.numpy() == -1).tolist() == [0, 1, 2, 3, 6]
     assert prompts.count("1+1=2.?") == 2
+    (scored,) = {str(answer.turns) for answer in made.rewards.answers}
+    said, asked = {"text": "2.", "sampled": True}, {"text": "?", "sampled": False}
+    assert scored == str([said, asked, said])
 
 
 async def test_a_task_may_give_up():

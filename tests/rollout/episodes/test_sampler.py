@@ -87,7 +87,7 @@ def test_a_trajectory_that_is_right_is_passed_on():
 BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "columns": (lambda t: t.tokens.append(1), "its columns differ in length (tokens 8, sampled 7, logprobs 7, versi"),
     "ids": (lambda t: t.give([VOCABULARY]), f"its tokens hold {VOCABULARY}, which is no token of the model"),
-    "floats": (lambda t: t.give([1.5]), "its tokens must be a list of token ids"),
+    "floats": (lambda t: setattr(t, "tokens", [1.5] * 7), "its tokens must be a list of token ids"),
     "prompt": (lambda t: t.tokens.__setitem__(0, 7), "it does not begin with problem.prompt"),
     "start": (lambda t: setattr(t, "start", 3), "it does not begin with problem.prompt"),
     "long": (lambda t: t.give([1] * 40), f"it has 47 tokens, and a sample at most 40; {LONGER}"),
@@ -95,10 +95,10 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "half sampled": (lambda t: t.sampled.__setitem__(-1, 2), "`sampled` is not 0 for the prompt and 0 or 1 for each"),
     "nothing": (lambda t: setattr(t, "sampled", [0] * 7), "no token of it was sampled; take() at least one completion"),
     "nan": (lambda t: t.logprobs.__setitem__(4, float("nan")), "a log-probability is not finite"),
-    "words": (lambda t: t.logprobs.__setitem__(4, "no"), "ValueError: could not convert string to float: 'no'"),
+    "words": (lambda t: setattr(t, "logprobs", ["no"] * 7), "ValueError: could not convert string to float: 'no'"),
     "version": (lambda t: t.versions.__setitem__(4, -1), "`versions` is not -1 for what was given, and the policy ver"),
     "finish": (lambda t: setattr(t, "finish", "done"), "its finish is 'done', neither stop nor length"),
-    "metric": (lambda t: t.metrics.update(turns="two"), "its metric 'turns' is 'two'; a finite number is needed"),
+    "metric": (lambda t: setattr(t, "metrics", {"turns": "two"}), "its metric 'turns' is 'two'; a finite number is needed"),
     "removed": (lambda t: delattr(t, "versions"), "AttributeError: "),
 }
 
