@@ -98,7 +98,10 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "words": (lambda t: setattr(t, "logprobs", ["no"] * 7), "ValueError: could not convert string to float: 'no'"),
     "version": (lambda t: t.versions.__setitem__(4, -1), "`versions` is not -1 for what was given, and the policy ver"),
     "finish": (lambda t: setattr(t, "finish", "done"), "its finish is 'done', neither stop nor length"),
-    "metric": (lambda t: setattr(t, "metrics", {"turns": "two"}), "its metric 'turns' is 'two'; a finite number is needed"),
+    "metric": (
+        lambda t: setattr(t, "metrics", {"turns": "two"}),
+        "its metric 'turns' is 'two'; a finite number is needed",
+    ),
     "removed": (lambda t: delattr(t, "versions"), "AttributeError: "),
 }
 
