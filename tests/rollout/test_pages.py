@@ -13,7 +13,7 @@ from rollout.episodes.episode import Episodes, Group
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
 from rollout.rewards import load_reward
-from rollout.rewards.convention import Answer, Reward, Score
+from rollout.rewards.convention import Answer, Reward, Score, Turn
 from rollout.tasks import load_task
 from tests.harness.fakes import FakeEngine, FakeRewards
 
@@ -45,7 +45,7 @@ def reward(folder: Path) -> Reward:
 
 def test_the_reward_counts_what_the_policy_wrote_and_takes_a_fee_for_calls(tmp_path: Path):
     right, wrong = "It is <answer>391</answer>", "It is <answer>390</answer>"
-    tool = {"text": "<answer>391</answer>", "sampled": False}
+    tool: Turn = {"text": "<answer>391</answer>", "sampled": False}
     answers = [
         Answer(right, 9, ROW),
         Answer(wrong, 9, ROW),
