@@ -60,19 +60,29 @@ def check(
 
 
 def max_sample_tokens(config: Config) -> int:
-    """Tokens of the longest possible sample of one turn: prompt and answer."""
-    return config.data.max_prompt_tokens + config.sampling.max_tokens
+    """Tokens of the longest sample that a server makes and the learner trains. The task `single_turn` makes a prompt
+    and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine."""
+    turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
+    fills = config.rollout.task not in BUILT_IN["rollout.task"] and isinstance(held, int)
+    return config.rollout.max_sample_tokens or (max(held or 0, turn) if fills else turn)
 
 
 def max_group_bytes(config: Config) -> int:
-    """Bytes of the largest possible group of one turn, as stored and sent."""
+    """Bytes of the largest possible group, as stored and sent."""
     return config.batch.samples * max_sample_tokens(config) * TOKEN_BYTES
 
 
 def _lengths(config: Config) -> Iterator[str]:
     prompt, answer, tokens = config.data.max_prompt_tokens, config.sampling.max_tokens, max_sample_tokens(config)
-    sample = f"data.max_prompt_tokens {prompt} + sampling.max_tokens {answer} = {tokens}"
+    sample = f"data.max_prompt_tokens {prompt} + sampling.max_tokens {answer} = {prompt + answer}"
     limit, budget = config.rollout.engine.get("max_model_len"), config.learner.tokens_per_microbatch
+    if tokens < prompt + answer:
+        remedy = f"set it to {prompt + answer} or more"
+        yield f"rollout.max_sample_tokens: {tokens} is less than {sample}; {remedy}, or shorten those"
+    elif tokens > prompt + answer:
+        sample = (
+            f"rollout.{'max_sample_tokens' if config.rollout.max_sample_tokens else 'engine.max_model_len'} {tokens}"
+        )
     remedy = f"set it to {tokens} or more"
     if isinstance(limit, int) and limit < tokens:
         yield f"rollout.engine.max_model_len: {limit} is less than {sample}; {remedy}, or shorten those"

@@ -211,6 +211,9 @@ class RolloutConfig(Section):
     """Groups that one server generates concurrently."""
     task: str = "single_turn"
     """A built-in task (`single_turn`) or your own, as `path/to/file.py:function`."""
+    max_sample_tokens: Positive | None = None
+    """Longest whole sample of a task of your own, in tokens: prompt, all turns, and what the task gave; null means
+    `rollout.engine.max_model_len`, or one prompt and one answer where that is not set either."""
     attempts: Positive = 3
     """How often an item is dispatched before it is dropped with the reason of its last failure."""
     heartbeat_s: Seconds = 2.0

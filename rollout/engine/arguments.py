@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from configs.checks import ENGINE_KEYS_ELSEWHERE
+from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config
 
@@ -77,7 +77,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
     given = config.rollout.engine
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
-        "max_model_len": config.data.max_prompt_tokens + config.sampling.max_tokens,
+        "max_model_len": max_sample_tokens(config),
         "generation_config": "vllm",  # the run file decides how to sample, not the model's folder
         "enable_prefix_caching": True,
         "disable_log_stats": True,

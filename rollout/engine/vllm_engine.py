@@ -87,7 +87,8 @@ class Engine:
         """Sample a continuation of `prompt` up to a stop token, which is kept, or `max_tokens`.
 
         Log-probabilities are those of the sampled tokens under `temperature`. If cancelled, vLLM aborts the request.
-        Raises EngineDead, EngineError, and EpisodeError for tokens that vLLM refuses, such as too many of them.
+        Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
+        refuses, EngineError for any other error, EngineDead.
         """
         name, request = f"r{next(self._numbers)}", Request()
         self._requests.add(request)
@@ -110,9 +111,16 @@ class Engine:
         except asyncio.CancelledError:
             await self._llm.abort(name)
             raise
-        except (ValueError, VLLMValidationError) as error:
+        except (EngineDead, EngineError):
+            raise
+        except (ValueError, VLLMValidationError) as error:  # the latter is a ValueError before vLLM 0.32
             reason = f"vLLM refuses {len(prompt)} tokens: {error}"
-            raise EpisodeError(reason, permanent=True, origin=type(error).__name__) from error
+            raise EpisodeError(reason, origin=type(error).__name__) from error
+        except Exception as error:
+            with translate_engine_errors():
+                await self._llm.abort(name)
+            reason = f"vLLM failed on {len(prompt)} tokens: {type(error).__name__}: {error}"
+            raise EngineError(reason, origin=type(error).__name__) from error
         finally:
             self._requests.remove(request)
             self._finished_tokens += request.num_tokens()
@@ -186,6 +194,11 @@ class Engine:
         if handler is not None:
             await asyncio.wait([handler])
         raise EngineDead(DEAD)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this: rows of the model's embedding, which are more than the tokenizer's words."""
+        return int(self._llm.model_config.get_vocab_size())
 
     @property
     def tokens(self) -> int:

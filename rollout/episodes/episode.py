@@ -8,6 +8,8 @@ When the buffer takes a lease back, its generation is aborted.
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from buffer.wire.client import RolloutClient
@@ -15,10 +17,11 @@ from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.prompts import Prompts
+from rollout.episodes.sampler import Sampler
 from rollout.errors import EngineDead, EpisodeError, first_error
-from rollout.rewards.convention import Answer
+from rollout.rewards.convention import Answer, Turn
 from rollout.rewards.workers import RewardPool
-from rollout.tasks.trajectory import Generate, Problem, Task, Trajectory
+from rollout.tasks.trajectory import Problem, Task, Trajectory
 
 REASON_CHARS = 300
 
@@ -54,7 +57,7 @@ class Episodes:
 
     prompts: Prompts
     task: Task
-    generate: Generate
+    sampler: Sampler
     rewards: RewardPool
     samples: int
     failures: FailureLog = field(default_factory=FailureLog)
@@ -95,24 +98,30 @@ class Episodes:
 
     async def _play(self, row: dict[str, Any]) -> list[Sample]:
         """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
-        problem = Problem(row, self.prompts.tokens(row))
+        problem = self.sampler.problem(row)
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
         trajectories = [task.result() for task in playing]
-        answered = [trajectory.tokens[trajectory.start :] for trajectory in trajectories]
-        answers = [Answer(self.prompts.text(tokens), len(tokens), row) for tokens in answered]
+        answers = [self._answer(trajectory, row) for trajectory in trajectories]
         scores = await self.rewards.score(answers)
         return [t.sample(score, answer.text) for t, score, answer in zip(trajectories, scores, answers, strict=True)]
 
+    def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
+        """What the reward is given of a sample."""
+        tokens, sampled = trajectory.tokens[trajectory.start :], trajectory.sampled[trajectory.start :]
+        turns: list[Turn] = []
+        if not all(sampled):
+            for own, stretch in groupby(zip(tokens, sampled, strict=True), itemgetter(1)):
+                turns.append({"text": self.prompts.text([token for token, _ in stretch]), "sampled": bool(own)})
+        return Answer(self.prompts.text(tokens), len(tokens), row, turns or None)
+
     async def _play_once(self, problem: Problem) -> Trajectory:
         try:
-            trajectory = await self.task(problem, self.generate)
-            if not isinstance(trajectory, Trajectory):
-                raise TypeError(f"{type(trajectory).__name__} returned instead of a Trajectory")
+            trajectory = await self.task(problem, self.sampler.generate)
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):
                 raise cause from cause.__cause__
             name = type(cause).__name__
             raise EpisodeError(f"the task raised {name}: {cause}", origin=name) from error
-        return trajectory
+        return self.sampler.check(problem, trajectory)

@@ -3,6 +3,7 @@
 Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text); waits for nothing.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ class Prompts:
         if config.data.format_prompt:
             source = config.data.format_prompt.read_text(encoding="utf-8").strip()
             self.template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(source)
-        self.stops = [self._stop_token(text) for text in config.sampling.stop]
-        self.stops += sorted(end_tokens(config.model.path, tokenizer))
+        self.ends = sorted(end_tokens(config.model.path, tokenizer))
+        self.stops = self.stop_tokens(config.sampling.stop, "sampling.stop")
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
         """The prompt's tokens, with the chat template's header of an answer. Raises PromptError."""
@@ -61,12 +62,16 @@ class Prompts:
             chat.insert(0, {"role": "system", "content": self.system})
         return chat
 
-    def _stop_token(self, text: str) -> int:
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            problem = f"{text!r} is {len(tokens)} tokens of this tokenizer; a stop is a single one"
-            raise ValueError(f"sampling.stop: {problem}")
-        return tokens[0]
+    def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
+        """The tokens that end an answer: these texts, and the model's own ends. Raises ValueError naming `name`."""
+        stops: list[int] = []
+        for text in texts:
+            tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(tokens) != 1:
+                problem = f"{text!r} is {len(tokens)} tokens of this tokenizer; a stop is a single one"
+                raise ValueError(f"{name}: {problem}")
+            stops += tokens
+        return stops + self.ends
 
 
 def end_tokens(model: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:

@@ -3,15 +3,23 @@
 A function is called as verl and TinyZero call theirs (`data_source, solution_str, ground_truth, extra_info`, each
 only if the function takes it) or as EasyR1 does (`reward_input`, a dict): once per answer or, with the plural names,
 once per group. It returns a number, or a dict with `score` or `overall`; further numbers in the dict become metrics.
+A function that names `turns` is told which text was sampled. docs/rewards.md is the page for users.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from rollout.errors import RewardError
+
+
+class Turn(TypedDict):
+    """A stretch of an answer. Example: `{"text": "7 apples", "sampled": False}`: a tool or the environment said it."""
+
+    text: str
+    sampled: bool
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,8 @@ class Answer:
     text: str
     num_tokens: int
     row: dict[str, Any]
+    turns: list[Turn] | None = None
+    """The same text in order, cut where what was sampled and what was given meet; None: all of it was sampled."""
 
     def verl(self) -> dict[str, Any]:
         """Keyword arguments as verl and TinyZero name them."""
@@ -29,11 +39,17 @@ class Answer:
             "solution_str": self.text,
             "ground_truth": self.truth(),
             "extra_info": self.row.get("extra_info") or {},
+            TURNS: self.all_turns(),
         }
 
     def easyr1(self) -> dict[str, Any]:
         """EasyR1's `reward_input`."""
-        return {"response": self.text, "response_length": self.num_tokens, "ground_truth": self.truth()}
+        known = {"response": self.text, "response_length": self.num_tokens, "ground_truth": self.truth()}
+        return known | {TURNS: self.all_turns()}
+
+    def all_turns(self) -> list[Turn]:
+        """The turns of any answer, one at least."""
+        return self.turns or [{"text": self.text, "sampled": True}]
 
     def truth(self) -> Any:
         """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's."""
@@ -48,10 +64,13 @@ class Score:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+TURNS = "turns"
+"""Our addition to verl's and EasyR1's words: a function gets it if it names it, not if it takes `**kwargs`."""
+
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
     "solution_strs": lambda answers: [
-        {f"{key}s": [answer.verl()[key] for answer in answers] for key in answers[0].verl()}
+        {key if key == TURNS else f"{key}s": [answer.verl()[key] for answer in answers] for key in answers[0].verl()}
     ],
     "reward_input": lambda answers: [{"reward_input": answer.easyr1()} for answer in answers],
     "reward_inputs": lambda answers: [{"reward_inputs": [answer.easyr1() for answer in answers]}],
@@ -95,7 +114,8 @@ class Reward:
         """One score per answer. Raises RewardError for a result that is no reward, and whatever the function raises."""
         results: list[Any] = []
         for offered in CONVENTIONS[self.convention](answers):
-            arguments = {key: value for key, value in offered.items() if self.takes_any or key in self.accepted}
+            taken = self.accepted | (offered.keys() - {TURNS} if self.takes_any else set())
+            arguments = {key: value for key, value in offered.items() if key in taken}
             result = self.function(**arguments, **self.kwargs)
             results.extend(result if self.batch else [result])
         if len(results) != len(answers):

@@ -5,13 +5,16 @@ A user's task imports these names from `rollout.tasks`. Run by `rollout/episodes
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample
 from rollout.rewards.convention import Score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of the data set and the tokens of its prompt."""
+    """What a task is to make a sample of."""
 
     row: dict[str, Any]
+    """The row of the data set, with all its columns."""
     prompt: list[int]
+    """Tokens of its prompt, chat template applied: every trajectory begins with them."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """The model's, to read what was sampled and to write what the environment answers."""
+    max_tokens: int
+    """Longest sample in tokens after the prompt, given ones included."""
+
+    def left(self, tokens: list[int]) -> int:
+        """How many tokens may follow these, which begin with the prompt; negative where these are too many already."""
+        return len(self.prompt) + self.max_tokens - len(tokens)
 
 
 class Trajectory:
@@ -70,12 +83,20 @@ class Trajectory:
             reward=score.reward,
             finish=self.finish,
             answer=answer,
-            metrics=self.metrics | score.metrics,
+            metrics={name: float(value) for name, value in self.metrics.items()} | score.metrics,
         )
 
 
-Generate = Callable[[list[int]], Awaitable[Completion]]
-"""Samples a continuation of these tokens under the run's sampling settings."""
+class Generate(Protocol):
+    """What a task samples with, under the run's temperature."""
+
+    def __call__(
+        self, tokens: list[int], max_tokens: int | None = None, stop: list[str] | None = None
+    ) -> Awaitable[Completion]:
+        """A continuation of `tokens`: of at most `max_tokens` (default: `sampling.max_tokens`) and of what is left of
+        the sample's budget; up to a text of `stop` (default: `sampling.stop`), each one token, or the model's own end.
+        Raises EpisodeError where nothing is left, or the arguments cannot be used."""
+
 
 Task = Callable[[Problem, Generate], Awaitable[Trajectory]]
 """Makes one sample of a problem."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.checks import BUILT_IN, ENGINE_KEYS_ELSEWHERE, ENGINE_KEYS_SET, FILES, check
+from configs.checks import BUILT_IN, ENGINE_KEYS_ELSEWHERE, ENGINE_KEYS_SET, FILES, check, max_sample_tokens
 from configs.help import keys
 from configs.load import ConfigError, load
 from configs.schema import Config
@@ -39,6 +39,21 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "learner.tokens_per_microbatch: 2047 is less than data.max_prompt_tokens 1024 + sampling.max_tokens 1024 = "
             "2048, "
             "the longest sample; set it to 2048 or more",
+        ),
+        (
+            ["rollout.max_sample_tokens=2047"],
+            "rollout.max_sample_tokens: 2047 is less than data.max_prompt_tokens 1024 + sampling.max_tokens 1024 = "
+            "2048; set it to 2048 or more, or shorten those",
+        ),
+        (
+            ["rollout.max_sample_tokens=8000", "rollout.engine.max_model_len=4096"],
+            "rollout.engine.max_model_len: 4096 is less than rollout.max_sample_tokens 8000; "
+            "set it to 8000 or more, or shorten those",
+        ),
+        (
+            ["rollout.task=tool.py:play", "rollout.engine.max_model_len=16384"],
+            "learner.tokens_per_microbatch: 8192 is less than rollout.engine.max_model_len 16384, the longest sample; "
+            "set it to 16384 or more",
         ),
         (
             ["learner.ranks=9", "batch.groups=4", "batch.samples=2"],
@@ -138,6 +153,14 @@ def test_what_fits_exactly_is_allowed() -> None:
     check(config("algorithm.aggregation=constant", "algorithm.constant_length=7", "learner.device=cpu"), files=())
     for aggregation in ("token", "sequence"):
         check(config("algorithm.loss=gspo", f"algorithm.aggregation={aggregation}"), files=())
+
+
+def test_the_longest_sample_is_one_turn_or_what_a_task_may_fill() -> None:
+    engine, task = "rollout.engine.max_model_len=4096", "rollout.task=tool.py:play"
+    assert max_sample_tokens(config(engine)) == max_sample_tokens(config(task)) == 2048
+    assert max_sample_tokens(config(engine, task)) == 4096
+    assert max_sample_tokens(config(engine, task, "rollout.max_sample_tokens=3000")) == 3000
+    assert max_sample_tokens(config("rollout.engine.max_model_len=64", task)) == 2048
 
 
 def test_epochs_must_reach_as_far_as_the_versions() -> None:

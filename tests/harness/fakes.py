@@ -11,6 +11,8 @@ from actors.supervise.keeper import Keeper
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from learner.weights.receiver.staged import PauseTimings
+from rollout.episodes.prompts import Prompts
+from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError, RewardError
 from rollout.rewards.convention import Answer, Score
 from rollout.tasks import Completion
@@ -37,6 +39,9 @@ class LocalKeeper:
 # a rollout server's surroundings (tests/rollout)
 
 
+VOCABULARY = 0x110000
+
+
 class FakeEngine:
     """Stands for `Engine` of vllm_engine.py: answers each prompt with `answer(prompt)`, stamped with its version.
 
@@ -44,11 +49,12 @@ class FakeEngine:
     """
 
     def __init__(self, answer: Callable[[list[int]], list[int]]) -> None:
-        self.answer, self.version = answer, 0
+        self.answer, self.version, self.vocabulary = answer, 0, VOCABULARY
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = self.aborted = self.pauses = 0
         self.temperatures: set[float] = set()
+        self.asked_tokens: list[int] = []
         self.loaded: list[Path] = []
 
     async def generate(
@@ -56,6 +62,7 @@ class FakeEngine:
     ) -> Completion:
         self.running += 1
         self.temperatures.add(temperature)
+        self.asked_tokens.append(max_tokens)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -64,6 +71,8 @@ class FakeEngine:
         finally:
             self.running -= 1
         tokens = self.answer(prompt)[:max_tokens]
+        ends = [place for place, token in enumerate(tokens) if token in stop_token_ids]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
         finish: Literal["stop", "length"] = "stop" if tokens[-1] in stop_token_ids else "length"
         return Completion(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), finish)
 
@@ -148,7 +157,20 @@ class FakeWeights:
 
 
 class FakePrompts:
-    """Stands for `Prompts`: a token is the code of a character, and a prompt of more than 20 is too long."""
+    """Stands for `Prompts`, and for its tokenizer: a token is the code of a character, and a prompt of more than 20 is
+    too long. A full stop ends an answer."""
+
+    def __init__(self) -> None:
+        self.tokenizer, self.ends, self.stops = self, [ord(".")], [ord(".")]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return self.text(tokens)
+
+    def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
+        return Prompts.stop_tokens(self, texts, name)  # type: ignore[arg-type]
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
         if len(row["problem"]) > 20:
@@ -159,10 +181,19 @@ class FakePrompts:
         return "".join(map(chr, tokens))
 
 
+def fake_sampler(engine: Any, temperature: float = 1.0, max_tokens: int = 8, longest: int = 40) -> Sampler:
+    """A sampler for `engine`, with the tokens of FakePrompts."""
+    return Sampler(engine, FakePrompts(), temperature, max_tokens, longest)  # type: ignore[arg-type]
+
+
 class FakeRewards:
-    """Stands for `RewardPool`: 1 for the row's answer, an error for the answer `crash`."""
+    """Stands for `RewardPool`: 1 for the row's answer, an error for the answer `crash`. Keeps the `answers` it got."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
+        self.answers += answers
         if any(answer.text == "crash" for answer in answers):
             raise RewardError("fake took longer than reward.timeout_s (1 s); its process was killed")
         return [Score(float(answer.text == answer.row["answer"]), {"formed": 1.0}) for answer in answers]

@@ -1,7 +1,6 @@
 """`roll` and `follow` against stand-ins for buffer, engine and learner."""
 
 import asyncio
-from functools import partial
 
 import pytest
 
@@ -10,7 +9,7 @@ from rollout.episodes.episode import Episodes
 from rollout.errors import EngineDead
 from rollout.loop import follow, roll
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights, fake_sampler
 
 STOP = ord(".")
 
@@ -28,8 +27,7 @@ def parts(answer: str = "ok.") -> tuple[FakeEngine, Episodes]:
 
 
 def episodes_of(engine: FakeEngine) -> Episodes:
-    generate = partial(engine.generate, max_tokens=8, temperature=1.0, stop_token_ids=[STOP])
-    return Episodes(FakePrompts(), single_turn, generate, FakeRewards(), 3)
+    return Episodes(FakePrompts(), single_turn, fake_sampler(engine), FakeRewards(), 3)
 
 
 async def test_every_item_becomes_a_group_until_the_buffer_has_no_more():

@@ -18,7 +18,7 @@ from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
 from rollout.loop import PolicyUpdates, follow, roll
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights, fake_sampler
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples/countdown/quickstart.yaml"
@@ -30,8 +30,7 @@ def item(number: int) -> WorkItem:
 
 def parts() -> tuple[FakeEngine, Episodes]:
     engine = FakeEngine(lambda prompt: [ord("2"), ord(".")])
-    generate = partial(engine.generate, max_tokens=8, temperature=1.0, stop_token_ids=[ord(".")])
-    return engine, Episodes(FakePrompts(), single_turn, generate, FakeRewards(), 2)
+    return engine, Episodes(FakePrompts(), single_turn, fake_sampler(engine), FakeRewards(), 2)
 
 
 def draining(episodes: Episodes, drain_s: float = 30.0) -> Drain:

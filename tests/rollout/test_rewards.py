@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from configs.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards import load_reward
-from rollout.rewards.convention import Answer, Reward, Score
+from rollout.rewards.convention import Answer, Reward, Score, Turn
 from rollout.rewards.countdown import LONGEST, compute_score, evaluate
 from rollout.rewards.math import compute_score as math_score
 from rollout.rewards.workers import RewardPool
@@ -144,7 +144,7 @@ def test_verl_functions_get_the_arguments_they_name():
 
 def test_easyr1_functions_get_their_dict_and_batch_functions_the_group():
     def single(reward_input):
-        assert set(reward_input) == {"response", "response_length", "ground_truth"}
+        assert set(reward_input) == {"response", "response_length", "ground_truth", "turns"}
         return {"overall": reward_input["response_length"], "format": True, "note": "text", "accuracy": 0.5}
 
     def batch(reward_inputs, weight=1.0):
@@ -156,6 +156,32 @@ def test_easyr1_functions_get_their_dict_and_batch_functions_the_group():
     assert Reward("single", single, {}).score(ANSWERS)[1] == Score(4.0, {"format": 1.0, "accuracy": 0.5})
     assert Reward("batch", batch, {"weight": 2.0}).score(ANSWERS) == [Score(4.0, {"format": 0.0})] * 2
     assert Reward("verl_batch", verl_batch, {}).score(ANSWERS) == [Score(0.0), Score(1.0)]
+
+
+GIVEN = Answer("7 + 5 is 12.", 5, ROW, [{"text": "7 + 5 is", "sampled": True}, {"text": " 12.", "sampled": False}])
+
+
+def sampled_chars(turns: list[Turn]) -> int:
+    return sum(len(turn["text"]) for turn in turns if turn["sampled"])
+
+
+def test_a_function_that_asks_is_told_which_text_was_sampled():
+    def verl(solution_str, turns):
+        return sampled_chars(turns)
+
+    def verl_batch(solution_strs, turns):
+        return [sampled_chars(of_one) for of_one in turns]
+
+    def easyr1(reward_input):
+        return {"overall": sampled_chars(reward_input["turns"])}
+
+    def easyr1_batch(reward_inputs):
+        return [{"overall": sampled_chars(one["turns"])} for one in reward_inputs]
+
+    for function in (verl, verl_batch, easyr1, easyr1_batch):
+        assert Reward("mine", function, {}).score([GIVEN, ANSWERS[0]]) == [Score(8.0), Score(3.0)]
+    with pytest.raises(ValueError, match=r"reward.kwargs.turns: this argument comes from the data; remove the key"):
+        Reward("mine", verl, {"turns": 2})
 
 
 @pytest.mark.parametrize("result", [None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0]])

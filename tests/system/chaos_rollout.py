@@ -19,10 +19,12 @@ import zmq
 import zmq.asyncio
 
 from buffer.wire.client import Connection, RolloutClient, heartbeats
+from configs.checks import max_sample_tokens
 from configs.entrypoint import configure_logging
 from configs.load import fingerprint
 from learner.weights.receiver.staged import PauseTimings
 from rollout.episodes.episode import Episodes, Failure
+from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError
 from rollout.loop import follow, roll
 from rollout.rewards.workers import RewardPool
@@ -39,7 +41,7 @@ class Engine:
     """Stands for `Engine` of vllm_engine.py. Tokens are codes of characters, each stamped with its version."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.version, self.first = run, 0, asyncio.Event()
+        self.run, self.version, self.first, self.vocabulary = run, 0, asyncio.Event(), 128
         self._resumed = asyncio.Event()
         self._resumed.set()
 
@@ -66,6 +68,8 @@ class Engine:
 
 class Prompts:
     """Stands for `Prompts` of episodes/prompts.py."""
+
+    tokenizer, stops = None, (END,)
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
         if len(row["problem"]) > LONGEST_PROMPT:
@@ -127,10 +131,9 @@ async def main(run: Run, name: str) -> None:
     client = Connection(config.buffer.address, name, "rollout", fingerprint(config))
     async with RewardPool(config.reward) as rewards, client:
         buffer = RolloutClient(client, lambda: engine.version)
-        generate = partial(
-            engine.generate, max_tokens=config.sampling.max_tokens, temperature=1.0, stop_token_ids=[END]
-        )
-        episodes = Episodes(Prompts(), task, generate, rewards, config.batch.samples)
+        answer, prompts = config.sampling.max_tokens, Prompts()
+        sampler = Sampler(engine, prompts, 1.0, answer, max_sample_tokens(config))
+        episodes = Episodes(prompts, task, sampler, rewards, config.batch.samples)
         revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
         async with asyncio.TaskGroup() as tasks:
             others = [

@@ -31,6 +31,8 @@ def test_the_run_file_decides_and_defaults_give_way():
     assert (arguments["max_num_seqs"], arguments["max_model_len"]) == (3, 64)
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["load_format"] == "dummy"
     assert engine_arguments(config(), 0, cpu=True)["max_model_len"] == 128
+    whole = config().rollout.model_copy(update={"max_sample_tokens": 200})
+    assert engine_arguments(config().model_copy(update={"rollout": whole}), 0, cpu=True)["max_model_len"] == 200
 
 
 def test_logits_are_not_rounded_unless_the_run_file_says_so():

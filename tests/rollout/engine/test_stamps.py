@@ -12,12 +12,13 @@ import os
 import random
 import warnings
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from rollout.engine.vllm_engine import Engine, Request, VLLMValidationError
-from rollout.errors import EpisodeError
+from rollout.errors import EngineError, EpisodeError
 from tests.rollout.engine.test_vllm_engine import VOCABULARY, make_config, make_model
 
 RUNNING, UPDATES, LONGEST = 48, 12, 60
@@ -183,7 +184,7 @@ def test_versions_of_a_request():
 
 
 @pytest.mark.parametrize("refusal", [ValueError("no tokens"), VLLMValidationError("longer than max_model_len")])
-async def test_tokens_that_vllm_refuses_are_a_permanent_failure(refusal):
+async def test_tokens_that_vllm_refuses_fail_one_request(refusal):
     class Refusing(SlowFront):
         async def add_request(self, name, prompt, parameters):
             raise refusal
@@ -191,4 +192,20 @@ async def test_tokens_that_vllm_refuses_are_a_permanent_failure(refusal):
     engine = Engine(Refusing())
     with pytest.raises(EpisodeError, match=f"vLLM refuses 3 tokens: {refusal}") as caught:
         await engine.generate([1, 2, 3], 9, 1.0)
-    assert caught.value.permanent and caught.value.kind == "task" and not engine._requests
+    assert caught.value.kind == "task" and not engine._requests
+
+
+async def test_whatever_else_vllm_raises_for_a_request_ends_that_request_only():
+    class Failing(SlowFront):
+        aborted: ClassVar[list[str]] = []
+
+        async def add_request(self, name, prompt, parameters):
+            raise NotImplementedError("no such backend")
+
+        async def abort(self, name):
+            self.aborted.append(name)
+
+    engine = Engine(llm := Failing())
+    with pytest.raises(EngineError, match=r"vLLM failed on 3 tokens: NotImplementedError: no such backend") as caught:
+        await engine.generate([1, 2, 3], 9, 1.0)
+    assert caught.value.origin == "NotImplementedError" and llm.aborted == ["r0"] and not engine._requests

@@ -24,7 +24,7 @@ from learner.weights.plan import Spec
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.engine.vllm_engine import Engine
-from rollout.errors import EngineDead, EngineError
+from rollout.errors import EngineDead, EngineError, EpisodeError
 
 pytestmark = pytest.mark.vllm
 VOCABULARY, LENGTH, TEMPERATURE = 128, 300, 0.7
@@ -187,6 +187,9 @@ async def failures(seen, engine):
     await asyncio.sleep(0.1)
     cancelled.cancel()
     await asyncio.wait([cancelled])
+    with pytest.raises(EpisodeError) as refused:
+        await engine.generate([5] * 700, 4, 1.0)
+    seen.refused, seen.vocabulary = str(refused.value), engine.vocabulary
     await engine.alive(30)
     seen.idle = engine.stats()
     died = asyncio.create_task(engine.died())
@@ -264,6 +267,11 @@ def test_the_stats_count_sequences_and_tokens(seen):
     assert seen.stats_running["running"] == len(PROMPTS) and seen.stats_running["waiting"] == 0
     assert seen.stats_running["tokens_per_s"] > 0
     assert seen.idle["running"] == seen.idle["waiting"] == 0
+
+
+def test_a_prompt_longer_than_the_engine_holds_fails_one_request(seen):
+    assert seen.refused.startswith("vLLM refuses 700 tokens: ") and "500" in seen.refused
+    assert seen.vocabulary == VOCABULARY
 
 
 def test_the_engine_s_death_is_raised_in_all_pending_calls(seen):

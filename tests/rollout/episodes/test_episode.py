@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from rollout.episodes.failure_log import FailureLog
 from rollout.errors import EngineDead, EpisodeError, RewardError, first_error
 from rollout.tasks import Completion, Generate, Problem, Trajectory
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler
 
 STOP = ord(".")
 
@@ -25,8 +24,7 @@ def item(problem: str = "1+1=", answer: str = "2.") -> WorkItem:
 
 
 def episodes(engine: FakeEngine, task=single_turn, samples: int = 3) -> Episodes:
-    generate = partial(engine.generate, max_tokens=8, temperature=0.7, stop_token_ids=[STOP])
-    return Episodes(FakePrompts(), task, generate, FakeRewards(), samples)
+    return Episodes(FakePrompts(), task, fake_sampler(engine, temperature=0.7), FakeRewards(), samples)
 
 
 def answering(text: str) -> FakeEngine:
@@ -115,13 +113,17 @@ async def test_a_task_of_several_turns_marks_what_the_policy_said():
         prompts.append("".join(map(chr, prompt)))
         return [ord("2"), STOP]
 
-    outcome = await episodes(FakeEngine(answer), asks_twice, samples=2).run(item())
+    made = episodes(FakeEngine(answer), asks_twice, samples=2)
+    outcome = await made.run(item())
     assert isinstance(outcome, Group)
     sample = outcome.samples[0]
     assert sample.answer == "2.?2." and sample.metrics == {"turns": 2.0, "formed": 1.0}
     assert sample.sampled.numpy().tolist() == [0, 0, 0, 0, 1, 1, 0, 1, 1]
     assert np.flatnonzero(sample.versions.numpy() == -1).tolist() == [0, 1, 2, 3, 6]
     assert prompts.count("1+1=2.?") == 2
+    (scored,) = {str(answer.turns) for answer in made.rewards.answers}
+    said, asked = {"text": "2.", "sampled": True}, {"text": "?", "sampled": False}
+    assert scored == str([said, asked, said])
 
 
 async def test_a_task_may_give_up():
@@ -148,7 +150,7 @@ async def test_whatever_a_task_raises_fails_the_attempt_and_not_the_server():
         failure = Failure("the task raised KeyError: 'a bug\\nin two lines'", "task")
         assert await episodes(answering("2."), task).run(item()) == failure
     outcome = await episodes(answering("2."), forgetful).run(item())
-    assert outcome == Failure("the task raised TypeError: NoneType returned instead of a Trajectory", "task")
+    assert outcome == Failure("the task returned NoneType; a Trajectory is needed", "task")
 
 
 async def test_a_dead_engine_is_raised_through_a_task():

@@ -1,0 +1,116 @@
+"""What stands between a task and the engine: `generate`, and the check of what the task returns.
+
+Run in the rollout server, wherever the task itself runs. A task may ask for anything and return anything: what is wrong
+with it becomes an EpisodeError, in one sentence, and neither the engine nor the learner ever sees it. Waits for the
+engine's tokens only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.episodes.prompts import Prompts
+from rollout.errors import EpisodeError
+from rollout.rewards.convention import finite
+from rollout.tasks.trajectory import Completion, Problem, Trajectory
+
+if TYPE_CHECKING:
+    from rollout.engine.vllm_engine import Engine
+
+COLUMNS = ("tokens", "sampled", "logprobs", "versions")
+LONGER = (
+    "raise rollout.max_sample_tokens (and rollout.engine.max_model_len), or end the sample while problem.left allows"
+)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The engine under the run's sampling settings and bounds."""
+
+    engine: "Engine"
+    prompts: Prompts
+    temperature: float
+    max_tokens: int
+    """Of one turn, where the task names no other: `sampling.max_tokens`."""
+    longest: int
+    """Tokens of the longest whole sample, prompt included: the engine holds it and the learner can train it."""
+
+    def problem(self, row: dict[str, Any]) -> Problem:
+        """What a task is given for a row of the data set. Raises PromptError."""
+        prompt = self.prompts.tokens(row)
+        return Problem(row, prompt, self.prompts.tokenizer, self.longest - len(prompt))
+
+    async def generate(
+        self, tokens: list[int], max_tokens: int | None = None, stop: list[str] | None = None
+    ) -> Completion:
+        """See `rollout.tasks.Generate`. Raises EpisodeError, EngineError, EngineDead."""
+        wanted = self.max_tokens if max_tokens is None else max_tokens
+        if problem := first_of(self._unusable(tokens, wanted, stop)):
+            raise EpisodeError(f"generate: {problem}")
+        try:
+            stops = self.prompts.stops if stop is None else self.prompts.stop_tokens(stop, "stop")
+        except ValueError as error:
+            raise EpisodeError(f"generate: {error}") from None
+        room = self.longest - len(tokens)
+        return await self.engine.generate(tokens, min(wanted, room), self.temperature, stops)
+
+    def check(self, problem: Problem, trajectory: object) -> Trajectory:
+        """What a task returned for `problem`, if the learner can train on it. Raises EpisodeError."""
+        if not isinstance(trajectory, Trajectory):
+            raise EpisodeError(f"the task returned {type(trajectory).__name__}; a Trajectory is needed")
+        if wrong := first_of(self._wrong(problem, trajectory)):
+            raise EpisodeError(f"the task returned a trajectory that cannot be trained on: {wrong}")
+        return trajectory
+
+    def _unusable(self, tokens: list[int], max_tokens: int, stop: object) -> Iterator[str]:
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            yield f"max_tokens is {max_tokens!r}; ask for a whole number of tokens, 1 or more"
+        if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) for text in stop)):
+            yield f"stop is {stop!r}; a list of strings is needed"
+        yield from self._no_tokens("tokens", tokens)
+        if len(tokens) >= self.longest:
+            yield f"{len(tokens)} tokens leave no room in a sample of at most {self.longest}; {LONGER}"
+
+    def _wrong(self, problem: Problem, trajectory: Trajectory) -> Iterator[str]:
+        """What the learner, or the wire to it, would stumble over; each line may rely on those before it."""
+        columns = {name: getattr(trajectory, name) for name in COLUMNS}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            yield f"its columns differ in length ({', '.join(f'{name} {n}' for name, n in lengths.items())})"
+        yield from self._no_tokens("its tokens", trajectory.tokens)
+        if trajectory.start != len(problem.prompt) or trajectory.tokens[: trajectory.start] != problem.prompt:
+            yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
+        if len(trajectory.tokens) > self.longest:
+            yield f"it has {len(trajectory.tokens)} tokens, and a sample at most {self.longest}; {LONGER}"
+        sampled = np.array(trajectory.sampled)
+        if not np.isin(sampled, (0, 1)).all() or sampled[: trajectory.start].any():
+            yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
+        if not sampled.any():
+            yield "no token of it was sampled; take() at least one completion"
+        if not np.isfinite(np.array(trajectory.logprobs, np.float64)).all():
+            yield "a log-probability is not finite"
+        if ((np.array(trajectory.versions) >= 0) != (sampled == 1)).any():
+            yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
+        if trajectory.finish not in ("stop", "length"):
+            yield f"its finish is {trajectory.finish!r}, neither stop nor length"
+        for name, value in trajectory.metrics.items():
+            if not isinstance(name, str) or finite(value) is None:
+                yield f"its metric {name!r} is {value!r}; a finite number is needed"
+
+    def _no_tokens(self, name: str, tokens: list[int]) -> Iterator[str]:
+        """An id that no row of the embedding stands for would end the engine, or the learner."""
+        ids, vocabulary = np.array(tokens), self.engine.vocabulary
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
+        elif (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
+            yield f"{name} hold {wrong[0]}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
+
+
+def first_of(problems: Iterator[str]) -> str | None:
+    """The first of the problems; what a task hands over may also be too odd to be looked at."""
+    try:
+        return next(problems, None)
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
