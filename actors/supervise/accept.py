@@ -4,6 +4,7 @@ Used by `launch.py` before it starts or writes anything; it reads the run's fold
 a folder that exists. Takes no more than a second: no torch, no Ray, no data.
 """
 
+import json
 import os
 import shutil
 from contextlib import suppress
@@ -14,9 +15,11 @@ from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.past import Past, past
 from configs import resume
 from configs.load import ConfigError
-from configs.model_facts import model_facts
 from configs.schema import Config
 from learner.saved.manifest import complete, fault, folder_of, newest
+
+SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+"""Names in a model's `config.json`. A checkpoint fits no model that has other ones."""
 
 
 class Source(NamedTuple):
@@ -101,13 +104,22 @@ def source(config: Config, words: str) -> Source:
         problem = f"run.versions: {config.run.versions} is not above {version}, the version the fork begins with"
         raise ConfigError([f"{problem}; versions count on from there: raise it, or fork from an earlier one with @vN"])
     before = resume.written(run) or {}
-    theirs, ours = before.get("model.path", config.model.path), config.model.path
-    sizes = [(known.parameters, known.heads) for known in (model_facts(theirs), model_facts(ours))]
-    if None not in (*sizes[0], *sizes[1]) and sizes[0] != sizes[1]:
-        (old, old_heads), (size, heads) = sizes
-        problem = f"model.path: {ours} has {size} parameters and {heads} heads, {theirs} of {run} {old} and {old_heads}"
-        raise ConfigError([f"{problem}; a fork keeps the shapes of its model"])
+    theirs, ours = _shapes(before.get("model.path", config.model.path)), _shapes(config.model.path)
+    for name in theirs.keys() & ours.keys():
+        if theirs[name] != ours[name]:
+            problem = f"model.path: {config.model.path} has {name} {ours[name]}, the model of {run} {theirs[name]}"
+            raise ConfigError([f"{problem}; a fork keeps the shapes of its model"])
     return Source(checkpoint, version)
+
+
+def _shapes(model: str) -> dict[str, int]:
+    """What the model's `config.json` says of its tensors' shapes; nothing for a hub name."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    config = config.get("text_config", config)
+    return {name: config[name] for name in SHAPES if name in config}
 
 
 def copy(source: Source, run: Path) -> None:

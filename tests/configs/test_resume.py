@@ -1,5 +1,6 @@
 """Which keys may change when a run is started again: the table, the fingerprint, and the words of a refusal."""
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def test_the_table_names_keys(pattern: str) -> None:
 )
 def test_what_decides_the_data_is_fixed(key: str) -> None:
     assert not is_changeable(key)
+
+
+def test_the_docs_have_the_same_table() -> None:
+    """Keys in the first column of the table, without those after `but`."""
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = page.partition("| keys | what to know |")[2].partition("\n\n")[0]
+    told, untold = set[str](), set[str]()
+    for row in table.splitlines():
+        column, _, rest = row.split("|")[1].partition(" but ") if row else ("", "", "")
+        told |= set(re.findall(r"`([\w.*]+)`", column))
+        untold |= set(re.findall(r"`([\w.*]+)`", rest))
+    for key in keys():
+        documented = any(fnmatch(key, pattern) for pattern in told) and key not in untold
+        assert documented == is_changeable(key), key
 
 
 def test_the_fingerprint_covers_the_fixed_keys() -> None:

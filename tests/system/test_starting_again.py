@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.toy import ROOT, Run, free_port
+from tests.harness.toy import ROOT, Run, free_port, python
 from tests.harness.world import tiny_model
 
 pytestmark = pytest.mark.timeout(400)
@@ -122,6 +122,15 @@ def test_a_config_edited_in_the_runs_folder_is_judged_too(world: World, finished
     code, _, err = world.launch("first", "--run.seed=7")
     config.write_text(written)
     assert code == 2 and err.startswith("run.seed: 0 -> 7;")
+
+
+def test_a_buffer_started_by_hand_is_judged_too(finished: Run) -> None:
+    before = files(finished)
+    ended = python(
+        "buffer", finished.path / "config.yaml", "--run.seed=3", f"--buffer.address=tcp://127.0.0.1:{free_port()}"
+    )
+    assert ended.returncode == 2 and "run.seed: 0 -> 3;" in ended.stderr
+    assert files(finished) == before
 
 
 def test_a_fork_goes_on_from_a_checkpoint_with_other_settings(world: World, finished: Run) -> None:
