@@ -47,11 +47,13 @@ def hold(config: Config) -> int | None:
             os.close(held)
         remedy = f"see `python -m actors status {run}`; stop that one first, or choose another run.name"
         raise ConfigError([f"run.name: {run} is {error}: {remedy}"]) from None
+    except OSError as error:
+        raise ConfigError([f"run.folder: {run} cannot be written: {error.strerror}; name another one"]) from None
     return held
 
 
-def judge(config: Config) -> tuple[list[resume.Change], str | None]:
-    """What has changed since the last launch, and, of a finished run, why there is nothing to do.
+def judge(config: Config) -> tuple[list[str], str | None]:
+    """Lines about what is new since the last launch, and, of a finished run, why there is nothing to do.
 
     Raises ConfigError or buffer.store.sqlite.StoreError if the run may not go on with this run file.
     """
@@ -62,7 +64,11 @@ def judge(config: Config) -> tuple[list[resume.Change], str | None]:
         remedy = "bring the checkpoints back, or begin anew with another run.name"
         problem = f"{checkpoints}: {found}, but the run was trained to version {known.trained}"
         raise ConfigError([f"{problem} and its samples from before version {known.oldest} are gone; {remedy}"])
-    return changed, _finished(config, known, version)
+    news = [f"changed since the last launch: {change}" for change in changed]
+    if known.trained and not version:
+        again = f"the {known.trained} versions trained so far are trained again, on the same batches"
+        news.append(f"{checkpoints}: no checkpoint yet; {again}")
+    return news, _finished(config, known, version)
 
 
 def _finished(config: Config, known: Past, version: int) -> str | None:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     config = read(argv, PROG)
     try:
         held = accept.hold(config)
-        changed, finished = accept.judge(config)
+        news, finished = accept.judge(config)
         source = accept.source(config, flags.fork_from) if flags.fork_from else None
         if finished:
             print(finished)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return BAD_INPUT
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
-    for line in [*explain(config, problems), *(f"changed since the last launch: {change}" for change in changed)]:
+    for line in [*explain(config, problems), *news]:
         display.say(line)
     if source:
         display.say(f"forked from {source}")

@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from learner.saved.manifest import newest
 from tests.harness.toy import ROOT, Run, free_port, python
 from tests.harness.world import tiny_model
 
 pytestmark = pytest.mark.timeout(400)
 STAND_IN = ROOT / "tests" / "harness" / "stand_in"
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "run": {"versions": 2},
     "data": {"max_prompt_tokens": 8},
     "reward": {"function": "countdown"},
@@ -205,16 +207,20 @@ def test_a_live_run_keeps_its_settings(world: World) -> None:
 
 
 def test_after_a_full_disk_the_run_ends_and_goes_on_from_its_checkpoint(world: World) -> None:
-    run = world.run("full")
-    code, out, err = world.launch("full", "--run.versions=2")
+    run, versions = world.run("full"), 20
+    with world.start("full", f"--run.versions={versions}") as launched:
+        try:
+            until(lambda: newest(run.path / "checkpoints"), launched, "checkpoint")
+            world.full_disk.touch()
+            out, _ = launched.communicate(timeout=200)
+        finally:
+            launched.kill()
+            world.full_disk.unlink()
+    kept = newest(run.path / "checkpoints")
+    assert launched.returncode == 2 and 0 < kept < versions
+    assert f"the policy of version {versions} is not on disk" in out and f"goes on from version {kept}" in out
+    assert run.log("learner").count("started: pid") == 1
+    code, out, err = world.launch("full", f"--run.versions={versions}")
     assert code == 0, out + err
-    world.full_disk.touch()
-    code, out, _ = world.launch("full", "--run.versions=4")
-    world.full_disk.unlink()
-    assert code == 2, out
-    assert "the policy of version 4 is not on disk" in out and "goes on from version 2" in out
-    assert run.log("learner").count("started: pid") == 2  # one for each launch
-    code, out, err = world.launch("full", "--run.versions=4")
-    assert code == 0, out + err
-    assert run.log("learner").count("restored version 2 from") == 2
-    assert run.query("select version, trained from batches order by version") == [(v, 1) for v in range(4)]
+    assert run.log("learner").count(f"restored version {kept} from") == 1
+    assert run.query("select version, trained from batches order by version") == [(v, 1) for v in range(versions)]

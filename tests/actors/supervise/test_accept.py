@@ -46,8 +46,8 @@ def test_a_new_run_and_a_changed_one(words: list[str]) -> None:
     config = load(words)
     assert accept.hold(config) is None and accept.judge(config) == ([], None)
     served(config)
-    changed, finished = accept.judge(load([*words, "--run.versions=7"]))
-    assert [str(change) for change in changed] == ["run.versions: 100 -> 7"] and finished is None
+    news = ["changed since the last launch: run.versions: 100 -> 7"]
+    assert accept.judge(load([*words, "--run.versions=7"])) == (news, None)
     served(load([*words, "--run.versions=7"]))
     with closing(reading(config.run.path / "buffer.sqlite")) as db:
         assert [(version, str(change)) for version, change in history(db)] == [(0, "run.versions: 100 -> 7")]
@@ -61,8 +61,8 @@ def test_a_run_of_an_earlier_release_is_judged_by_its_config(words: list[str]) -
     Store(config.run.path / "buffer.sqlite").close()
     tell(config, fingerprint="c351d8533e631075")
     write(config, config.run.path / "config.yaml")
-    changed, _ = accept.judge(load([*words, "--learner.lr=1e-3"]))
-    assert [str(change) for change in changed] == ["learner.lr: 1e-06 -> 0.001"]
+    (line,), _ = accept.judge(load([*words, "--learner.lr=1e-3"]))
+    assert line.endswith("learner.lr: 1e-06 -> 0.001")
     with pytest.raises(ConfigError, match=r"batch.groups: 32 -> 16;"):
         accept.judge(load([*words, "--batch.groups=16"]))
     with closing(reading(config.run.path / "buffer.sqlite")) as db:
@@ -87,7 +87,8 @@ def test_none_yet_is_not_lost(words: list[str]) -> None:
     config = load(words)
     served(config)
     tell(config, version=3, last_trained=2, problems=8, next_item=16, oldest=0)
-    assert accept.judge(config) == ([], None)
+    (line,), finished = accept.judge(config)
+    assert "no checkpoint yet; the 3 versions trained so far are trained again" in line and finished is None
     tell(config, oldest=2)
     with pytest.raises(ConfigError, match="there is none in it, but the run was trained to version 3"):
         accept.judge(config)
