@@ -22,11 +22,12 @@ from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import load_problems
+from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
-from configs import load
+from configs import load, resume
 from configs.checks import check
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
 from configs.schema import Config
@@ -68,9 +69,13 @@ async def run(config: Config) -> None:
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
         problems = load_problems(config.data.train, config.data)
-        load.write(config, config.run.path / "config.yaml")
+        changed = resume.changes(past(config).settings, config)
         path = store_path(config)
-        with Store(path, config.buffer.fsync, limits.fingerprint, problems, problems.digest) as store:
+        with Store(path, config.buffer.fsync, problems, problems.digest) as store:
+            store.record_settings(resume.settings(config), changed)
+            load.write(config, config.run.path / "config.yaml")
+            for change in changed:
+                log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, len(problems)), store, problems, limits)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             serving = asyncio.create_task(server.serve(PendingRequests(handlers, limits.max_message)))
@@ -115,7 +120,7 @@ def limits_of(config: Config) -> Limits:
     """What the answers depend on."""
     return Limits(
         run=config.run.name,
-        fingerprint=load.fingerprint(config),
+        fingerprint=resume.fingerprint(config),
         samples=config.batch.samples,
         max_bytes=int(config.buffer.max_gib * 2**30),
         max_message=config.buffer.max_message_mib * 2**20,

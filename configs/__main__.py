@@ -10,7 +10,8 @@ from pathlib import Path
 from configs.checks import check
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import explain
-from configs.load import ConfigError, fingerprint, read
+from configs.load import ConfigError, read
+from configs.resume import fingerprint
 
 
 def main(argv: Sequence[str]) -> int:

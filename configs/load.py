@@ -5,8 +5,6 @@ OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pyda
 reported at once, one line each, with the key, the value, the file and line, and what is allowed.
 """
 
-import hashlib
-import json
 import logging
 import os
 import re
@@ -27,22 +25,6 @@ from configs.help import EXAMPLES, RENAMED_KEYS, TYPES, keys, sections, show, su
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
-LOCAL: dict[str, bool | set[str]] = {
-    "buffer": True,
-    "learner": {
-        *("ranks", "device", "threads", "attention", "tokens_per_microbatch", "head_chunk_tokens"),
-        *("activation_checkpointing", "compile", "cpu_offload", "timeout_s"),
-        *("checkpoint_every", "keep_checkpoints", "keep_every", "keep_best", "export_every"),
-    },
-    "log": True,
-    "reward": {"workers"},
-    "rollout": {"servers", "tensor_parallel", "device", "groups_in_flight", "attempts", "heartbeat_s", "engine"},
-    "run": {"folder"},
-    "weights": {"host", "timeout_s"},
-}
-"""Left out of the fingerprint: where things are, how fast and how often. Machines may differ in these, and a process
-may be restarted with another value while the rest of the run goes on; neither changes what is sampled or learned."""
-
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
 
 
@@ -132,16 +114,6 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = la
         print(error, file=sys.stderr)
         sys.exit(2)
     return config
-
-
-def fingerprint(config: Config) -> str:
-    """16 hex digits over what all processes of a run must share: everything but LOCAL.
-
-    Only what differs from the defaults counts: a release that adds a key goes on with the runs of the one before.
-    """
-    dumped = config.model_dump(mode="json", exclude=LOCAL, exclude_defaults=True)
-    shared = {section: values for section, values in dumped.items() if values}
-    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write(config: Config, path: Path) -> None:

@@ -3,7 +3,8 @@
 Starts `learner.ranks` ranks on this machine unless torchrun has started them; builds the parts of `loop.py` and runs
 it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after the current version
 and a checkpoint (exit 0), the second at once. Exit 2: config, model or device do not work, found before anything was
-started. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last checkpoint.
+started, or the last checkpoint could not be written: another start would end the same way. Exit 1: a rank failed; all
+ranks have ended, and a restart continues from the last checkpoint.
 """
 
 import logging
@@ -25,7 +26,8 @@ from buffer.curve import KeysError, client_keys_for, server_keys_for
 from buffer.wire.client import LearnerClient, RefusedError
 from configs.checks import check, max_sample_tokens
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
-from configs.load import ConfigError, fingerprint, read
+from configs.load import ConfigError, read
+from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         train(config, configure_process(config, device))
     except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, NoDiskSpace | OutOfMemory) else BAD_INPUT
+        return FAILED if isinstance(error, OutOfMemory) else BAD_INPUT
     return DONE
 
 

@@ -6,11 +6,8 @@ folder. Each public method is a collective: all ranks must call it. `save` waits
 all; `restore` takes the newest complete checkpoint.
 """
 
-import json
 import logging
-import os
 import shutil
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,19 +21,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
 from configs.schema import LearnerConfig, ModelConfig
-from learner import export
 from learner.model.policy import Policy
+from learner.saved import export
+from learner.saved.manifest import complete, discard, folder_of, newest, reward_of, seal, versions_to_keep
 from learner.train.collectives import broadcast_from_rank0
 from learner.train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what a checkpoint takes."""
 
 
 class NoDiskSpace(RuntimeError):
-    """The disk has no space for the last checkpoint."""
+    """The last checkpoint could not be written, most often for lack of space."""
 
 
 class Checkpoints:
@@ -56,6 +53,7 @@ class Checkpoints:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
         version = self._last = broadcast_from_rank0(newest(self.folder) if dist.get_rank() == 0 else 0)
         if version == 0:
+            log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
         state = self._state(policy, version)
@@ -63,9 +61,12 @@ class Checkpoints:
         set_state_dict(
             policy.model, self.optimizer.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        for group in self.optimizer.adamw.param_groups:  # which came with the values that the checkpoint was made with
+            group.update({name: self.optimizer.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
         torch.set_rng_state(state["rng"])
         assert int(state["version"]) == version, "a folder renamed by hand"
         self._reward = reward_of(folder)
+        log.info("restored version %d from %s", version, folder)
         return version
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
@@ -81,13 +82,22 @@ class Checkpoints:
         return min(complete(self.folder)[-self.config.keep_checkpoints :], default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
-        """Write `version` with its export unless it is on disk, and wait. Raises NoDiskSpace if it does not fit."""
+        """Write `version` with its export unless it is on disk, and wait. Raises NoDiskSpace if that failed."""
         self._wait()
+        if self._is_exported(version):
+            return
+        begun = self._begin(policy, version, exported=True)
+        self._wait()
+        if not begun or not self._is_exported(version):
+            where = (
+                f"from version {last}" if (last := newest(self.folder)) else "from version 0: no other one is on disk"
+            )
+            problem = f"the policy of version {version} is not on disk: its checkpoint could not be written"
+            raise NoDiskSpace(f"{problem}; make room in {self.folder} and launch again, the run goes on {where}")
+
+    def _is_exported(self, version: int) -> bool:
         exported = (folder_of(self.folder, version) / "huggingface").exists() and version in complete(self.folder)
-        written = broadcast_from_rank0(version == 0 or exported)
-        if not written and not self._begin(policy, version, exported=True):
-            raise NoDiskSpace(f"the policy of version {version} is not on disk; what is: {complete(self.folder)}")
-        self._wait()
+        return bool(broadcast_from_rank0(version == 0 or exported))
 
     def close(self) -> None:
         """Wait for the writing thread; call it before the process group ends."""
@@ -152,88 +162,3 @@ class Checkpoints:
                 *(partial.stem, needed / 2**30, self.folder, free / 2**30, self.config.keep_checkpoints),
             )
         return free >= needed
-
-
-def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
-    """Of the checkpoints, version: mean reward if known: the newest, each `keep_every`-th, and the best rewarded."""
-    newest = sorted(rewards)[-config.keep_checkpoints :]
-    every = [version for version in rewards if config.keep_every and version % config.keep_every == 0]
-    known = [(reward, version) for version, reward in rewards.items() if reward is not None]
-    best = [version for _, version in sorted(known, reverse=True)[: config.keep_best]]
-    return {*newest, *every, *best}
-
-
-def reward_of(checkpoint: Path) -> float | None:
-    """The mean reward that a complete checkpoint was saved with; None if unknown."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    if "files" not in manifest and (checkpoint / "figures.json").exists():  # written by an earlier release
-        manifest = json.loads((checkpoint / "figures.json").read_text())
-    reward: float | None = manifest.get("reward")
-    return reward
-
-
-def folder_of(folder: Path, version: int) -> Path:
-    """The folder of the checkpoint of `version`."""
-    return folder / f"v{version:06d}"
-
-
-def seal(partial: Path, reward: float | None = None) -> None:
-    """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-    (partial / MANIFEST).write_text(json.dumps({"reward": reward, "files": sizes}, indent=1))
-    for path in [*files, partial / MANIFEST]:
-        _fsync(path)
-    final, old = partial.with_suffix(""), partial.with_suffix(".old")
-    if final.exists():  # incomplete, or without the export it now gets
-        final.rename(old)
-    partial.rename(final)
-    _fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint: the manifest first, so that it is never mistaken for a complete one."""
-    (checkpoint / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
-
-
-def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, for people; None if all its files are there with their sizes."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    for name, size in manifest.get("files", manifest).items():  # an earlier release wrote the files alone
-        try:
-            found = (checkpoint / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
-    return None
-
-
-def complete(folder: Path) -> list[int]:
-    """Versions of the complete checkpoints in `folder`, oldest first."""
-    found = (path for path in folder.glob("v*") if path.name[1:].isdigit())
-    return sorted(int(path.name[1:]) for path in found if fault(path) is None)
-
-
-def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, 0 if there is none; logs a warning for each newer incomplete one."""
-    for path in sorted(folder.glob("v*"), reverse=True):
-        if not path.name[1:].isdigit():
-            continue
-        if (why := fault(path)) is None:
-            return int(path.name[1:])
-        log.warning("checkpoint %s is incomplete and skipped: %s", path.name, why)
-    return 0

@@ -20,7 +20,8 @@ import uvloop
 from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
-from configs.load import fingerprint, read
+from configs.load import read
+from configs.resume import fingerprint
 from configs.schema import Config
 from rollout import evaluate
 from rollout.drain import FORCED, Drain

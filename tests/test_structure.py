@@ -35,6 +35,7 @@ MAY: dict[str, set[str]] = {
     "learner": {*WIRE, "learner"},
     "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
     "learner.algorithms": {"configs", "learner.algorithms"},
+    "learner.saved.manifest": {"configs", "learner.saved.manifest"},
     "learner.model": {"configs", "learner.model", "learner.weights", "learner.algorithms", "learner.ranks"},
     "rollout": {*WIRE, "rollout", "learner.weights"},
     "actors": {"configs", "buffer", "learner", "rollout", "actors"},
@@ -44,7 +45,7 @@ MAY: dict[str, set[str]] = {
     "actors.doctor": {"configs", "buffer", "rollout", "actors.process", "actors.doctor"},
     "actors.supervise": {
         *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor"),
-        "actors.supervise",
+        *("actors.supervise", "learner.saved.manifest"),  # the learner's checkpoints, without torch
     },
 }
 """The packages of Headrace that a package may import; the longest matching name holds."""

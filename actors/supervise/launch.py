@@ -1,24 +1,29 @@
 """`python -m actors launch RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: a whole run, from check to report.
 
-Checks everything first (config, files, the data's columns, the buffer's port, GPUs) and explains the run, then places a
-keeper for each process (`ray_cluster.py`) and waits for their events (`supervisor.py`). The run ends when the learner
-does. Started by `actors/__main__.py` under a guard, so that nothing outlives it.
+Checks everything first (what the run's folder holds, config, files, the data's columns, the buffer's port, GPUs) and
+explains the run. Nothing of the run is written before it is accepted. Then it places a keeper for each process
+(`ray_cluster.py`) and waits for their events (`supervisor.py`). The run ends when the learner does. Started by
+`actors/__main__.py` under a guard, so that nothing outlives it. `--fork-from RUN[@vN]` begins a new run from a
+checkpoint of another one.
 """
 
 import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from actors.doctor.run_file import check_here, gpus_missing
 from actors.process import Process, Role
+from actors.supervise import accept
 from actors.supervise.ray_cluster import place, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.curve import is_loopback, make_keys
+from buffer.ledger.types import LedgerError
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.load import ConfigError, read, write
@@ -30,20 +35,30 @@ ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEV
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the learner is done, 2: bad input, 1: a process cannot be kept, 128 + N: signal N."""
-    flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"})
+    """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept, 128 + N: signal N."""
+    flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"}, fork_from={"metavar": "RUN[@vN]"})
     config = read(argv, PROG)
     try:
+        held = accept.hold(config)
+        news, finished = accept.judge(config)
+        source = accept.source(config, flags.fork_from) if flags.fork_from else None
+        if finished:
+            print(finished)
+            return DONE
         problems = check_here(config)
-    except ConfigError as error:
+        if held is None:
+            config.run.path.mkdir(parents=True, exist_ok=True)
+            accept.hold(config)
+    except (ConfigError, LedgerError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    prepare(config)
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
-    for line in explain(config, problems):
+    for line in [*explain(config, problems), *news]:
         display.say(line)
-    code = keep(processes(config), display)
+    if source:
+        display.say(f"forked from {source}")
+    code = keep(processes(config), display, partial(prepare, config, source))
     if not flags.no_report and code == DONE and display.records.path.exists():
         from actors.report import summary  # imports matplotlib
 
@@ -51,12 +66,14 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def prepare(config: Config) -> Path:
-    """Make the run's folder, the keys it needs and the config file that every process reads. Returns that file."""
-    file = config.run.path / "config.yaml"
-    write(config, file)
+def prepare(config: Config, source: accept.Source | None = None) -> Path:
+    """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
     if not is_loopback(config.buffer.address):
         make_keys(config.run.path / "keys")
+    if source:
+        accept.copy(source, config.run.path)
+    file = config.run.path / "config.yaml"
+    write(config, file)
     return file
 
 
@@ -80,8 +97,11 @@ def processes(config: Config) -> list[Process]:
     ]
 
 
-def keep(processes: Sequence[Process], display: Display) -> int:
-    """Keep `processes` until the run ends; the exit code. Tests call it with commands of their own."""
+def keep(processes: Sequence[Process], display: Display, prepare: Callable[[], object] = lambda: None) -> int:
+    """Call `prepare` once Ray has the GPUs, and keep `processes` until the run ends; the exit code.
+
+    Tests call it with commands of their own.
+    """
     with display.shown(), ray_cluster() as gpus:
         if missing := gpus_missing(display.config, gpus, "Ray sees"):
             remedy = "lower learner.ranks, rollout.servers or rollout.tensor_parallel, or set their device to cpu"
@@ -89,6 +109,7 @@ def keep(processes: Sequence[Process], display: Display) -> int:
             return BAD_INPUT
         if not gpus:  # then the device `auto` means CPU
             processes = [replace(process, gpus=0) for process in processes]
+        prepare()
         return asyncio.run(_supervise(processes, display))
 
 

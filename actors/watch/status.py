@@ -7,6 +7,7 @@ status says so and shows what the files hold. Run by hand at any time, on any ma
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,8 @@ from rich.table import Table
 
 from actors.watch.metrics_log import Records
 from actors.watch.run_state import ask, find_run, ledger_lines, silent, stored, waits
-from buffer.store.sqlite import StoreError
+from buffer.store.past import history
+from buffer.store.sqlite import StoreError, reading
 from buffer.wire.protocol import State
 from configs.entrypoint import DONE, FAILED
 from configs.schema import Config
@@ -37,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
     if config.buffer.path:
         try:
             held = stored(run / config.buffer.path)
+            with closing(reading(run / config.buffer.path)) as db:
+                for version, change in history(db):
+                    console.print(f"changed at version {version}: {change}")
         except StoreError as error:
             if answer is None:
                 console.print(str(error))

@@ -40,7 +40,8 @@ from benchmarks.buffer.peers import (
 )
 from buffer.wire.client import Connection, RolloutClient
 from buffer.wire.protocol import Put, Stored, WorkItem
-from configs.load import fingerprint, load
+from configs.load import load
+from configs.resume import fingerprint
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS = 3

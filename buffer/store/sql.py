@@ -19,7 +19,8 @@ Readable with any SQLite tool, also while the buffer runs:
     batches   version, trained, formed_at, trained_at
     problems  row, problem         JSON of each problem that was dispatched
     totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
-    meta      name, value          counters of the ledger, fingerprint of the run's config, digest of its data
+    meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key
+    changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 
 APPLICATION, SCHEMA = 0x48445243, 3
@@ -87,3 +88,5 @@ TRAINED = """
 UPDATE items SET state = CASE WHEN ?2 THEN 'trained' ELSE 'batched' END, changed_at = ?3
 WHERE batch = ?1 AND state IN ('batched', 'trained')
 """
+CHANGES = "CREATE TABLE IF NOT EXISTS changes (version INTEGER, key TEXT, old TEXT, new TEXT, changed_at REAL)"
+CHANGE = "INSERT INTO changes SELECT COALESCE(MAX(version) + 1, 0), ?, ?, ?, ? FROM batches WHERE trained"

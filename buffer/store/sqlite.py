@@ -4,7 +4,6 @@ Used by `buffer/wire/handlers.py`; the tables are in `sql.py`, the samples' file
 write: it holds a lock on FILE.lock until it ends, however it ends.
 """
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -16,7 +15,9 @@ from typing import Any
 
 from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, Saved, Transaction
 from buffer.store import segments, sql
+from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.segments import Groups, InMemory, Place, Segments
+from configs.resume import Change, Settings
 
 LOG_PAGES = 4096
 """The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
@@ -30,15 +31,14 @@ class Store:
     """`path` None keeps everything in memory. With `fsync` a commit waits for the disk. Context manager.
 
     `problems` are the rows of the data set, written down as they are dispatched, `digest` is of their file. Raises
-    StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `fingerprint` or `digest` (if
-    given) or is in use by another process.
+    StoreError for a file that is no Headrace buffer, is damaged, is of a run with another `digest` (if given) or is in
+    use by another process.
     """
 
     def __init__(
         self,
         path: Path | None,
         fsync: bool = True,
-        fingerprint: str = "",
         problems: Sequence[Mapping[str, Any]] = (),
         digest: str = "",
     ) -> None:
@@ -49,8 +49,7 @@ class Store:
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
             ends.callback(self._db.close)
             self._open(fsync)
-            self._require_same("fingerprint", fingerprint, "config")
-            self._require_same("problems_sha256", digest, "problems")
+            self._require_same_problems(digest)
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows = {row for (row,) in self._db.execute("SELECT row FROM problems")}
@@ -77,16 +76,27 @@ class Store:
                 db.execute(f"PRAGMA application_id = {sql.APPLICATION}")
                 db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
 
-    def _require_same(self, name: str, value: str, what: str) -> None:
-        """Refuse a file that was begun with another `value`; an empty value is not compared."""
-        known = self._db.execute("SELECT value FROM meta WHERE name = ?", [name]).fetchone()
-        if known and value and known[0] != value:
+    def _require_same_problems(self, digest: str) -> None:
+        """Refuse a file that was begun with other problems; an empty digest is not compared."""
+        known = self._db.execute("SELECT value FROM meta WHERE name = 'problems_sha256'").fetchone()
+        if known and digest and known[0] != digest:
             raise StoreError(
-                f"buffer.path {self.path}: written by a run with {what} {known[0][:16]}, this one has {value[:16]}; "
-                f"undo the change of the {what}, or choose another run.name"
+                f"buffer.path {self.path}: written by a run with problems {known[0][:16]}, this one has {digest[:16]}; "
+                "undo the change of the problems, or choose another run.name"
             )
-        if value and not known:
-            self._db.execute("INSERT INTO meta VALUES (?, ?)", [name, value])
+        if digest and not known:
+            self._db.execute("INSERT INTO meta VALUES ('problems_sha256', ?)", [digest])
+
+    def record_settings(self, settings: Settings, changed: Iterable[Change]) -> None:
+        """Note the settings under which the ledger is served from now on, and what `changed` in them."""
+        now, known = time.time(), self._db.execute("SELECT value FROM meta WHERE name = 'settings'").fetchone()
+        if known and json.loads(known[0]) == settings:
+            return
+        rows = [(change.key, json.dumps(change.old), json.dumps(change.new), now) for change in changed]
+        with self._transaction():
+            self._db.execute(sql.CHANGES)
+            self._db.executemany(sql.CHANGE, rows)
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", [json.dumps(settings)])
 
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
         """Raises StoreError if a file that holds named samples is missing."""
@@ -250,20 +260,10 @@ def _explained(path: Path | None) -> Iterator[None]:
 
 def _locked(path: Path) -> int:
     """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
-    beside = path.with_name(path.name + ".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return locked(lock_of(path))
+    except InUse as error:
+        raise StoreError(f"buffer.path {path}: {error}; stop that buffer, or choose another run.name") from None
     except OSError as error:
         raise StoreError(f"buffer.path {path}: {error.strerror}; name a file in a folder that can be written") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(lock)
-        raise StoreError(
-            f"buffer.path {path}: in use by process {holder}; stop that buffer, or choose another run.name"
-        ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock

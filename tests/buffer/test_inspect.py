@@ -13,7 +13,8 @@ import pytest
 from buffer import inspect
 from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import Part, State, Status, Take
-from configs.load import fingerprint, load
+from configs.load import load
+from configs.resume import fingerprint
 from tests.harness.buffer_process import Process, client, group, process
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from configs.checks import check
 from configs.explain import explain
 from configs.help import EXAMPLES, RENAMED_KEYS, keys
-from configs.load import LOCAL, ConfigError, MergedTree, fingerprint, load, read, write
+from configs.load import ConfigError, MergedTree, load, read, write
 from configs.schema import Config, Section
 
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -175,22 +175,6 @@ def test_help_lists_every_key(
     assert "--log.trackers a list, each one of tensorboard, wandb, swanlab; default []" in words
 
 
-def test_fingerprint_covers_what_is_shared() -> None:
-    base = fingerprint(load(NEEDED))
-    assert len(base) == 16
-    for same in ("rollout.engine.a=9", "learner.threads=1", "log.display=plain", "run.folder=/x", "learner.ranks=2"):
-        assert fingerprint(load([*NEEDED, f"--{same}"])) == base
-    for other in ("run.name=b", "run.seed=1", "batch.groups=3", "learner.lr=1e-3", "data.eval=x", "sampling.stop=[a]"):
-        assert fingerprint(load([*NEEDED, f"--{other}"])) != base
-    assert fingerprint(load([*NEEDED, "--batch.groups=32", "--learner.lr=1e-6"])) == base  # said aloud, the defaults
-
-
-def test_local_keys_exist() -> None:
-    for section, names in LOCAL.items():
-        assert section in Config.model_fields
-        assert isinstance(names, bool) or {f"{section}.{name}" for name in names} <= set(keys())
-
-
 def test_a_written_config_reads_back(tmp_path: Path) -> None:
     stop = "--sampling.stop=['1e5', 'on', '', '2020-01-01']"
     config = load([*NEEDED, "--learner.lr=1e-6", stop, "--rollout.engine.a.b=[1, null]"])
@@ -226,28 +210,6 @@ def test_reading_twice_leaves_no_trace() -> None:
     load([*NEEDED, "--rollout.engine.a=1", "--reward.kwargs={b: 2}", "--log.trackers=[wandb]"])
     config = load(NEEDED)
     assert (config.rollout.engine, config.reward.kwargs, config.log.trackers) == ({}, {}, [])
-
-
-OLD_RUN = [
-    *("--weights.bucket_mib=64", "--batch.groups=16", "--learner.lr=1e-3", "--sampling.stop=[a]"),
-    "--data.eval=e.jsonl",
-]
-
-
-@pytest.mark.parametrize(
-    ("argv", "stored"),
-    [
-        (NEEDED, "c351d8533e631075"),
-        ([*NEEDED, *OLD_RUN], "60523560d2ef9273"),
-        (["configs/two_gpus.yaml"], "607bc8e82411d789"),
-        (["configs/eight_gpus.yaml"], "5fe5ac5c65d932f5"),
-    ],
-)
-def test_fingerprints_of_existing_runs_stay(argv: list[str], stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of an earlier release is opened only under the fingerprint that is written in it."""
-    monkeypatch.chdir(Path(__file__).parents[2])
-    assert fingerprint(load(argv)) == stored
-    assert fingerprint(load([*argv, "--weights.deadline_s=5"])) == stored
 
 
 def test_a_renamed_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

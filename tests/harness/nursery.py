@@ -18,7 +18,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import ModelConfig
-from learner.checkpoint import Checkpoints, complete, newest
+from learner.checkpoint import Checkpoints
+from learner.saved.manifest import complete, newest
 from tests.harness import world
 
 LONGEST_S = 0.5

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from configs.schema import LearnerConfig
-from learner import checkpoint, export
-from learner.checkpoint import (
+from learner.checkpoint import Checkpoints, NoDiskSpace
+from learner.saved import export
+from learner.saved.manifest import (
     MANIFEST,
-    Checkpoints,
-    NoDiskSpace,
     complete,
+    discard,
     fault,
     folder_of,
     newest,
@@ -329,5 +329,5 @@ def test_seal_and_fault(tmp_path: Path) -> None:
     assert fault(tmp_path / "v000001") == "state/a has 3 bytes instead of 5"
     (tmp_path / "v000001" / "state" / "a").unlink()
     assert fault(tmp_path / "v000001") == "state/a is missing"
-    checkpoint.discard(tmp_path / "v000001")
+    discard(tmp_path / "v000001")
     assert list(tmp_path.iterdir()) == []

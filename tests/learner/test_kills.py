@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from learner.checkpoint import fault, folder_of
+from learner.saved.manifest import fault, folder_of
 from tests.harness import rank
 from tests.harness.world import ROOT, tiny_model
 

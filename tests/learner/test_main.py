@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from buffer.wire.protocol import Hello, Rewind, Trained
-from learner.checkpoint import complete
 from learner.metrics import read
+from learner.saved.manifest import complete
 from tests.harness.canned import Canned
 from tests.harness.world import ROOT, tiny_model
 

@@ -24,7 +24,7 @@ import zmq
 
 from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import Part
-from configs.load import fingerprint
+from configs.resume import fingerprint
 from tests.harness.toy import ROOT
 from tests.system.chaos_run import Run
 

@@ -21,7 +21,7 @@ import zmq.asyncio
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
 from configs.entrypoint import configure_logging
-from configs.load import fingerprint
+from configs.resume import fingerprint
 from learner.weights.receiver.staged import PauseTimings
 from rollout.episodes.episode import Episodes, Failure
 from rollout.episodes.sampler import Sampler

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from buffer.wire.client import RolloutClient
-from configs.load import fingerprint, load
+from configs.load import load
+from configs.resume import fingerprint
 from tests.harness.buffer_process import Process, client, group, in_loop
 
 SIZE_MIB, BALLAST_MIB = 12, 8

@@ -45,7 +45,8 @@ from buffer.wire.protocol import (
 )
 from buffer.wire.sample import sample_stats
 from buffer.wire.server import BufferServer
-from configs.load import fingerprint, load
+from configs.load import load
+from configs.resume import fingerprint
 from tests.harness.buffer_process import (
     Process,
     buffer,

@@ -1,0 +1,31 @@
+"""A lock on a file, held by one process until it ends, however it ends: for the ledger's file and a run's folder."""
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class InUse(OSError):
+    """Another process holds the lock; the text says which."""
+
+
+def lock_of(path: Path) -> Path:
+    """The file that is locked for the ledger's file `path`."""
+    return path.with_name(path.name + ".lock")
+
+
+def locked(file: Path) -> int:
+    """Lock `file`, made if need be, and write this process's id into it; returns the descriptor that holds the lock.
+
+    Raises InUse if another process holds it, OSError if the file cannot be made.
+    """
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise InUse(f"in use by process {holder}") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock

@@ -1,0 +1,95 @@
+"""Which keys of the run file may differ when a run is started again, and which may not.
+
+`CHANGEABLE` is the only table of it: a key that it does not name is fixed for the life of a run. The fixed keys make
+the fingerprint that all processes of a run must share. Used by the launcher before it writes anything, by the buffer
+before it opens its ledger, and by every process for its Hello.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from configs.help import RENAMED_KEYS, show
+from configs.load import ConfigError, load
+from configs.schema import Config
+
+CHANGEABLE = (
+    *("run.versions", "run.folder"),
+    *("data.eval", "data.epochs"),
+    *("reward.timeout_s", "reward.workers"),
+    *("batch.max_staleness", "batch.target_staleness"),
+    *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
+    *("learner.betas", "learner.eps", "learner.weight_decay"),
+    *("learner.ranks", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
+    *("learner.tokens_per_microbatch", "learner.head_chunk_tokens", "learner.activation_checkpointing"),
+    *("learner.cpu_offload", "learner.timeout_s", "learner.checkpoint_every", "learner.keep_*", "learner.export_every"),
+    *("rollout.servers", "rollout.tensor_parallel", "rollout.device", "rollout.groups_in_flight", "rollout.attempts"),
+    *("rollout.heartbeat_s", "rollout.engine"),
+    *("weights.*", "buffer.*", "log.*"),
+)
+"""Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
+which problem is dispatched next, or what a stored sample means."""
+
+Settings = dict[str, Any]
+"""A config as `{"run.versions": 100, ...}`, with values as JSON has them."""
+
+
+class Change(NamedTuple):
+    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {show(self.old)} -> {show(self.new)}"
+
+
+def fingerprint(config: Config) -> str:
+    """16 hex digits over the fixed keys, which all processes of a run must share.
+
+    Only what differs from the defaults counts: a release that adds a key goes on with the runs of the one before.
+    """
+    dumped = config.model_dump(mode="json", exclude_defaults=True)
+    fixed = {key: value for key, value in _flat(dumped) if not is_changeable(key)}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def settings(config: Config) -> Settings:
+    """Every key with its value."""
+    return dict(_flat(config.model_dump(mode="json")))
+
+
+def is_changeable(key: str) -> bool:
+    """Whether the value may differ from that of the launch before."""
+    return any(fnmatch(key, pattern) for pattern in CHANGEABLE)
+
+
+def changes(before: Settings | None, config: Config) -> list[Change]:
+    """What differs from the settings `before`; raises ConfigError with a line for each fixed key that does.
+
+    A key that the release of `before` did not have counts as one with its default. None: a new run.
+    """
+    if before is None:
+        return []
+    renamed = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
+    sections = {name: section.annotation.model_construct() for name, section in Config.model_fields.items()}  # type: ignore[union-attr]
+    known = dict(_flat({name: section.model_dump(mode="json") for name, section in sections.items()})) | renamed
+    found = [Change(key, known.get(key), value) for key, value in settings(config).items() if known.get(key) != value]
+    remedy = "it may not change while the run goes on: undo that, or begin another run with run.name and --fork-from"
+    if fixed := [change for change in found if not is_changeable(change.key)]:
+        raise ConfigError([f"{change}; {remedy}" for change in fixed])
+    return found
+
+
+def written(run: Path) -> Settings | None:
+    """The settings in the `config.yaml` of a run's folder, None without one. Raises ConfigError as `load` does."""
+    file = run / "config.yaml"
+    return settings(load([str(file)])) if file.exists() else None
+
+
+def _flat(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    return ((f"{section}.{name}", value) for section, values in tree.items() for name, value in values.items())

@@ -1,0 +1,129 @@
+"""What the launcher reads of a run's folder before it starts anything, without processes."""
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from actors.supervise import accept
+from buffer.store.lock import locked
+from buffer.store.past import history, past
+from buffer.store.sqlite import Store, reading
+from configs.load import ConfigError, load, write
+from configs.resume import changes, settings
+from configs.schema import Config
+from learner.saved.manifest import seal
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    return [f"--run.folder={tmp_path}", "--model.path=m", "--data.train=d.jsonl", "--reward.function=math"]
+
+
+def served(config: Config) -> None:
+    """Begin the run's ledger, and write its config as the buffer does."""
+    with Store(config.run.path / "buffer.sqlite") as store:
+        store.record_settings(settings(config), changes(past(config).settings, config))
+    write(config, config.run.path / "config.yaml")
+
+
+def checkpoint(run: Path, version: int) -> None:
+    partial = run / "checkpoints" / f"v{version:06d}.tmp"
+    (partial / "state").mkdir(parents=True)
+    (partial / "state" / "a").write_bytes(b"12345")
+    seal(partial)
+
+
+def tell(config: Config, **counters: int) -> None:
+    """Have the ledger's file say so."""
+    with closing(sqlite3.connect(config.run.path / "buffer.sqlite", isolation_level=None)) as db:
+        db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", counters.items())
+
+
+def test_a_new_run_and_a_changed_one(words: list[str]) -> None:
+    config = load(words)
+    assert accept.hold(config) is None and accept.judge(config) == ([], None)
+    served(config)
+    news = ["changed since the last launch: run.versions: 100 -> 7"]
+    assert accept.judge(load([*words, "--run.versions=7"])) == (news, None)
+    served(load([*words, "--run.versions=7"]))
+    with closing(reading(config.run.path / "buffer.sqlite")) as db:
+        assert [(version, str(change)) for version, change in history(db)] == [(0, "run.versions: 100 -> 7")]
+    with pytest.raises(ConfigError, match=r"model.path: \"m\" -> \"n\"; .* --fork-from"):
+        accept.judge(load([*words, "--model.path=n"]))
+
+
+def test_a_run_of_an_earlier_release_is_judged_by_its_config(words: list[str]) -> None:
+    """Its ledger has a fingerprint over other keys, and no settings."""
+    config = load(words)
+    Store(config.run.path / "buffer.sqlite").close()
+    tell(config, fingerprint="c351d8533e631075")
+    write(config, config.run.path / "config.yaml")
+    (line,), _ = accept.judge(load([*words, "--learner.lr=1e-3"]))
+    assert line.endswith("learner.lr: 1e-06 -> 0.001")
+    with pytest.raises(ConfigError, match=r"batch.groups: 32 -> 16;"):
+        accept.judge(load([*words, "--batch.groups=16"]))
+    with closing(reading(config.run.path / "buffer.sqlite")) as db:
+        assert list(history(db)) == []
+    served(load([*words, "--learner.lr=1e-3"]))
+
+
+def test_finished_by_its_versions_or_by_its_data(words: list[str]) -> None:
+    config = load([*words, "--data.epochs=2"])
+    served(config)
+    checkpoint(config.run.path, 6)
+    tell(config, version=6, last_trained=5, problems=8, next_item=16, oldest=6)
+    _, finished = accept.judge(config)
+    assert finished and "data ended at version 6 of 100" in finished and "raise data.epochs" in finished
+    assert accept.judge(load([*words, "--data.epochs=3"]))[1] is None
+    _, finished = accept.judge(load([*words, "--data.epochs=3", "--run.versions=6"]))
+    assert finished and "version 6 of 6" in finished and "raise run.versions" in finished
+
+
+def test_none_yet_is_not_lost(words: list[str]) -> None:
+    """Trained without a checkpoint: it begins again on the same batches. With batches gone, it cannot."""
+    config = load(words)
+    served(config)
+    tell(config, version=3, last_trained=2, problems=8, next_item=16, oldest=0)
+    (line,), finished = accept.judge(config)
+    assert "no checkpoint yet; the 3 versions trained so far are trained again" in line and finished is None
+    tell(config, oldest=2)
+    with pytest.raises(ConfigError, match="there is none in it, but the run was trained to version 3"):
+        accept.judge(config)
+
+
+@pytest.mark.parametrize("lock", ["launch.lock", "buffer.sqlite.lock"])
+def test_a_run_that_somebody_runs_is_refused(words: list[str], lock: str) -> None:
+    config = load(words)
+    served(config)
+    locked(config.run.path / lock)
+    with pytest.raises(ConfigError, match=r"in use by process \d+: see .* status"):
+        accept.hold(config)
+
+
+def test_forks(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "config.json").write_text(json.dumps({"hidden_size": 96}))
+    words = [*words, f"--model.path={tmp_path}/m", "--run.name"]
+    old, new = load([*words, "old"]), load([*words, "new", "--learner.lr=1"])
+    served(old)
+    checkpoint(old.run.path, 2)
+    checkpoint(old.run.path, 4)
+    assert accept.source(new, "old").version == 4
+    found = accept.source(new, f"{old.run.path}@v2")
+    accept.copy(found, new.run.path)
+    assert accept.judge(new) == ([], None)
+    assert (new.run.path / "checkpoints" / "v000002" / "state" / "a").read_bytes() == b"12345"
+    for argv, name, told in (
+        (["new"], "old", "new has begun already"),
+        (["third"], "nowhere", "no such folder, nor is it a run"),
+        (["third"], "old@v3", "has no checkpoint 3; complete checkpoints: v2, v4"),
+        (["third", "--run.versions=4"], "old", "run.versions: 4 is not above 4"),
+        (["third", f"--model.path={tmp_path}/n"], "old", "has hidden_size 96, the model of"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            accept.source(load([*words, *argv]), name)
