@@ -1,0 +1,3 @@
+"""A module beside a user's file."""
+
+ANSWER = 42

@@ -1,0 +1,279 @@
+"""Users' episodes in worker processes: each ends alone, and a worker that blocks or dies is replaced."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout.cage import CagedError
+from rollout.cage.caged_task import CagedTask
+from rollout.cage.task_values import play, trajectory_of
+from rollout.cage.worker_process import CagedFunction, CageLimits
+from rollout.tasks.trajectory import Completion, Problem
+
+HERE = str(Path(__file__).parent)
+
+
+def caged(name: str, workers: int = 1, **limits: Any) -> CagedTask:
+    function = CagedFunction(name, "user_rewards:load", [name], [HERE])
+    return CagedTask(function, CageLimits(**({"timeout_s": 20.0, "prefix": "rollout.task_"} | limits)), workers)
+
+
+class FakeEngine:
+    """Answers with the options it was given; `hold` makes requests wait."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[list[int], dict[str, Any]]] = []
+        self.hold: asyncio.Event | None = None
+        self.waiting = 0
+        self.cancelled = asyncio.Event()
+        self.all_wait: tuple[int, asyncio.Event] = (0, asyncio.Event())
+
+    async def generate(self, tokens: list[int], **options: Any) -> dict[str, Any]:
+        self.requests.append((tokens, options))
+        self.waiting += 1
+        if self.waiting == self.all_wait[0]:
+            self.all_wait[1].set()
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return {"tokens": [7, 2], "logprobs": [-0.5, -0.1], "versions": [3, 3], "finish": "stop"}
+
+
+def problem(**row: Any) -> dict[str, Any]:
+    return {"row": row, "prompt": [1, 2]}
+
+
+async def error_of(episode: Awaitable[Any]) -> CagedError:
+    with pytest.raises(CagedError) as caught:
+        await asyncio.wait_for(episode, 30)
+    return caught.value
+
+
+async def test_episodes_and_their_options_reach_the_engine():
+    engine = FakeEngine()
+    async with caged("turns") as task:
+        tokens = await task.run(problem(turns=2), engine.generate)
+    assert tokens == [1, 2, 7, 2, 7, 2]
+    assert engine.requests == [
+        ([1, 2], {"max_tokens": 1, "stop": ["\n"]}),
+        ([1, 2, 7, 2], {"max_tokens": 2, "stop": ["\n"]}),
+    ]
+    assert psutil.Process().children(recursive=True) == []
+
+
+async def test_many_episodes_run_at_the_same_time_in_one_worker():
+    engine = FakeEngine()
+    engine.hold, engine.all_wait = asyncio.Event(), (50, asyncio.Event())
+    async with caged("single_turn") as task:
+        episodes = [asyncio.create_task(task.run(problem(number=i), engine.generate)) for i in range(50)]
+        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        engine.hold.set()
+        results = await asyncio.gather(*episodes)
+    assert [result["row"]["number"] for result in results] == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "reason"),
+    [
+        ("raise", "raised", "misbehaves raised KeyError: 'target'"),
+        ("exit", "exited", "misbehaves called sys.exit(0)"),
+        ("exit in a task", "exited", "misbehaves called sys.exit(0)"),
+        ("exit in a group", "exited", "misbehaves called sys.exit(0)"),
+        ("object", "unanswerable", "misbehaves returned a result of type Evil that cannot be sent"),
+    ],
+)
+async def test_an_episode_ends_in_words_and_alone(how: str, kind: str, reason: str):
+    engine = FakeEngine()
+    engine.hold, engine.all_wait = asyncio.Event(), (2, asyncio.Event())
+    async with caged("misbehaves") as task:
+        other = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
+        failing = asyncio.create_task(task.run(problem(how=how), engine.generate))
+        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        engine.hold.set()
+        error = await error_of(failing)
+        assert error.kind == kind and reason in str(error) and not error.permanent
+        assert kind == "unanswerable" or "user_rewards.py" in error.detail
+        assert await asyncio.wait_for(other, 30) == "fine"
+        assert await task.run(problem(how="fine"), engine.generate) == "fine"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "reason"),
+    [
+        ("quit", "died", "misbehaves ended its process (exit code 3)"),
+        ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (0.8 s); its process was killed"),
+        ("block in a task", "timed_out", "rollout.task_timeout_s"),
+    ],
+)
+async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bystanders(how: str, kind: str, reason: str):
+    engine = FakeEngine()
+    stuck = FakeEngine()
+    stuck.hold, stuck.all_wait = asyncio.Event(), (3, asyncio.Event())
+    async with caged("misbehaves", timeout_s=0.8) as task:
+        others = [asyncio.create_task(task.run(problem(how="fine"), stuck.generate)) for _ in range(3)]
+        await asyncio.wait_for(stuck.all_wait[1].wait(), 30)
+        error = await error_of(task.run(problem(how=how), engine.generate))
+        assert error.kind == kind and reason in str(error) and not error.bystander
+        for other in others:
+            beside = await error_of(other)
+            assert beside.bystander and beside.kind == "died"
+            assert str(beside).startswith("misbehaves: another episode ended the worker that both shared: ")
+        assert await task.run(problem(how="fine"), engine.generate) == "fine"
+
+
+@pytest.mark.parametrize("how", ["wait", "refuse to be cancelled"])
+async def test_the_time_limit_of_an_episode_does_not_count_the_time_in_generate(how: str):
+    engine = FakeEngine()
+    engine.hold = asyncio.Event()
+    async with caged("misbehaves", timeout_s=0.5) as task:
+        await task.ready()
+        patient = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
+        error = await error_of(task.run(problem(how=how), FakeEngine().generate))
+        assert error.kind == "timed_out" and "rollout.task_timeout_s (0.5 s)" in str(error)
+        await asyncio.sleep(0.3)
+        engine.hold.set()
+        assert await asyncio.wait_for(patient, 30) == "fine"
+
+
+async def test_what_generate_raises_reaches_the_episode_and_the_caller():
+    async def refuse(tokens: list[int], **options: Any) -> None:
+        raise LookupError("too many tokens")
+
+    async with caged("single_turn") as task:
+        with pytest.raises(LookupError, match=r"too many tokens"):
+            await task.run(problem(), refuse)
+    async with caged("survives_refusal") as task:
+        assert await task.run(problem(), refuse) == "too many tokens"
+
+
+async def test_an_error_may_be_permanent():
+    async with caged("misbehaves") as task:
+        assert (await error_of(task.run(problem(how="give up"), FakeEngine().generate))).permanent
+
+
+async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
+    engine = FakeEngine()
+    engine.hold, engine.all_wait = asyncio.Event(), (2, asyncio.Event())
+    async with caged("misbehaves") as task:
+        first, second = (asyncio.create_task(task.run(problem(how="pid"), engine.generate)) for _ in range(2))
+        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        first.cancel()
+        await asyncio.wait_for(engine.cancelled.wait(), 30)
+        engine.hold.set()
+        worker = await second
+        assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
+    assert first.cancelled()
+
+
+async def test_an_episode_that_stops_waiting_stops_its_generation():
+    engine = FakeEngine()
+    engine.hold = asyncio.Event()
+    async with caged("stops_waiting") as task:
+        assert await task.run(problem(), engine.generate) == "stopped"
+        await asyncio.wait_for(engine.cancelled.wait(), 30)
+
+
+async def test_workers_are_recycled_between_episodes():
+    async with caged("misbehaves", max_calls=3) as task:
+        pids = [await task.run(problem(how="pid"), FakeEngine().generate) for _ in range(7)]
+    assert len(set(pids)) == 3
+
+
+async def test_a_worker_killed_while_it_has_no_episode_fails_none():
+    async with caged("misbehaves") as task:
+        first = await task.run(problem(how="pid"), FakeEngine().generate)
+        os.kill(first, signal.SIGKILL)
+        assert await asyncio.wait_for(task.run(problem(how="pid"), FakeEngine().generate), 30) != first
+
+
+async def test_closing_ends_episodes_as_bystanders():
+    engine = FakeEngine()
+    engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
+    async with caged("misbehaves") as task:
+        episode = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
+        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+    assert (await error_of(episode)).bystander
+    assert (await error_of(task.run(problem(how="fine"), engine.generate))).kind == "died"
+
+
+async def test_an_unloadable_task():
+    async with caged("absent") as task:
+        assert (await error_of(task.run(problem(), FakeEngine().generate))).kind == "unloadable"
+
+
+def real(path: str) -> CagedTask:
+    function = CagedFunction(path, "rollout.cage.task_values:load", [path], [str(Path(path).parent)])
+    return CagedTask(function, CageLimits(20.0, prefix="rollout.task_"))
+
+
+async def test_a_users_task_with_the_real_classes(tmp_path: Path):
+    (tmp_path / "tools.py").write_text("REPLY = [5, 6]\n")
+    (tmp_path / "mine.py").write_text(
+        "from rollout.tasks import EpisodeError, Trajectory\n"
+        "import tools\n"
+        "async def two_turns(problem, generate):\n"
+        "    if not problem.row: raise EpisodeError('no row', permanent=True)\n"
+        "    trajectory = Trajectory(problem.prompt)\n"
+        "    trajectory.take(await generate(trajectory.tokens))\n"
+        "    trajectory.give(tools.REPLY)\n"
+        "    trajectory.take(await generate(trajectory.tokens))\n"
+        "    trajectory.metrics['turns'] = 2\n"
+        "    return trajectory\n"
+        "async def nothing(problem, generate): return None\n"
+    )
+
+    async def generate(tokens: list[int]) -> Completion:
+        return Completion([9], [-0.5], [4], "length")
+
+    async with real(f"{tmp_path}/mine.py:two_turns") as task:
+        trajectory = await play(task, Problem({"a": 1}, [1, 2]), generate)
+        assert trajectory.tokens == [1, 2, 9, 5, 6, 9] and trajectory.sampled == [0, 0, 1, 0, 0, 1]
+        assert trajectory.versions == [-1, -1, 4, -1, -1, 4] and trajectory.start == 2
+        assert trajectory.finish == "length" and trajectory.metrics == {"turns": 2}
+        error = await error_of(play(task, Problem({}, [1, 2]), generate))
+        assert str(error) == "no row" and error.permanent and error.kind == "raised"
+    async with real(f"{tmp_path}/mine.py:nothing") as task:
+        error = await error_of(play(task, Problem({"a": 1}, [1, 2]), generate))
+        assert "returned a NoneType; a Trajectory is needed" in str(error)
+
+
+GOOD: dict[str, Any] = {
+    "tokens": [1, 2],
+    "start": 1,
+    "sampled": [0, 1],
+    "logprobs": [0.0, -0.5],
+    "versions": [-1, 3],
+    "finish": "stop",
+    "metrics": {"turns": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"tokens": [1, "2"]}, "tokens must be a list of int"),
+        ({"tokens": [1, -2]}, "a token is not in"),
+        ({"sampled": [0]}, "1 sampled for 2 tokens"),
+        ({"sampled": [0, 2]}, "sampled must be 0 or 1"),
+        ({"logprobs": [0.0, float("nan")]}, "a log-probability is not finite"),
+        ({"versions": [0, 2**40]}, "a version is not in"),
+        ({"start": 3}, "start must be the length of the prompt"),
+        ({"finish": "abort"}, "finish must be stop or length"),
+        ({"metrics": {"turns": float("inf")}}, "metrics must be finite numbers"),
+        ({"metrics": [1]}, "metrics must be finite numbers"),
+    ],
+)
+def test_values_that_are_no_trajectory_are_refused(change: dict[str, Any], fault: str):
+    assert vars(trajectory_of("mine", dict(GOOD))) == GOOD
+    with pytest.raises(CagedError, match=fault) as caught:
+        trajectory_of("mine", GOOD | change)
+    assert caught.value.kind == "unanswerable"
