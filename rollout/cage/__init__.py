@@ -1,42 +1,57 @@
 """Worker processes for users' code: a reward function or a task can end its worker process, but never the server.
 
-    server                      warden (one per worker)            worker
-    Cage / CagedTask  <------------ calls, results ------------->  the user's function
-                      <- ends ->  time, memory, output, kill  -->
+    server            warden (one per worker)            worker
+    Cage  <------------- calls, results ------------->  the user's function
+          <--- ends ---  time, memory, output, kill -->
 
-`Cage` (`cage.py`) runs calls one at a time per worker, `CagedTask` (`caged_task.py`) runs many episodes at a time per
-worker. Both keep their workers alive through a `WorkerSet`. Each worker is the child of a warden (`warden.py`), a
-small process that enforces the limits, captures the output and leaves no process behind. Everything that users' code
+`Cage` (`cage.py`) keeps the workers alive and hands calls to them. Each worker is the child of a warden (`warden.py`),
+a small process that enforces the limits, captures the output and leaves no process behind. Everything that users' code
 returns travels as MessagePack of plain values; the server unpickles nothing.
 
 The cage is against accidents. It is no security boundary: a worker has the server's user, files and network.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-Kind = Literal["raised", "exited", "died", "timed_out", "out_of_memory", "unloadable", "unanswerable"]
-"""What happened: an exception; `sys.exit`; the end of the process; a limit of time or memory; a function that cannot
-be loaded; a result that cannot travel."""
+from rollout.errors import EpisodeError
 
 
-class CagedError(Exception):
-    """A call of a user's function has no result; `reason` says why, in one line.
+@dataclass(frozen=True)
+class CagedFunction:
+    """A user's function, how a worker gets it, and its limits. None: no limit.
 
-    `detail`: traceback and last output, several lines, at most about 100 KiB. `bystander`: an episode that ended only
-    because another one ended their common worker; it may be tried again at no cost. `permanent`: no other attempt can
-    do better. Example: `CagedError("exited", "score.py:score called sys.exit(0)", "File ...")`.
+    The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` is of the worker with all
+    processes that it started. `prefix` and a field's name are the key in the run file, for error messages. `log` is a
+    path without its end: the worker at place 0 prints to `{log}-0.log`. `episodes`: the function is
+    `await function(problem, generate)`, and a worker runs many at a time; else it runs one call at a time.
+    Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
+    """
+
+    name: str
+    loader: str
+    arguments: Sequence[Any]
+    timeout_s: float
+    memory_gib: float | None = None
+    max_calls: int | None = None
+    load_timeout_s: float = 120.0
+    prefix: str = "reward."
+    episodes: bool = False
+    log: str | None = None
+
+
+class CagedError(EpisodeError):
+    """A call of a user's function has no result; the text says why, in one line.
+
+    `origin`: the type of an exception, by name, or `died`, `timed_out`, `out_of_memory`, `unloadable` (the function
+    cannot be loaded) or `unanswerable` (the result cannot travel). Traceback and last output are added as a note.
     """
 
     def __init__(
-        self, kind: Kind, reason: str, detail: str = "", bystander: bool = False, permanent: bool = False
+        self, reason: str, origin: str, detail: str = "", permanent: bool = False, returned: bool = False
     ) -> None:
-        super().__init__(kind, reason, detail, bystander, permanent)
-        self.kind, self.reason, self.detail = kind, reason, detail
-        self.bystander, self.permanent = bystander, permanent
-
-    def __str__(self) -> str:
-        return self.reason
-
-    def copy(self) -> "CagedError":
-        """The same failure for another caller, without this one's traceback."""
-        return CagedError(self.kind, self.reason, self.detail, self.bystander, self.permanent)
+        super().__init__(reason, permanent, origin)
+        self.returned, self.detail = returned, detail
+        if detail:
+            self.add_note(detail)

@@ -1,10 +1,7 @@
 """The words of a failure: one bounded line with the function and what it did, and the traceback of users' frames."""
 
 import traceback
-from collections.abc import Callable
 from typing import Any
-
-from rollout.cage import Kind
 
 TRACEBACK_CHARS = 16 * 2**10
 """Most characters of a traceback."""
@@ -12,30 +9,21 @@ REASON_CHARS = 500
 """Most characters of a reason."""
 
 
-def describe_error(name: str, error: BaseException) -> tuple[Kind, str, str]:
-    """Kind, reason and traceback of what the function `name` raised."""
+def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
+    """Origin, reason and traceback of what the function `name` raised."""
     if isinstance(error, SystemExit):
-        return "exited", one_line(f"{name} called sys.exit({_text(error.code, repr)})"), user_frames(error)
-    if isinstance(error, MemoryError):
-        return "out_of_memory", one_line(f"{name} ran out of memory: {exception_text(error)}"), user_frames(error)
-    if type(error).__module__.startswith("rollout."):  # Headrace's own error says what is wrong by itself
-        return "raised", one_line(_text(error)), user_frames(error)
-    return "raised", one_line(f"{name} raised {exception_text(error)}"), user_frames(error)
+        how = f"{name} called sys.exit({_text(error.code, repr)})"
+    elif type(error).__module__.startswith("rollout."):  # Headrace's own error says what is wrong by itself
+        how = _text(error)
+    else:
+        how = f"{name} raised {exception_text(error)}"
+    return type(error).__name__, one_line(how), user_frames(error)
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
     """Reason and traceback of a loader that failed; its ValueError says what is wrong by itself."""
-    if type(error) is ValueError:
-        return one_line(_text(error)), user_frames(error)
-    how = f"calls sys.exit({_text(error.code, repr)})" if isinstance(error, SystemExit) else exception_text(error)
-    return one_line(f"{name} cannot be loaded: {how}"), user_frames(error)
-
-
-def unanswerable(name: str, result: Any, error: BaseException) -> str:
-    """The reason for a result that cannot be sent."""
-    return one_line(
-        f"{name} returned a result of type {type(result).__name__} that cannot be sent: {exception_text(error)}"
-    )
+    how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
+    return one_line(how), user_frames(error)
 
 
 def exception_text(error: BaseException) -> str:
@@ -44,9 +32,9 @@ def exception_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _text(value: object, how: Callable[[object], str] = str) -> str:
+def _text(value: object, how: Any = str) -> str:
     try:
-        return how(value)
+        return str(how(value))
     except BaseException:  # a user's own class, with an error in __str__
         return f"<{type(value).__name__} whose text cannot be made>"
 

@@ -10,18 +10,27 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.cage import CagedError
-from rollout.cage.caged_task import CagedTask
-from rollout.cage.task_values import play, trajectory_of
-from rollout.cage.worker_process import CagedFunction, CageLimits
+from configs.load import load
+from examples.countdown.make_model import make_tokenizer
+from rollout.cage import CagedError, CagedFunction
+from rollout.cage.cage import Cage
+from rollout.cage.user_task import UserTask, trajectory_of
 from rollout.tasks.trajectory import Completion, Problem
 
-HERE = str(Path(__file__).parent)
+RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
+LOADER = "tests.rollout.cage.user_rewards:load"
 
 
-def caged(name: str, workers: int = 1, **limits: Any) -> CagedTask:
-    function = CagedFunction(name, "user_rewards:load", [name], [HERE])
-    return CagedTask(function, CageLimits(**({"timeout_s": 20.0, "prefix": "rollout.task_"} | limits)), workers)
+class Task(Cage):
+    """A cage for episodes, with the arguments of an episode."""
+
+    async def run(self, problem: Any, generate: Any) -> Any:
+        return await self.call(problem, generate=generate)
+
+
+def caged(name: str, workers: int = 1, **limits: Any) -> Task:
+    options = {"timeout_s": 20.0, "prefix": "rollout.task_", "episodes": True} | limits
+    return Task(CagedFunction(name, LOADER, [name], **options), workers)
 
 
 class FakeEngine:
@@ -82,16 +91,16 @@ async def test_many_episodes_run_at_the_same_time_in_one_worker():
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "reason"),
+    ("how", "origin", "reason"),
     [
-        ("raise", "raised", "misbehaves raised KeyError: 'target'"),
-        ("exit", "exited", "misbehaves called sys.exit(0)"),
-        ("exit in a task", "exited", "misbehaves called sys.exit(0)"),
-        ("exit in a group", "exited", "misbehaves called sys.exit(0)"),
+        ("raise", "KeyError", "misbehaves raised KeyError: 'target'"),
+        ("exit", "SystemExit", "misbehaves called sys.exit(0)"),
+        ("exit in a task", "SystemExit", "misbehaves called sys.exit(0)"),
+        ("exit in a group", "SystemExit", "misbehaves called sys.exit(0)"),
         ("object", "unanswerable", "misbehaves returned a result of type Evil that cannot be sent"),
     ],
 )
-async def test_an_episode_ends_in_words_and_alone(how: str, kind: str, reason: str):
+async def test_an_episode_ends_in_words_and_alone(how: str, origin: str, reason: str):
     engine = FakeEngine()
     engine.hold, engine.all_wait = asyncio.Event(), (2, asyncio.Event())
     async with caged("misbehaves") as task:
@@ -100,21 +109,23 @@ async def test_an_episode_ends_in_words_and_alone(how: str, kind: str, reason: s
         await asyncio.wait_for(engine.all_wait[1].wait(), 30)
         engine.hold.set()
         error = await error_of(failing)
-        assert error.kind == kind and reason in str(error) and not error.permanent
-        assert kind == "unanswerable" or "user_rewards.py" in error.detail
+        assert error.origin == origin and reason in str(error) and not error.permanent
+        assert origin == "unanswerable" or "user_rewards.py" in error.detail
         assert await asyncio.wait_for(other, 30) == "fine"
         assert await task.run(problem(how="fine"), engine.generate) == "fine"
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "reason"),
+    ("how", "origin", "reason"),
     [
         ("quit", "died", "misbehaves ended its process (exit code 3)"),
         ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (0.8 s); its process was killed"),
         ("block in a task", "timed_out", "rollout.task_timeout_s"),
     ],
 )
-async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bystanders(how: str, kind: str, reason: str):
+async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bystanders(
+    how: str, origin: str, reason: str
+):
     engine = FakeEngine()
     stuck = FakeEngine()
     stuck.hold, stuck.all_wait = asyncio.Event(), (3, asyncio.Event())
@@ -122,10 +133,10 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
         others = [asyncio.create_task(task.run(problem(how="fine"), stuck.generate)) for _ in range(3)]
         await asyncio.wait_for(stuck.all_wait[1].wait(), 30)
         error = await error_of(task.run(problem(how=how), engine.generate))
-        assert error.kind == kind and reason in str(error) and not error.bystander
+        assert error.origin == origin and reason in str(error) and not error.returned
         for other in others:
             beside = await error_of(other)
-            assert beside.bystander and beside.kind == "died"
+            assert beside.returned and beside.origin == "died"
             assert str(beside).startswith("misbehaves: another episode ended the worker that both shared: ")
         assert await task.run(problem(how="fine"), engine.generate) == "fine"
 
@@ -135,10 +146,9 @@ async def test_the_time_limit_of_an_episode_does_not_count_the_time_in_generate(
     engine = FakeEngine()
     engine.hold = asyncio.Event()
     async with caged("misbehaves", timeout_s=0.5) as task:
-        await task.ready()
         patient = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         error = await error_of(task.run(problem(how=how), FakeEngine().generate))
-        assert error.kind == "timed_out" and "rollout.task_timeout_s (0.5 s)" in str(error)
+        assert error.origin == "timed_out" and "rollout.task_timeout_s (0.5 s)" in str(error)
         await asyncio.sleep(0.3)
         engine.hold.set()
         assert await asyncio.wait_for(patient, 30) == "fine"
@@ -201,25 +211,23 @@ async def test_closing_ends_episodes_as_bystanders():
     async with caged("misbehaves") as task:
         episode = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         await asyncio.wait_for(engine.all_wait[1].wait(), 30)
-    assert (await error_of(episode)).bystander
-    assert (await error_of(task.run(problem(how="fine"), engine.generate))).kind == "died"
+    assert (await error_of(episode)).returned
+    assert (await error_of(task.run(problem(how="fine"), engine.generate))).origin == "died"
 
 
 async def test_an_unloadable_task():
-    async with caged("absent") as task:
-        assert (await error_of(task.run(problem(), FakeEngine().generate))).kind == "unloadable"
+    assert (await error_of(caged("absent").__aenter__())).origin == "unloadable"
 
 
-def real(path: str) -> CagedTask:
-    function = CagedFunction(path, "rollout.cage.task_values:load", [path], [str(Path(path).parent)])
-    return CagedTask(function, CageLimits(20.0, prefix="rollout.task_"))
+def real(task: str, model: Path | None = None) -> UserTask:
+    return UserTask(load([str(RUN), f"--rollout.task={task}", *([f"--model.path={model}"] if model else [])]))
 
 
 async def test_a_users_task_with_the_real_classes(tmp_path: Path):
     (tmp_path / "tools.py").write_text("REPLY = [5, 6]\n")
     (tmp_path / "mine.py").write_text(
+        "import sys, tools\n"
         "from rollout.tasks import EpisodeError, Trajectory\n"
-        "import tools\n"
         "async def two_turns(problem, generate):\n"
         "    if not problem.row: raise EpisodeError('no row', permanent=True)\n"
         "    trajectory = Trajectory(problem.prompt)\n"
@@ -235,15 +243,15 @@ async def test_a_users_task_with_the_real_classes(tmp_path: Path):
         return Completion([9], [-0.5], [4], "length")
 
     async with real(f"{tmp_path}/mine.py:two_turns") as task:
-        trajectory = await play(task, Problem({"a": 1}, [1, 2]), generate)
+        trajectory = await task(Problem({"a": 1}, [1, 2]), generate)
         assert trajectory.tokens == [1, 2, 9, 5, 6, 9] and trajectory.sampled == [0, 0, 1, 0, 0, 1]
         assert trajectory.versions == [-1, -1, 4, -1, -1, 4] and trajectory.start == 2
         assert trajectory.finish == "length" and trajectory.metrics == {"turns": 2}
-        error = await error_of(play(task, Problem({}, [1, 2]), generate))
-        assert str(error) == "no row" and error.permanent and error.kind == "raised"
+        error = await error_of(task(Problem({}, [1, 2]), generate))
+        assert str(error) == "no row" and error.permanent and error.origin == "EpisodeError"
     async with real(f"{tmp_path}/mine.py:nothing") as task:
-        error = await error_of(play(task, Problem({"a": 1}, [1, 2]), generate))
-        assert "returned a NoneType; a Trajectory is needed" in str(error)
+        error = await error_of(task(Problem({"a": 1}, [1, 2]), generate))
+        assert "raised TypeError: NoneType returned instead of a Trajectory" in str(error)
 
 
 GOOD: dict[str, Any] = {
@@ -260,20 +268,20 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"tokens": [1, "2"]}, "tokens must be a list of int"),
-        ({"tokens": [1, -2]}, "a token is not in"),
-        ({"sampled": [0]}, "1 sampled for 2 tokens"),
-        ({"sampled": [0, 2]}, "sampled must be 0 or 1"),
-        ({"logprobs": [0.0, float("nan")]}, "a log-probability is not finite"),
-        ({"versions": [0, 2**40]}, "a version is not in"),
-        ({"start": 3}, "start must be the length of the prompt"),
-        ({"finish": "abort"}, "finish must be stop or length"),
-        ({"metrics": {"turns": float("inf")}}, "metrics must be finite numbers"),
-        ({"metrics": [1]}, "metrics must be finite numbers"),
+        ({"tokens": [1, "2"]}, r"tokens.1: Input should be a valid integer"),
+        ({"tokens": [1, -2]}, r"tokens.1: Input should be greater than or equal to 0"),
+        ({"sampled": [0]}, r"2 tokens, 1 sampled"),
+        ({"sampled": [0, 2]}, r"sampled.1: "),
+        ({"logprobs": [0.0, float("nan")]}, r"logprobs.1: .*finite"),
+        ({"versions": [0, 2**40]}, r"versions.1: "),
+        ({"start": 3}, r"2 tokens, .* of them 3 of the prompt"),
+        ({"finish": "abort"}, r"finish: "),
+        ({"metrics": {"turns": float("inf")}}, r"metrics.turns: .*finite"),
+        ({"metrics": [1]}, r"metrics: "),
     ],
 )
 def test_values_that_are_no_trajectory_are_refused(change: dict[str, Any], fault: str):
     assert vars(trajectory_of("mine", dict(GOOD))) == GOOD
     with pytest.raises(CagedError, match=fault) as caught:
         trajectory_of("mine", GOOD | change)
-    assert caught.value.kind == "unanswerable"
+    assert caught.value.origin == "unanswerable"

@@ -13,14 +13,17 @@ from pathlib import Path
 
 
 def load(name, *arguments):
+    """The loader: a function of this file by name, or what a `load_*` returns."""
     return globals()[name](*arguments) if name.startswith("load_") else globals()[name]
 
 
 def load_exits(code):
+    """Calls sys.exit while it is loaded."""
     sys.exit(code)
 
 
 def load_hangs():
+    """Never ends being loaded."""
     time.sleep(600)
 
 
@@ -33,15 +36,17 @@ def load_killed(folder, times):
     return echo
 
 
-def load_raises_at_first(folder):
-    attempt = len(list(Path(folder).iterdir()))
-    (Path(folder) / str(attempt)).touch()
-    if attempt == 0:
+def load_once(folder):
+    """Can be loaded once, and then not until there is a file `mended`."""
+    if (Path(folder) / "loaded").exists() and not (Path(folder) / "mended").exists():
         raise RuntimeError("not yet")
+    (Path(folder) / "loaded").touch()
     return echo
 
 
 def load_with_about():
+    """Says of itself that it takes batches."""
+
     def score(x):
         return x
 
@@ -50,53 +55,59 @@ def load_with_about():
 
 
 def load_refused():
+    """Refused in words of its own."""
     raise ValueError("reward.function: nowhere.py: no such file")
 
 
 def echo(x=None):
+    """Well-behaved."""
     return x
 
 
 def pid():
+    """The process it runs in."""
     return os.getpid()
 
 
-def neighbour():
-    import neighbour as module
-
-    return module.ANSWER
-
-
 def raises(text):
+    """Prints and raises a KeyError."""
     print("printed before")
     raise KeyError(text)
 
 
 def exits(code):
+    """Calls sys.exit."""
     sys.exit(code)
 
 
 def quits(code):
+    """Ends its process with os._exit."""
     os._exit(code)
 
 
 def crashes():
+    """Reads address 0."""
     ctypes.string_at(0)
 
 
 def kills_itself():
+    """Sends itself SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kills_its_group():
+    """Sends its process group SIGKILL."""
     os.killpg(0, signal.SIGKILL)
 
 
 def interrupts():
+    """Raises KeyboardInterrupt."""
     raise KeyboardInterrupt
 
 
 def raises_base():
+    """Raises no Exception but a BaseException without a text."""
+
     class Odd(BaseException):
         def __str__(self):
             sys.exit(7)
@@ -105,25 +116,30 @@ def raises_base():
 
 
 def raises_long():
+    """Raises with five million characters."""
     raise ValueError("long\n" * 10**6)
 
 
 def recurses(n=0):
+    """Recurses without end."""
     return recurses(n + 1) + 1
 
 
 def loops():
+    """Never ends, in Python."""
     while True:
         pass
 
 
 def holds_the_gil():
+    """Never ends, inside a C function that holds the GIL."""
     import re
 
     return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
 
 
 def sleeps(seconds, ready=None):
+    """Takes its time; writes its process id first."""
     if ready:
         Path(ready).write_text(str(os.getpid()))
     time.sleep(seconds)
@@ -131,6 +147,7 @@ def sleeps(seconds, ready=None):
 
 
 def leaks():
+    """Keeps 8 MiB more every 5 ms."""
     kept = []
     while True:
         kept.append(b"x" * 2**23)
@@ -138,23 +155,17 @@ def leaks():
 
 
 def allocates(gib):
+    """Takes much memory at once."""
     return len(b"x" * int(gib * 2**30))
 
 
-GREW = []
-
-
-def grows(mib):
-    GREW.append(b"x" * (mib * 2**20))
-    time.sleep(0.25)
-    return os.getpid()
-
-
 def child_leaks():
+    """Takes memory in a child process."""
     subprocess.run([sys.executable, "-c", "import time; x = b'x' * 2**29; time.sleep(600)"], check=True)
 
 
 def prints(mib):
+    """Prints many MiB."""
     text = "x" * 1023 + "\n"
     for _ in range(mib):
         sys.stdout.write(text * 1024)
@@ -163,6 +174,7 @@ def prints(mib):
 
 
 def prints_everywhere():
+    """Prints from Python, from C and from a child."""
     print("from print")
     print("from stderr", file=sys.stderr)
     libc = ctypes.CDLL(None)
@@ -172,19 +184,14 @@ def prints_everywhere():
     raise RuntimeError
 
 
-def prints_then(word, quiet):
-    if not quiet:
-        print("loud", word)
-        return None
-    raise RuntimeError(word)
-
-
 def prints_without_end():
+    """Never stops printing."""
     while True:
         print("again and again")
 
 
 def reads_stdin():
+    """Reads its standard input to the end."""
     return sys.stdin.read()
 
 
@@ -212,22 +219,26 @@ def forks_without_end(folder):
 
 
 def bomb():
+    """Forks 2,048 processes that fork."""
     for _ in range(11):
         os.fork()
     time.sleep(600)
 
 
 def returns_from_fork():
+    """Forks and returns twice."""
     os.fork()
     return os.getpid()
 
 
 def leaves_thread():
+    """Leaves a thread that never ends."""
     threading.Thread(target=lambda: time.sleep(600)).start()
     return threading.active_count()
 
 
 def closes_output():
+    """Closes its standard output."""
     sys.stdout.close()
     sys.stderr.close()
     os.close(1)
@@ -236,11 +247,13 @@ def closes_output():
 
 
 def closes_everything():
+    """Closes every file, its connection to the server too."""
     os.closerange(3, 1000)
     return "closed"
 
 
 def writes_to_its_socket():
+    """Writes nonsense to every file, its connection to the server too."""
     for fd in range(3, 50):
         with contextlib.suppress(OSError):
             os.write(fd, b"\x00\x00\x00\x05hello" * 3)
@@ -248,6 +261,7 @@ def writes_to_its_socket():
 
 
 def changes_its_world():
+    """Changes folder, environment, path and signal handlers."""
     os.chdir("/")
     os.environ.clear()
     sys.path.clear()
@@ -259,6 +273,8 @@ def changes_its_world():
 
 
 def leaves_alarm():
+    """Leaves an alarm that goes off later."""
+
     def on_alarm(*_):
         raise TimeoutError("too late")
 
@@ -268,11 +284,14 @@ def leaves_alarm():
 
 
 def removes_itself():
+    """Empties its own module."""
     sys.modules.pop(__name__)
     globals().clear()
 
 
 class Evil:
+    """Ends the process when it is unpickled or measured."""
+
     def __reduce__(self):
         return os._exit, (1,)
 
@@ -281,6 +300,7 @@ class Evil:
 
 
 def returns(what):
+    """Returns what is no plain value, or too large."""
     return {
         "nan": lambda: float("nan"),
         "large": lambda: "x" * 2**26,
@@ -300,6 +320,7 @@ def nest(depth):
 
 
 async def single_turn(problem, generate):
+    """Well-behaved."""
     completion = await generate(problem["prompt"])
     return {"tokens": problem["prompt"] + completion["tokens"], "row": problem["row"]}
 
@@ -351,16 +372,19 @@ async def misbehaves(problem, generate):
 
 
 async def exits_soon():
+    """Calls sys.exit in a task."""
     await asyncio.sleep(0)
     sys.exit(0)
 
 
 async def blocks_soon():
+    """Blocks the event loop in a task."""
     await asyncio.sleep(0.01)
     time.sleep(600)
 
 
 async def survives_refusal(problem, generate):
+    """Handles the error that `generate` raises."""
     try:
         await generate(problem["prompt"])
     except Exception as error:
@@ -368,6 +392,7 @@ async def survives_refusal(problem, generate):
 
 
 async def stops_waiting(problem, generate):
+    """Gives `generate` 50 ms."""
     try:
         await asyncio.wait_for(generate(problem["prompt"]), 0.05)
     except TimeoutError:

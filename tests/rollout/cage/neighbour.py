@@ -1,3 +1,0 @@
-"""A module beside a user's file."""
-
-ANSWER = 42
