@@ -1,9 +1,9 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server. (`python -m rollout evaluate`: see `evaluate.py`.)
 
-Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start, for the learner's first policy (vLLM starts with
-dummy weights, which never generate). Then it makes groups and loads policies until the buffer has no more problems and
-the last policy has arrived. Exit codes: 0 done or drained, 1 failed (the log says why), 2 refused before anything was
-started, 130 forced.
+Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
+for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
+policies until the buffer has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed
+(the log says why), 2 refused before anything was started, 130 forced.
 """
 
 import asyncio

@@ -51,7 +51,7 @@ class CallOnServer:
                     self.requests[request].cancel()
             case "ended", str(), _, str(), bool(), int():
                 if not self.done.done():
-                    self.done.set_result(rest)
+                    self.done.set_result(list(rest))
             case _:
                 return False
         return True

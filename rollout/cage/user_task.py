@@ -54,7 +54,7 @@ class UserTask:
             memory_gib=rollout.task_memory_gib,
             prefix="rollout.task_",
             episodes=True,
-            log=log and f"{log}-task",
+            log=f"{log}-task" if log else None,
         )
         self._cage = Cage(self.function, rollout.task_workers)
 
@@ -106,7 +106,7 @@ def load(name: str, model: dict[str, Any]) -> Plain:
     def tokenizer() -> Any:
         from rollout.episodes.prompts import load_tokenizer
 
-        return load_tokenizer(Config.model_construct(model=ModelConfig(**model)))
+        return load_tokenizer(Config.model_construct(model=ModelConfig(**model)))  # type: ignore[call-arg]
 
     class ProblemInWorker(Problem):
         """Loads the run's tokenizer when it is first asked for."""

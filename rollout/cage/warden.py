@@ -240,8 +240,8 @@ def proportional_bytes(pid: int) -> int:
     return anonymous_bytes(pid)
 
 
-def main(control_fd: int, status_fd: int, server: int) -> None:
-    """Fork the worker; this process stays as its warden."""
+def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
+    """Fork the worker, in which this returns; the process itself stays as its warden until the end."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     control, status, frames = socket.socket(fileno=control_fd), socket.socket(fileno=status_fd), unpacker()
@@ -249,7 +249,7 @@ def main(control_fd: int, status_fd: int, server: int) -> None:
     while setup is None:
         data = status.recv(2**16)
         if not data or os.getppid() != server:  # it ended before PDEATHSIG was set
-            return
+            os._exit(0)
         frames.feed(data)
         setup = next(frames, None)
     function, state, (capture, printing), warden = CagedFunction(**setup), CallState(), os.pipe(), os.getpid()
@@ -258,10 +258,7 @@ def main(control_fd: int, status_fd: int, server: int) -> None:
         os.close(capture)
         status.close()
         _become_worker(function, warden, printing)
-        from rollout.cage.worker_loop import work  # the warden stays small: it imports none of this
-
-        work(function, control, state)
-        return
+        return function, control, state
     control.close()
     os.close(printing)
     try:

@@ -243,7 +243,8 @@ def serve_episodes(
 
     def new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         number = (options.get("context") or copy_context()).get(_number, 0)
-        return asyncio.Task(RecordedSteps(coroutine, state, number) if number else coroutine, loop=loop, **options)
+        recorded: Any = RecordedSteps(coroutine, state, number) if number else coroutine
+        return asyncio.Task(recorded, loop=loop, **options)
 
     async def serve() -> None:
         await EpisodeServer(function, state, loaded).serve(control)

@@ -19,8 +19,14 @@ KILL_S = 10.0
 """Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
 OUTPUT_S = 2.0
 """Longest wait for the last output of a call that failed."""
-START = "import sys; sys.path[:] = sys.argv[4:]; from rollout.cage.warden import main; main(*map(int, sys.argv[1:4]))"
-"""The program of a warden. Started by hand and not by multiprocessing, whose workers import the server's `__main__`."""
+START = """import sys
+sys.path[:] = sys.argv[4:]
+from rollout.cage.warden import main
+worker = main(*map(int, sys.argv[1:4]))
+from rollout.cage.worker_loop import work
+work(*worker)"""
+"""The program of a warden, which stays in `main` and so small, and of its worker. Started by hand and not by
+multiprocessing, whose workers import the server's `__main__`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,9 @@ class WorkerProcess:
             # In the event loop's thread: a warden is told of the end of the thread that started it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", START, *map(str, [*fds, os.getpid()]), *sys.path],
-                **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=fds,
                 start_new_session=True,
             )
@@ -110,8 +118,9 @@ class WorkerProcess:
         asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
         self._requests.write(b"?")
-        await asyncio.wait([asked, self.end], timeout=OUTPUT_S, return_when=asyncio.FIRST_COMPLETED)
-        return asked.result() if asked.done() else self.end.result().output if self.end.done() else ""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(asked, OUTPUT_S)
+        return ""
 
     def stop(self) -> None:
         """Let the worker end by itself: nothing more is sent. Kill it if it takes too long."""
@@ -144,6 +153,9 @@ class WorkerProcess:
         await asyncio.to_thread(self._process.wait)
         self._requests.close()
         self.end.set_result(end)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_result(end.output)
         # What the worker sent last is still to be read. Nobody writes any more, unless the warden was killed.
         asyncio.get_running_loop().call_later(GRACE_S, self._writer.transport.abort)
 

@@ -33,7 +33,7 @@ class RewardPool:
             timeout_s=config.timeout_s,
             memory_gib=config.memory_gib,
             max_calls=config.max_calls,
-            log=log and f"{log}-reward",
+            log=f"{log}-reward" if log else None,
         )
         self._cage = Cage(self.function, config.workers)
 
@@ -50,9 +50,12 @@ class RewardPool:
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score per answer of a group. Raises RewardError with the reason; a cancelled call is killed."""
         calls = [answers] if self._cage.about["batch"] else [[answer] for answer in answers]
-        async with asyncio.TaskGroup() as tasks:
-            scoring = [tasks.create_task(self._score(call)) for call in calls]
-        return [score for task in scoring for score in task.result()]
+        scoring = [asyncio.create_task(self._score(call)) for call in calls]
+        try:
+            return [score for scores in await asyncio.gather(*scoring) for score in scores]
+        finally:
+            for task in scoring:
+                task.cancel()
 
     async def _score(self, answers: Sequence[Answer]) -> list[Score]:
         try:

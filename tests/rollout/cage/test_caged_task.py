@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from configs.load import load
-from examples.countdown.make_model import make_tokenizer
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.user_task import UserTask, trajectory_of
