@@ -11,10 +11,13 @@ import psutil
 import pytest
 
 from configs.load import load
+from examples.countdown.make_model import make_tokenizer
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.user_task import UserTask, trajectory_of
+from rollout.episodes.episode import Episodes, Failure
 from rollout.tasks.trajectory import Completion, Problem
+from tests.harness.fakes import FakePrompts, FakeRewards
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
 LOADER = "tests.rollout.cage.user_rewards:load"
@@ -251,6 +254,49 @@ async def test_a_users_task_with_the_real_classes(tmp_path: Path):
     async with real(f"{tmp_path}/mine.py:nothing") as task:
         error = await error_of(task(Problem({"a": 1}, [1, 2]), generate))
         assert "raised TypeError: NoneType returned instead of a Trajectory" in str(error)
+
+
+async def test_a_problem_s_tokenizer_is_loaded_in_the_worker_when_it_is_asked_for(tmp_path: Path):
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 112, "hidden_size": 64}')
+    (tmp_path / "mine.py").write_text(
+        "import sys\n"
+        "from rollout.tasks import Trajectory\n"
+        "async def play(problem, generate):\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "    trajectory = Trajectory(problem.prompt)\n"
+        "    trajectory.give(problem.tokenizer.encode('12', add_special_tokens=False))\n"
+        "    return trajectory\n"
+    )
+    async with real(f"{tmp_path}/mine.py:play", tmp_path) as task:
+        trajectory = await task(Problem({}, [1]), FakeEngine().generate)
+        assert trajectory.tokens == [1, *make_tokenizer().encode("12", add_special_tokens=False)]
+
+
+async def test_a_task_that_cannot_be_loaded_is_refused_in_one_line(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("raise SystemExit('no GPU')\n")
+    with pytest.raises(ValueError, match=r"rollout.task: .*/mine.py cannot be imported: SystemExit: no GPU") as caught:
+        await real(f"{tmp_path}/mine.py:play").__aenter__()
+    assert "\n" not in str(caught.value)
+
+
+async def test_bystanders_fail_without_an_attempt_and_the_guilty_episode_with_one(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio, os\n"
+        "async def play(problem, generate):\n"
+        "    if problem.row['problem'] == 'guilty': os._exit(3)\n"
+        "    await asyncio.sleep(600)\n"
+    )
+    config = load([str(RUN), f"--rollout.task={tmp_path}/mine.py:play", "--rollout.task_workers=1"])
+    async with UserTask(config) as task:
+        played = Episodes(FakePrompts(), task, FakeEngine().generate, FakeRewards(), 1)
+        beside = asyncio.create_task(played.attempt({"problem": "beside"}))
+        await asyncio.sleep(0.5)
+        guilty = await asyncio.wait_for(played.attempt({"problem": "guilty"}), 30)
+        returned = await asyncio.wait_for(beside, 30)
+    assert isinstance(guilty, Failure) and guilty.kind == "task" and not guilty.returned
+    assert guilty.reason.endswith("mine.py:play ended its process (exit code 3)")
+    assert isinstance(returned, Failure) and returned.returned and "another episode ended" in returned.reason
 
 
 GOOD: dict[str, Any] = {
