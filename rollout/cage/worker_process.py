@@ -95,7 +95,7 @@ class WorkerProcess:
     def send(self, message: Any) -> None:
         """Send a message; one for a worker that has ended is lost. Raises what `encode` raises."""
         frame = encode(message)
-        if not self._writer.is_closing():
+        if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
 
     async def receive(self) -> Any:
@@ -117,8 +117,8 @@ class WorkerProcess:
             return self.end.result().output
         asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
-        self._requests.write(b"?")
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: it was told to end meanwhile
+            self._requests.write(b"?")
             return await asyncio.wait_for(asked, OUTPUT_S)
         return ""
 

@@ -290,6 +290,15 @@ async def test_a_function_that_cannot_be_loaded_again_fails_calls_until_it_can(t
                     break
 
 
+async def test_a_worker_that_was_told_to_end_is_told_nothing_more():
+    async with cage("echo") as pool:
+        (worker,) = pool._workers
+        worker.kill()
+        worker.send(["call", 1, [1]])
+        assert await worker.last_output() == ""
+        assert await asyncio.wait_for(pool.call(2), 30) == 2
+
+
 async def test_arguments_that_cannot_travel():
     async with cage("echo") as pool:
         assert (await error_of(pool.call(object()))).origin == "unanswerable"
