@@ -75,6 +75,10 @@ class RewardConfig(Section):
     """Time limit of one call; at the limit its worker process is killed and the group fails, it is never scored 0."""
     workers: Positive = 1
     """Reward worker processes per rollout server."""
+    memory_gib: Annotated[float, Field(gt=0)] = 8.0
+    """Memory of one worker with all processes it starts; beyond it they are killed and the group fails."""
+    max_calls: Positive | None = None
+    """Calls after which a worker process is replaced by a new one, for functions that leak; null keeps it."""
 
 
 class SamplingConfig(Section):
@@ -214,6 +218,12 @@ class RolloutConfig(Section):
     max_sample_tokens: Positive | None = None
     """Longest whole sample of a task of your own, in tokens: prompt, all turns, and what the task gave; null means
     `rollout.engine.max_model_len`, or one prompt and one answer where that is not set either."""
+    task_timeout_s: Seconds = 60.0
+    """Time that your own task may spend on one sample outside of `generate`; beyond it the group fails."""
+    task_memory_gib: Annotated[float, Field(gt=0)] = 8.0
+    """Memory of one task worker with all processes it starts; beyond it they are killed and its groups fail."""
+    task_workers: Positive = 2
+    """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3
     """How often an item is dispatched before it is dropped with the reason of its last failure."""
     heartbeat_s: Seconds = 2.0

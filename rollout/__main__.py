@@ -1,9 +1,9 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server. (`python -m rollout evaluate`: see `evaluate.py`.)
 
-Waits, in this order: for the buffer to accept it, for vLLM to start, for the learner's first policy (vLLM starts with
-dummy weights, which never generate). Then it makes groups and loads policies until the buffer has no more problems and
-the last policy has arrived. Exit codes: 0 done or drained, 1 failed (the log says why), 2 refused before anything was
-started, 130 forced.
+Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
+for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
+policies until the buffer has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed
+(the log says why), 2 refused before anything was started, 130 forced.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def run_server(argv: Sequence[str]) -> int:
     """Run a server until it is done or drained; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0"})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
-    return uvloop.run(serve(config, flags.name, RolloutSetup.load(config)))
+    return uvloop.run(serve(config, flags.name, RolloutSetup.load(config, flags.name)))
 
 
 async def serve(config: Config, name: str, setup: RolloutSetup) -> int:
@@ -70,16 +70,17 @@ async def serve(config: Config, name: str, setup: RolloutSetup) -> int:
 
     drain = Drain()
     with StopSignals(drain.begin, drain.force) as signals:
-        log.info("%s waits for the buffer at %s", name, config.buffer.address)
         keys = client_keys_for(config.buffer.address, config.run.path)
         connection = Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
         try:
-            async with setup.rewards, connection:
-                engine = await Engine.start(config, seed(config, name))
-                try:
-                    await work(config, setup, connection, engine, drain)
-                finally:
-                    await engine.close()
+            async with setup:
+                log.info("%s waits for the buffer at %s", name, config.buffer.address)
+                async with connection:
+                    engine = await Engine.start(config, seed(config, name))
+                    try:
+                        await work(config, setup, connection, engine, drain)
+                    finally:
+                        await engine.close()
         except asyncio.CancelledError:
             if not signals.count:
                 raise

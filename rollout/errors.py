@@ -13,11 +13,13 @@ if TYPE_CHECKING:  # reward workers import this file, and start faster without N
 class EpisodeError(Exception):
     """An attempt at an item failed; the text says why. Tasks may raise it, and the item is tried again.
 
-    `permanent`: no other attempt can succeed. `origin`: the type of the exception behind it, by name.
+    `permanent`: no other attempt can succeed. `returned`: the item was not at fault, and it counts as no attempt.
+    `origin`: the type of the exception behind it, by name.
     """
 
     kind: "FailureKind" = "task"
     permanent = False
+    returned = False
     origin = ""
 
     def __init__(self, reason: str, permanent: bool = False, origin: str = "") -> None:

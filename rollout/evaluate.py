@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} --models DIR [DIR ...] [--out FILE.json]", partial(check_server, files=["data.eval"]))
     rows = load_rows(config, flags.models)
-    results = uvloop.run(evaluate(config, RolloutSetup.load(config), rows, flags.models))
+    results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), rows, flags.models))
     if flags.out:
         report = {"data": str(config.data.eval), "problems": len(rows), "models": results}
         flags.out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ async def evaluate(
     """Start an engine, evaluate each model, close the engine."""
     from rollout.engine.vllm_engine import Engine
 
-    async with setup.rewards:
+    async with setup:
         engine = await Engine.start(config, config.run.seed)
         try:
             return await evaluate_models(config, setup, engine, rows, models)

@@ -93,7 +93,7 @@ class Episodes:
             assert isinstance(error, EpisodeError)
             reason = " ".join(str(error).split())[:REASON_CHARS]
             self.failures.record(error, reason)
-            failure = Failure(reason, error.kind, error.permanent)
+            failure = Failure(reason, error.kind, error.permanent, error.returned)
         return failure
 
     async def _play(self, row: dict[str, Any]) -> list[Sample]:

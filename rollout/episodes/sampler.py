@@ -89,9 +89,11 @@ class Sampler:
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
-        if not np.isfinite(np.array(trajectory.logprobs, np.float64)).all():
+        with np.errstate(over="ignore"):
+            logprobs = np.array(trajectory.logprobs, np.float32)
+        if not np.isfinite(logprobs).all():
             yield "a log-probability is not finite"
-        if ((np.array(trajectory.versions) >= 0) != (sampled == 1)).any():
+        if ((np.array(trajectory.versions, np.int32) >= 0) != (sampled == 1)).any():
             yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
         if trajectory.finish not in ("stop", "length"):
             yield f"its finish is {trajectory.finish!r}, neither stop nor length"

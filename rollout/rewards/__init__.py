@@ -3,6 +3,8 @@ starts anything, and by its reward workers (`workers.py`); imports neither torch
 """
 
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,19 @@ def load_reward(config: RewardConfig) -> Reward:
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """The user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError in one line."""
+    """The user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError in one line.
+
+    The file's folder comes first in `sys.path`, so that it can import its neighbours.
+    """
     path, _, attribute = name.rpartition(":")
+    if (folder := os.path.dirname(os.path.abspath(path))) not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None, f"configs.checks lets no {name} through"
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's file may raise anything; here it becomes one line that names it
+    except (Exception, SystemExit) as error:  # the user's file may raise anything: one line that names it
         raise ValueError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):

@@ -1,0 +1,57 @@
+"""Worker processes for users' code: a reward function or a task can end its worker process, but never the server.
+
+    server            warden (one per worker)            worker
+    Cage  <------------- calls, results ------------->  the user's function
+          <--- ends ---  time, memory, output, kill -->
+
+`Cage` (`cage.py`) keeps the workers alive and hands calls to them. Each worker is the child of a warden (`warden.py`),
+a small process that enforces the limits, captures the output and leaves no process behind. Everything that users' code
+returns travels as MessagePack of plain values; the server unpickles nothing.
+
+The cage is against accidents. It is no security boundary: a worker has the server's user, files and network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.errors import EpisodeError
+
+
+@dataclass(frozen=True)
+class CagedFunction:
+    """A user's function, how a worker gets it, and its limits. None: no limit.
+
+    The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` is of the worker with all
+    processes that it started. `prefix` and a field's name are the key in the run file, for error messages. `log` is a
+    path without its end: the worker at place 0 prints to `{log}-0.log`. `episodes`: the function is
+    `await function(problem, generate)`, and a worker runs many at a time; else it runs one call at a time.
+    Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
+    """
+
+    name: str
+    loader: str
+    arguments: Sequence[Any]
+    timeout_s: float
+    memory_gib: float | None = None
+    max_calls: int | None = None
+    load_timeout_s: float = 120.0
+    prefix: str = "reward."
+    episodes: bool = False
+    log: str | None = None
+
+
+class CagedError(EpisodeError):
+    """A call of a user's function has no result; the text says why, in one line.
+
+    `origin`: the type of an exception, by name, or `died`, `timed_out`, `out_of_memory`, `unloadable` (the function
+    cannot be loaded) or `unanswerable` (the result cannot travel). Traceback and last output are added as a note.
+    """
+
+    def __init__(
+        self, reason: str, origin: str, detail: str = "", permanent: bool = False, returned: bool = False
+    ) -> None:
+        super().__init__(reason, permanent, origin)
+        self.returned, self.detail = returned, detail
+        if detail:
+            self.add_note(detail)

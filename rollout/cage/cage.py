@@ -1,0 +1,246 @@
+"""`Cage`: calls and episodes of a user's function in worker processes that are kept alive, whatever it does."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from rollout.cage import CagedError, CagedFunction
+from rollout.cage.failure_text import one_line
+from rollout.cage.frames import encode
+from rollout.cage.worker_process import WorkerEnd, WorkerProcess
+
+log = logging.getLogger(__name__)
+ATTEMPTS = 3
+"""Workers that a call is given to when they end before it starts."""
+MAX_BACKOFF_S = 30.0
+"""Longest wait between two attempts to start a worker."""
+
+
+class CallOnServer:
+    """A call or episode as the server sees it; `done`: its "ended" message, or the end of its worker."""
+
+    def __init__(self, number: int, arguments: tuple[Any, ...], generate: Callable[..., Awaitable[Any]] | None) -> None:
+        self.number, self.arguments, self.generate = number, arguments, generate
+        self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
+        self.worker: WorkerProcess | None = None
+        self.place = self.attempts = 0
+        """Its place among the calls that its worker was sent; workers that it was given to."""
+        self.requests: dict[int, asyncio.Task[None]] = {}
+        self.refused: dict[int, Exception] = {}
+        """What `generate` raised, by request."""
+
+    def give_to(self, worker: WorkerProcess) -> None:
+        """Send it to the worker."""
+        worker.sent += 1
+        worker.calls[self.number] = self
+        self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
+        worker.send(["call", self.number, self.arguments])
+
+    def on_message(self, verb: str, *rest: Any) -> bool:
+        """Take a message of the worker; False for one that is none."""
+        match verb, *rest:
+            case "generate", int(request), list(tokens), dict(options) if self.generate:
+                self.requests[request] = asyncio.create_task(self._generate(request, self.generate, tokens, options))
+            case "stop", int(request):
+                if request in self.requests:
+                    self.requests[request].cancel()
+            case "ended", str(), _, str(), bool(), int():
+                if not self.done.done():
+                    self.done.set_result(list(rest))
+            case _:
+                return False
+        return True
+
+    async def _generate(
+        self, request: int, generate: Callable[..., Awaitable[Any]], tokens: list[Any], options: dict[str, Any]
+    ) -> None:
+        assert self.worker is not None
+        try:
+            self.worker.send(["generated", request, await generate(tokens, **options)])
+        except Exception as error:  # handed to the episode, and to the caller of `call` if it is not handled there
+            self.refused[request] = error
+            reason, permanent = one_line(str(error) or type(error).__name__), getattr(error, "permanent", False)
+            self.worker.send(["refused", request, reason, permanent])
+        finally:
+            del self.requests[request]
+
+
+class Cage:
+    """An async context manager over worker processes. `call` returns what the function returned, or raises CagedError.
+
+    Entering waits until the function is loaded, and raises CagedError `unloadable` if it cannot be. A call waits for a
+    free worker as long as it takes; the time limit counts from its start. A worker that ends, at any moment and in any
+    way, is replaced, and only the calls that it ran fail. Of the episodes that a worker takes along when it ends, the
+    one whose code ran has failed and the others are returned; where none can be named, all have failed.
+    """
+
+    def __init__(self, function: CagedFunction, workers: int = 1) -> None:
+        self.function, self.num_workers = function, workers
+        self._workers: set[WorkerProcess] = set()
+        self._queue: deque[CallOnServer] = deque()
+        self._numbers = count(1)
+        self._closed = asyncio.Event()
+
+    async def __aenter__(self) -> "Cage":
+        self._loaded: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._keeping = [asyncio.create_task(self._keep(place)) for place in range(self.num_workers)]
+        try:
+            self.about = await asyncio.shield(self._loaded)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all workers."""
+        self._closed.set()
+        for worker in self._workers:
+            worker.stop()
+        self._fail_queue("was not called: its workers have ended", "died")
+        await asyncio.gather(*self._keeping)
+
+    async def call(self, *arguments: Any, generate: Callable[..., Awaitable[Any]] | None = None) -> Any:
+        """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
+        not handle. Cancelling it ends the episode, or kills the worker."""
+        try:
+            encode(arguments)
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = one_line(f"{self.function.name}: its arguments cannot be sent: {error}")
+            raise CagedError(reason, "unanswerable") from error
+        call = CallOnServer(next(self._numbers), arguments, generate)
+        self._submit(call)
+        try:
+            outcome = await call.done
+        except asyncio.CancelledError:
+            if call.worker and self.function.episodes:
+                call.worker.send(["cancel", call.number])
+            elif call.worker:
+                call.worker.kill()
+            raise
+        finally:
+            self._leave(call)
+        if isinstance(outcome, WorkerEnd):
+            raise self._end_error(call, outcome)
+        origin, value, trace, permanent, request = outcome
+        if origin == "value":
+            return value
+        if request in call.refused:
+            raise call.refused[request]
+        assert call.worker is not None
+        raise CagedError(str(value), origin, detail(trace, await call.worker.last_output()), permanent)
+
+    def _submit(self, call: CallOnServer) -> None:
+        """Give the call to the worker that has the fewest, or let it wait."""
+        able = [worker for worker in self._workers if worker.has_room()]
+        if able:
+            call.give_to(min(able, key=lambda worker: len(worker.calls)))
+        elif self._closed.is_set():
+            call.done.set_exception(CagedError(f"{self.function.name} was not called: its workers have ended", "died"))
+        else:
+            self._queue.append(call)
+
+    def _serve_queue(self, worker: WorkerProcess) -> None:
+        while self._queue and worker.has_room():
+            call = self._queue.popleft()
+            if not call.done.done():
+                call.give_to(worker)
+
+    def _fail_queue(self, how: str, origin: str, detail: str = "") -> None:
+        while self._queue:
+            call = self._queue.popleft()
+            if not call.done.done():
+                call.done.set_exception(CagedError(f"{self.function.name} {how}", origin, detail))
+
+    def _leave(self, call: CallOnServer) -> None:
+        """The call is over: its generation stops, and its worker has room again."""
+        for request in list(call.requests.values()):
+            request.cancel()
+        if call.worker and call.worker.calls.pop(call.number, None):
+            self._serve_queue(call.worker)
+            if call.worker.worn() and not call.worker.calls:
+                call.worker.stop()
+
+    async def _keep(self, place: int) -> None:
+        """Start a worker again and again, with growing waits while that fails."""
+        path = f"{self.function.log}-{place}.log" if self.function.log else None
+        failures = 0
+        while not self._closed.is_set():
+            worker = WorkerProcess(replace(self.function, log=path))
+            try:
+                await worker.start()
+            except OSError as error:
+                self._refuse(CagedError(f"no process can be started for {self.function.name}: {error}", "unloadable"))
+                failures += 1
+            else:
+                failures = 0 if await self._serve(worker, failures == 0) else failures + 1
+            if failures > 1:
+                wait_s = min(MAX_BACKOFF_S, 0.125 * 2**failures)
+                await asyncio.wait([closed := asyncio.ensure_future(self._closed.wait())], timeout=wait_s)
+                closed.cancel()
+
+    async def _serve(self, worker: WorkerProcess, first: bool) -> bool:
+        """One worker from start to end; whether it has started a call."""
+        error: CagedError | None = None
+        self._workers.add(worker)
+        if self._closed.is_set():
+            worker.stop()
+        while (message := await worker.receive()) is not None:
+            match message:
+                case ["loaded", dict(about)] if worker.about is None:
+                    worker.about = about
+                    if not self._loaded.done():
+                        self._loaded.set_result(about)
+                    self._serve_queue(worker)
+                case ["unloadable", str(reason), str(trace)]:
+                    error = CagedError(reason, "unloadable", detail(trace, await worker.last_output()))
+                case [str(verb), int(number), *rest]:
+                    if number in worker.calls and not worker.calls[number].on_message(verb, *rest):
+                        worker.kill()
+                case _:
+                    worker.kill()
+        end = await worker.ended()
+        self._workers.remove(worker)
+        if worker.about is None and not error and not (first and "SIGKILL" in end.how):  # that may be an accident
+            reason = f"{self.function.name} cannot be loaded: it {end.how}"
+            error = CagedError(reason, "unloadable", end.output)
+        if error:
+            self._refuse(error)
+        for call in list(worker.calls.values()):
+            if call.place > end.started and call.attempts < ATTEMPTS:
+                self._submit(call)
+            elif not call.done.done():
+                call.done.set_result(end)
+        return 0 < end.started < float("inf")
+
+    def _refuse(self, error: CagedError) -> None:
+        """A worker cannot be loaded: calls fail if there is no other."""
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+        elif not any(worker.about is not None for worker in self._workers):
+            self._fail_queue(f"cannot be called: {error}", "unloadable", error.detail)
+
+    def _end_error(self, call: CallOnServer, end: WorkerEnd) -> CagedError:
+        """What the end of its worker means for a call."""
+        name = self.function.name
+        if call.place > end.started:
+            return CagedError(f"{name} was not called: {ATTEMPTS} workers ended before it began", "died", returned=True)
+        beside = self.function.episodes and end.current not in (0, call.number)
+        if self._closed.is_set() or beside:
+            how = "another episode ended the worker that both shared" if beside else "the server stops"
+            return CagedError(f"{name}: {how}: {name} {end.how}", "died", returned=True)
+        return CagedError(f"{name} {end.how}", end.origin, end.output)
+
+
+def detail(trace: str, output: str) -> str:
+    """A failure's note: the traceback and what was printed last."""
+    return f"{trace.rstrip()}\n--- last output ---\n{output}" if output and trace else trace or output

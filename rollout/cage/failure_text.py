@@ -1,0 +1,60 @@
+"""The words of a failure: one bounded line with the function and what it did, and the traceback of users' frames."""
+
+import traceback
+from typing import Any
+
+TRACEBACK_CHARS = 16 * 2**10
+"""Most characters of a traceback."""
+REASON_CHARS = 500
+"""Most characters of a reason."""
+
+
+def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
+    """Origin, reason and traceback of what the function `name` raised."""
+    if isinstance(error, SystemExit):
+        how = f"{name} called sys.exit({_text(error.code, repr)})"
+    elif type(error).__module__.startswith("rollout."):  # Headrace's own error says what is wrong by itself
+        how = _text(error)
+    else:
+        how = f"{name} raised {exception_text(error)}"
+    return type(error).__name__, one_line(how), user_frames(error)
+
+
+def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
+    """Reason and traceback of a loader that failed; its ValueError says what is wrong by itself."""
+    how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
+    return one_line(how), user_frames(error)
+
+
+def exception_text(error: BaseException) -> str:
+    """`KeyError: 'target'`."""
+    text = _text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _text(value: object, how: Any = str) -> str:
+    try:
+        return str(how(value))
+    except BaseException:  # a user's own class, with an error in __str__
+        return f"<{type(value).__name__} whose text cannot be made>"
+
+
+def one_line(text: str) -> str:
+    """The text as one line of bounded length that any encoding can carry."""
+    line = " ".join(text[: 4 * REASON_CHARS].split())
+    line = line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 4] + " ..."
+    return line.encode(errors="backslashreplace").decode()
+
+
+def user_frames(error: BaseException) -> str:
+    """The traceback, bounded, without the frames of the cage."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("rollout.cage."):
+        frames = frames.tb_next
+    try:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+    except BaseException:
+        text = exception_text(error)
+    if len(text) > TRACEBACK_CHARS:
+        text = f"{text[: TRACEBACK_CHARS // 2]}\n...\n{text[-TRACEBACK_CHARS // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()

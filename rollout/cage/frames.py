@@ -1,0 +1,34 @@
+"""Messages between the server, a warden and a worker: MessagePack of plain values, one after another on a socket."""
+
+from typing import Any
+
+import msgpack
+
+MAX_BYTES = 32 * 2**20
+"""Largest message. A trajectory of 500,000 tokens takes about 12 MiB."""
+BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
+"""What an unpacker raises for bytes that are no message: users' code wrote to the socket, or its memory is corrupt."""
+
+
+def encode(message: Any) -> bytes:
+    """Bytes of a message of plain values; numpy's arrays and scalars count as plain.
+
+    Raises TypeError, ValueError or OverflowError for other values, and what users' own classes raise.
+    """
+    body: bytes = msgpack.packb(message, default=_plain)
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"{len(body) / 2**20:.1f} MiB are more than the {MAX_BYTES // 2**20} MiB of a message")
+    return body
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, int):
+        raise OverflowError("an integer of more than 64 bits")
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a value of type {type(value).__name__} cannot travel; numbers, texts, lists and dicts can")
+    return value.tolist()
+
+
+def unpacker() -> msgpack.Unpacker:
+    """Takes bytes with `feed`, and yields the messages that are complete. Raises BAD_BYTES."""
+    return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES)

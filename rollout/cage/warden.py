@@ -1,0 +1,290 @@
+"""The warden: the parent process of one worker, which enforces its limits and leaves nothing of it behind.
+
+Started by `worker_process.py` as `python -c`; forks the worker before anything is imported, then waits for: output of
+the worker (captured), its end, requests of the server, the server's end. It kills a worker whose call is past its time
+limit, or which uses too much memory or too many processes, and with it all that the worker started: as the child
+subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users' code,
+so a call that never releases the GIL is killed all the same.
+
+Time and memory are limits of one call, measured here. The worker writes when a call starts into `CallState`, memory
+that both share, so that neither needs a message. The memory limit is on the anonymous memory of all processes of
+the worker, read from /proc: RLIMIT_AS would count address space that CUDA, Java or a thread pool only reserve. As a
+brake for allocations that are faster than the watch, each process has RLIMIT_DATA at twice the limit.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from rollout.cage import CagedFunction
+from rollout.cage.frames import encode, unpacker
+
+TAIL_BYTES = 4096
+"""Last output kept for failures."""
+LOG_BYTES = 2**20
+"""Size above which a log file is rotated; one old file is kept."""
+WATCH_S = 0.2
+"""Interval at which memory is read."""
+SCAN_INTERVAL_PER_COST = 20
+"""Reading the process table takes longer the more processes a machine has: it may take one part in 20 of a core."""
+MAX_PROCESSES = 256
+"""Processes of one worker. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
+KILL_S = 5.0
+"""Longest wait for killed processes to end; one that is stuck in the kernel is left to init."""
+DUMP_SIGNAL = signal.SIGRTMAX - 3
+"""Makes the worker print the stacks of its threads (faulthandler), before it is killed for its time."""
+DUMP_S = 0.5
+"""Longest wait for these stacks."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+DEADLINE, CURRENT, STARTED = range(3)
+"""Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the number of the call or
+episode whose code runs, the calls started."""
+
+
+class CallState:
+    """What a worker tells its warden while it runs: numbers in memory that both processes share."""
+
+    def __init__(self) -> None:
+        self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
+
+    def __getitem__(self, index: int) -> float:
+        return self._numbers[index]
+
+    def __setitem__(self, index: int, value: float) -> None:
+        self._numbers[index] = value
+
+
+class Warden:
+    """Watches one worker until it ends; `run` returns after the server was told how."""
+
+    def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
+        self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
+        self.memory = (function.memory_gib or 0) * 2**30
+        self._tail, self._orphaned = b"", False
+        self._poll = select.poll()
+        self._ended = os.pidfd_open(worker)
+        os.set_blocking(capture, False)
+        for fd in (self._ended, capture, status.fileno()):
+            self._poll.register(fd, select.POLLIN)
+        signal.signal(signal.SIGTERM, self._on_term)
+        self._measure_at = self._scan_at = 0.0
+        self._processes: list[int] = []
+
+    def _on_term(self, *_: object) -> None:
+        self._orphaned = True
+
+    def run(self) -> None:
+        """Wait for the worker's end, bring it about where a limit says so, and tell the server."""
+        end = None
+        while end is None:
+            until = min(self._measure_at, self.state[DEADLINE] or self._measure_at)
+            ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            if self.capture in ready:
+                self._drain()
+            end = self._answer() if self.status.fileno() in ready else None
+            end = end or (self._reap() if self._ended in ready else self._judge())
+        self._kill_all()
+        self._drain(64)
+        origin, how = end
+        started, current = int(self.state[STARTED]), int(self.state[CURRENT])
+        self._tell([origin, how, started, current, self._output()])
+
+    def _answer(self) -> tuple[str, str] | None:
+        """The server asked for the last output, or wants the worker to end, or is gone."""
+        try:
+            asked = self.status.recv(64)
+        except OSError:
+            asked = b""
+        for _ in asked:
+            self._drain(64)
+            self._tell(self._output())
+        return None if asked else ("died", "was running when its process was told to end")
+
+    def _reap(self) -> tuple[str, str]:
+        """How the worker ended. It is not waited for yet: its process group cannot be another's meanwhile."""
+        ended = os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT)
+        code = ended.si_status if ended else 0
+        if ended and ended.si_code == os.CLD_EXITED:
+            return "died", f"ended its process (exit code {code})"
+        names = {number.value: number.name for number in signal.Signals}
+        return "died", f"ended its process (killed by {names.get(code, f'signal {code}')})"
+
+    def _judge(self) -> tuple[str, str] | None:
+        """The limit that the worker broke, if any: origin and reason."""
+        now, function = time.monotonic(), self.function
+        if self._orphaned:
+            return "died", "was running when its server ended"
+        if 0 < self.state[DEADLINE] <= now:
+            self._dump_stacks()
+            limit = f"{function.prefix}timeout_s ({function.timeout_s:g} s)"
+            if not self.state[STARTED]:
+                limit = f"{function.load_timeout_s:g} s"
+            return "timed_out", f"took longer than {limit}; its process was killed"
+        if now < self._measure_at:
+            return None
+        self._measure_at = now + WATCH_S
+        if self._memory(now) > self.memory > 0:
+            limit = f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
+            return "out_of_memory", f"used more memory than {limit}; its process was killed"
+        if len(self._processes) > MAX_PROCESSES:
+            return "died", "started too many processes; all of them were killed"
+        return None
+
+    def _memory(self, now: float) -> int:
+        """Bytes that the worker and all its processes hold; orphans that ended are waited for."""
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != self.worker:
+            os.waitpid(ended.si_pid, 0)
+        if now >= self._scan_at:
+            self._processes = descendants(os.getpid())
+            self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.monotonic() - now)
+        held = sum(map(anonymous_bytes, self._processes))
+        if held > self.memory > 0 and len(self._processes) > 1:  # pages that forks share count once
+            held = sum(map(proportional_bytes, self._processes))
+        return held
+
+    def _dump_stacks(self) -> None:
+        """Have the worker print where it is: the last lines of its output tell why it took so long."""
+        with suppress(ProcessLookupError):
+            os.kill(self.worker, DUMP_SIGNAL)
+        until, wait_s = time.monotonic() + DUMP_S, DUMP_S
+        while select.select([self.capture], [], [], wait_s)[0] and time.monotonic() < until and self._drain():
+            wait_s = 0.02
+
+    def _drain(self, times: int = 1) -> bool:
+        """Take in what was printed; whether anybody is left who could print."""
+        for _ in range(times):
+            try:
+                data = os.read(self.capture, 2**20)
+            except BlockingIOError:
+                return True
+            if not data:
+                with suppress(KeyError):
+                    self._poll.unregister(self.capture)
+                return False
+            self._tail = (self._tail + data[-TAIL_BYTES:])[-TAIL_BYTES:]
+            with suppress(OSError):  # a full disk costs the log, not the worker
+                self._log(data)
+        return True
+
+    def _log(self, data: bytes) -> None:
+        if path := self.function.log:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "ab") as log:
+                log.write(data)
+                full = log.tell() > LOG_BYTES
+            if full:
+                os.replace(path, f"{path}.1")
+
+    def _output(self) -> str:
+        return self._tail.decode(errors="replace")
+
+    def _kill_all(self) -> None:
+        """Kill every process below this one. Killing the group is atomic, also against a fork bomb."""
+        until = time.monotonic() + KILL_S
+        with suppress(ProcessLookupError):
+            os.killpg(self.worker, signal.SIGKILL)
+        while time.monotonic() < until:
+            for pid in descendants(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.002)
+
+    def _tell(self, message: Any) -> None:
+        with suppress(OSError):  # the server is gone
+            self.status.sendall(encode(message))
+
+
+def descendants(root: int) -> list[int]:
+    """The processes below `root`, from /proc; those that ended but were not waited for do not count."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+                state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
+                if state != b"Z":
+                    children.setdefault(int(parent), []).append(int(name))
+    found = children.get(root, [])
+    for pid in found:  # grows meanwhile
+        found += children.get(pid, [])
+    return found
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that no file backs; 0 if it ended."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
+        numbers = statm.read().split()
+        return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE
+    return 0
+
+
+def proportional_bytes(pid: int) -> int:
+    """The same, where each of n processes that share a page counts 1/n of it."""
+    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
+        for line in rollup:
+            if line.startswith(b"Pss_Anon:"):
+                return int(line.split()[1]) * 1024
+    return anonymous_bytes(pid)
+
+
+def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
+    """Fork the worker, in which this returns; the process itself stays as its warden until the end."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    control, status, frames = socket.socket(fileno=control_fd), socket.socket(fileno=status_fd), unpacker()
+    setup = None
+    while setup is None:
+        data = status.recv(2**16)
+        if not data or os.getppid() != server:  # it ended before PDEATHSIG was set
+            os._exit(0)
+        frames.feed(data)
+        setup = next(frames, None)
+    function, state, (capture, printing), warden = CagedFunction(**setup), CallState(), os.pipe(), os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        os.close(capture)
+        status.close()
+        _become_worker(function, warden, printing)
+        return function, control, state
+    control.close()
+    os.close(printing)
+    try:
+        Warden(function, worker, status, capture, state).run()
+    except BaseException:  # the outermost frame: a server that is told nothing knows that the warden was lost
+        os.killpg(worker, signal.SIGKILL)
+    os._exit(0)
+
+
+def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
+    """In the worker: a session of its own, limits, and output that goes to the warden."""
+    os.setsid()  # `kill(0, ...)` in users' code reaches the worker, not the warden
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != warden:
+        os._exit(1)
+    for fd, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+        os.dup2(printing, fd)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if function.memory_gib:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(function.memory_gib * 2**31),) * 2)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # if the machine's memory runs out, the kernel takes this process first
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2); raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

@@ -1,0 +1,261 @@
+"""In a worker process: load the user's function, then run its calls or episodes, as the server sends them.
+
+    server -> worker   ["call", number, arguments]   ["cancel", number]
+                       ["generated", request, completion]   ["refused", request, reason, permanent]
+    worker -> server   ["loaded", about]   ["unloadable", reason, traceback]
+                       ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
+                       ["generate", number, request, tokens, options]   ["stop", number, request]
+
+Calls run one after another, episodes on an event loop, where `generate` is a request to the server. Ends when the
+server closes the connection. What users' code raises, SystemExit included, becomes a message; what it prints goes to
+the warden, which also watches time and memory (`warden.py`). An event loop that is blocked (`time.sleep`, an endless
+loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and CallState says whose code
+runs.
+"""
+
+import asyncio
+import faulthandler
+import importlib
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from functools import partial
+from itertools import count
+from typing import Any
+
+from rollout.cage import CagedFunction
+from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
+from rollout.cage.frames import encode, unpacker
+from rollout.cage.warden import CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
+from rollout.errors import EngineError, first_error
+
+_number: ContextVar[int] = ContextVar("number", default=0)
+"""The episode that this context belongs to."""
+
+
+def work(function: CagedFunction, control: socket.socket, state: CallState) -> None:
+    """Serve one worker process from loading to its end."""
+    faulthandler.enable(2)
+    faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)
+    home = os.getpid()
+    state[DEADLINE] = time.monotonic() + function.load_timeout_s
+    module, _, name = function.loader.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), name)(*function.arguments)
+        message = encode(["loaded", getattr(loaded, "about", {})])
+    except BaseException as error:  # the user's module may end in any way while it is imported
+        loaded, message = None, encode(["unloadable", *describe_load_error(function.name, error)])
+    leave_fork(home)
+    control.sendall(message)
+    if loaded is None:
+        os._exit(1)
+    state[DEADLINE] = 0
+    (serve_episodes if function.episodes else serve_calls)(function, control, state, loaded)
+
+
+def serve_calls(function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Any]) -> None:
+    """Run calls one after another, outside of any event loop: users' code may start its own."""
+    home, frames = os.getpid(), unpacker()
+    while data := control.recv(2**18):
+        frames.feed(data)
+        for _, number, arguments in frames:
+            state[DEADLINE] = time.monotonic() + function.timeout_s
+            state[STARTED] += 1
+            try:
+                reply = value_message(function.name, number, loaded(*arguments))
+            except BaseException as error:
+                reply = failure_message(function.name, number, error)
+            leave_fork(home)
+            state[DEADLINE] = 0
+            control.sendall(reply)
+
+
+def value_message(name: str, number: int, value: Any) -> bytes:
+    """The end of a call that returned `value`."""
+    try:
+        return encode(["ended", number, "value", value, "", False, 0])
+    except BaseException as error:  # users' own classes run here
+        how = f"{name} returned a result of type {type(value).__name__} that cannot be sent: {exception_text(error)}"
+        return encode(["ended", number, "unanswerable", one_line(how), "", False, 0])
+
+
+def failure_message(name: str, number: int, error: BaseException) -> bytes:
+    """The end of a call that raised `error`."""
+    cause = first_error(error)
+    permanent = getattr(cause, "permanent", None) is True
+    return encode(["ended", number, *describe_error(name, cause), permanent, getattr(cause, "refused_request", 0)])
+
+
+def leave_fork(home: int) -> None:
+    """End this process if it is a copy that users' code forked and let return."""
+    if os.getpid() != home:
+        os._exit(0)
+
+
+class RunningEpisode:
+    """One episode: its asyncio task, and the time that it may still spend outside of `generate`."""
+
+    def __init__(self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None]) -> None:
+        self.number, self.left_s, self.expire, self.answered, self.generating = number, left_s, expire, False, 0
+        self.loop = asyncio.get_running_loop()
+        self.task: asyncio.Task[None]
+        self.run_clock()
+
+    def run_clock(self) -> None:
+        """Its own time runs."""
+        self.since = self.loop.time()
+        self.timer = self.loop.call_later(max(0.0, self.left_s), self.expire, self)
+
+    def stop_clock(self) -> None:
+        """It waits for the server, or has ended."""
+        self.left_s -= self.loop.time() - self.since
+        self.timer.cancel()
+
+
+class EpisodeServer:
+    """All episodes of this process."""
+
+    def __init__(self, function: CagedFunction, state: CallState, play: Callable[..., Awaitable[Any]]) -> None:
+        self.function, self.state, self.play, self.home = function, state, play, os.getpid()
+        self.loop = asyncio.get_running_loop()
+        self.episodes: dict[int, RunningEpisode] = {}
+        self.requests: dict[int, asyncio.Future[Any]] = {}
+        self._request_numbers = count(1)
+        self._writer: asyncio.StreamWriter
+
+    async def serve(self, control: socket.socket) -> None:
+        """Until the server closes the connection."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=control)
+        self._extend_deadline()
+        frames = unpacker()
+        while data := await reader.read(2**18):
+            frames.feed(data)
+            for verb, number, *rest in frames:
+                self._on_message(verb, number, *rest)
+
+    def _extend_deadline(self) -> None:
+        interval_s = min(1.0, self.function.timeout_s / 4)
+        self.state[DEADLINE] = time.monotonic() + self.function.timeout_s + interval_s
+        self.loop.call_later(interval_s, self._extend_deadline)
+
+    def _on_message(self, verb: str, number: int, value: Any = None, permanent: bool = False) -> None:
+        request = self.requests.get(number)
+        if verb == "call":
+            self._start(number, value)
+        elif verb == "cancel":
+            if number in self.episodes:
+                self.episodes[number].answered = True
+                self.episodes[number].task.cancel()
+        elif request is not None and not request.done():
+            if verb == "generated":
+                request.set_result(value)
+            else:
+                error = EngineError(value, permanent)
+                error.refused_request = number  # type: ignore[attr-defined]
+                request.set_exception(error)
+
+    def _start(self, number: int, arguments: list[Any]) -> None:
+        self.state[STARTED] += 1
+        episode = self.episodes[number] = RunningEpisode(number, self.function.timeout_s, self._expire)
+        context = copy_context()
+        context.run(_number.set, number)
+        episode.task = self.loop.create_task(self._play(episode, arguments), context=context)
+
+    def _expire(self, episode: RunningEpisode) -> None:
+        how = f"{self.function.name} took longer than {self.function.prefix}timeout_s ({self.function.timeout_s:g} s)"
+        self._answer(episode, encode(["ended", episode.number, "timed_out", how, "", False, 0]))
+        episode.task.cancel()
+
+    def _answer(self, episode: RunningEpisode, message: bytes) -> None:
+        """Tell the server how an episode ended, once."""
+        if not episode.answered:
+            self._writer.write(message)
+            episode.answered = True
+
+    async def _play(self, episode: RunningEpisode, arguments: list[Any]) -> None:
+        """Run the user's coroutine; whatever it raises ends here."""
+        name, number = self.function.name, episode.number
+        try:
+            message = value_message(name, number, await self.play(*arguments, partial(self._generate, episode)))
+        except BaseException as error:
+            message = failure_message(name, number, error)
+        leave_fork(self.home)
+        self._answer(episode, message)
+        episode.stop_clock()
+        del self.episodes[number]
+
+    async def _generate(self, episode: RunningEpisode, tokens: Any, **options: Any) -> Any:
+        """What users' code awaits: a completion, from the server's engine."""
+        if episode.answered:
+            raise RuntimeError("this episode has ended")
+        request = next(self._request_numbers)
+        message = encode(["generate", episode.number, request, tokens, options])
+        answer = self.requests[request] = self.loop.create_future()
+        self._writer.write(message)
+        episode.generating += 1
+        if episode.generating == 1:
+            episode.stop_clock()
+        try:
+            return await answer
+        finally:
+            episode.generating -= 1
+            if episode.generating == 0 and not episode.answered:
+                episode.run_clock()
+            del self.requests[request]
+            if answer.cancelled():
+                self._writer.write(encode(["stop", episode.number, request]))
+
+
+@Coroutine.register
+class RecordedSteps:
+    """A coroutine for asyncio; while its code runs, CallState says that episode `number` runs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], state: CallState, number: int) -> None:
+        self.coroutine, self.state, self.number = coroutine, state, number
+
+    def send(self, value: Any) -> Any:
+        """The next step."""
+        return self._step(self.coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        """The next step, with an exception."""
+        return self._step(self.coroutine.throw, *error)
+
+    def close(self) -> None:
+        """No further step."""
+        self.coroutine.close()
+
+    def _step(self, step: Callable[..., Any], *values: Any) -> Any:
+        self.state[CURRENT] = self.number
+        try:
+            return step(*values)
+        finally:
+            self.state[CURRENT] = 0
+
+
+def serve_episodes(
+    function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Awaitable[Any]]
+) -> None:
+    """Run episodes until the server closes the connection."""
+
+    def new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        number = (options.get("context") or copy_context()).get(_number, 0)
+        recorded: Any = RecordedSteps(coroutine, state, number) if number else coroutine
+        return asyncio.Task(recorded, loop=loop, **options)
+
+    async def serve() -> None:
+        await EpisodeServer(function, state, loaded).serve(control)
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.set_task_factory(new_task)
+    serving = loop.create_task(serve())
+    while not serving.done():
+        # SystemExit in a task that an episode started leaves the loop; who awaits the task gets it as well.
+        with suppress(SystemExit, KeyboardInterrupt):
+            loop.run_until_complete(serving)
+    state[DEADLINE] = 0
+    serving.result()

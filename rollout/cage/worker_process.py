@@ -1,0 +1,167 @@
+"""The server's end of one worker process: starts it with its warden, talks to it, and knows how it ended."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollout.cage import CagedFunction
+from rollout.cage.frames import BAD_BYTES, encode, unpacker
+
+GRACE_S = 1.0
+"""Time for a worker to end by itself (`atexit` handlers run) before it is killed."""
+KILL_S = 10.0
+"""Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
+OUTPUT_S = 2.0
+"""Longest wait for the last output of a call that failed."""
+START = """import sys
+sys.path[:] = sys.argv[4:]
+from rollout.cage.warden import main
+worker = main(*map(int, sys.argv[1:4]))
+from rollout.cage.worker_loop import work
+work(*worker)"""
+"""The program of a warden, which stays in `main` and so small, and of its worker. Started by hand and not by
+multiprocessing, whose workers import the server's `__main__`."""
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How a worker ended, as its warden saw it: origin and reason of the failure of its call, the calls it had started,
+    the call or episode whose code ran (0: none), the last output."""
+
+    origin: str = "died"
+    how: str = "was running when its process and the warden of that were lost"
+    started: float = float("inf")  # nobody knows whether the call had begun: it counts as begun, and is not repeated
+    current: int = 0
+    output: str = ""
+
+
+class WorkerProcess:
+    """One worker. After `start`, `send` and `receive`; `end` is done once the process has ended."""
+
+    def __init__(self, function: CagedFunction) -> None:
+        self.function = function
+        self.about: dict[str, Any] | None = None
+        """What the loaded function says of itself: its attribute `about`. None until it is loaded."""
+        self.calls: dict[int, Any] = {}
+        """Calls that were sent to it and have not ended, by number."""
+        self.sent = 0
+        """Number of calls sent to it."""
+        self.stopping = False
+        self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
+        self._frames, self._asked = unpacker(), deque[asyncio.Future[str]]()
+
+    async def start(self) -> None:
+        """Start the process. Raises OSError if the machine has none left."""
+        pairs = [socket.socketpair() for _ in range(2)]
+        fds = [theirs.fileno() for _, theirs in pairs]
+        try:
+            # In the event loop's thread: a warden is told of the end of the thread that started it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", START, *map(str, [*fds, os.getpid()]), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        except OSError:
+            for ours, _ in pairs:
+                ours.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        (self._reader, self._writer), (self._status, self._requests) = [
+            await asyncio.open_unix_connection(sock=ours) for ours, _ in pairs
+        ]
+        self._requests.write(encode(asdict(self.function)))
+        self._watching = asyncio.create_task(self._watch())
+
+    def has_room(self) -> bool:
+        """Whether it can take a call now."""
+        free = self.function.episodes or not self.calls
+        return self.about is not None and not self.stopping and not self.end.done() and free and not self.worn()
+
+    def worn(self) -> bool:
+        """Whether it is to be replaced, once its calls have ended."""
+        return self.function.max_calls is not None and self.sent >= self.function.max_calls
+
+    def send(self, message: Any) -> None:
+        """Send a message; one for a worker that has ended is lost. Raises what `encode` raises."""
+        frame = encode(message)
+        if not self.stopping and not self._writer.is_closing():
+            self._writer.write(frame)
+
+    async def receive(self) -> Any:
+        """The next message; None once the worker has ended, or closed or spoilt its connection."""
+        while True:
+            try:
+                for message in self._frames:
+                    return message
+                data = await self._reader.read(2**18)
+                self._frames.feed(data)
+            except (OSError, *BAD_BYTES):
+                return None
+            if not data:
+                return None
+
+    async def last_output(self) -> str:
+        """What the worker and its processes printed last."""
+        if self.end.done():
+            return self.end.result().output
+        asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked.append(asked)
+        with suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: it was told to end meanwhile
+            self._requests.write(b"?")
+            return await asyncio.wait_for(asked, OUTPUT_S)
+        return ""
+
+    def stop(self) -> None:
+        """Let the worker end by itself: nothing more is sent. Kill it if it takes too long."""
+        if not self.stopping and not self.end.done():
+            self.stopping = True
+            with suppress(OSError, RuntimeError):
+                self._writer.write_eof()
+            asyncio.get_running_loop().call_later(GRACE_S, self.kill)
+
+    def kill(self) -> None:
+        """Have the warden kill the worker and all that it started, now; then it is killed itself, if need be."""
+        self.stopping = True
+        if not self.end.done():
+            with suppress(OSError, RuntimeError):
+                self._requests.write_eof()
+            asyncio.get_running_loop().call_later(KILL_S, self._process.kill)
+
+    async def _watch(self) -> None:
+        """Read what the warden says, until it has ended."""
+        end, frames = WorkerEnd(), unpacker()
+        with suppress(OSError, *BAD_BYTES):
+            while data := await self._status.read(2**18):
+                frames.feed(data)
+                for message in frames:
+                    if isinstance(message, list):
+                        end = WorkerEnd(*message)
+                    elif not (asked := self._asked.popleft()).done():
+                        asked.set_result(message)
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+        self._requests.close()
+        self.end.set_result(end)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_result(end.output)
+        # What the worker sent last is still to be read. Nobody writes any more, unless the warden was killed.
+        asyncio.get_running_loop().call_later(GRACE_S, self._writer.transport.abort)
+
+    async def ended(self) -> WorkerEnd:
+        """End the worker, unless it does so itself right now; how it ended."""
+        self.stop()
+        end = await asyncio.shield(self.end)
+        self._writer.close()
+        return end
