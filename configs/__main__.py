@@ -18,7 +18,7 @@ from configs.load import fingerprint, read
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     config = read(argv, "python -m configs")
-    problems = _count(config.data.train)
+    problems = count_rows(config.data.train)
     print("\n".join(explain(config, problems)), flush=True)
     command = [sys.executable, "-m", "actors.doctor.run_file"]
     code = subprocess.run(command, input=config.model_dump_json(), text=True).returncode
@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _count(path: Path) -> int | None:
-    """Rows of a data file; None if it cannot be read, which `check` or the buffer reports."""
+def count_rows(path: Path) -> int | None:
+    """Rows of a data file; None if it cannot be read, which the checks report."""
     if not path.is_file():
         return None
     if path.suffix != ".parquet":

@@ -64,7 +64,7 @@ def judge(config: Config) -> Verdict:
         from rollout.engine.arguments import problems as engine_problems
 
         further += engine_problems(config.rollout.engine, config)
-    further += [*_port(config.buffer.address), *_disk(config, shutil.disk_usage(existing(config.run.path)).free)]
+    further += [*_port(config.buffer.address), *disk_space(config, shutil.disk_usage(existing(config.run.path)).free)]
     refused, verdict.warnings = addresses(config, os.environ.get("RAY_ADDRESS", ""))
     try:
         check(config, problems=verdict.rows, further=[*further, *refused])
@@ -121,7 +121,7 @@ def _try(config: Config, rows: Rows, verdict: Verdict) -> None:
         verdict.refused.append(f"data.train: {config.data.train}: a row has what no message can hold: {error}")
 
 
-def _disk(config: Config, free: int) -> Iterator[str]:
+def disk_space(config: Config, free: int) -> Iterator[str]:
     """Whether the checkpoints of the whole run fit, those that it has already included."""
     folder = config.run.path / "checkpoints"
     have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
