@@ -13,7 +13,7 @@ from typing import Literal
 
 from actors.doctor.host import Machine, read_machine
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
-from actors.doctor.trial import Verdict
+from actors.doctor.trial import Judgement
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import read
 from configs.model_facts import model_facts
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def doctor(
-    config: Config | None, machine: Machine | None = None, judge: Callable[[Config], Verdict] = judge
+    config: Config | None, machine: Machine | None = None, judge: Callable[[Config], Judgement] = judge
 ) -> list[Finding]:
     """All findings for `config`, or for the installation alone. `machine`: facts to judge instead of this machine's."""
     machine = machine or read_machine(config.run.path if config else Path())
@@ -172,7 +172,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     yield Finding("warn" if behind_s > 60 else "ok", "clock", behind, remedy)
 
 
-def _run(config: Config, machine: Machine, verdict: Verdict) -> Iterator[Finding]:
+def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Finding]:
     count = len(machine.gpus)
     missing = gpus_missing(config, count, "here are")
     if missing and machine.cluster:
@@ -182,10 +182,10 @@ def _run(config: Config, machine: Machine, verdict: Verdict) -> Iterator[Finding
         yield Finding("fail", "GPUs of the run", missing, remedy)
     elif needed := sum(gpus_needed(config, count).values()):
         yield Finding("ok", "GPUs of the run", f"{needed} of {count}")
-    yield from (Finding("fail", RUN_FILE, line) for line in verdict.refused)
-    yield from (Finding("warn", RUN_FILE, line) for line in verdict.warnings)
-    yield from (Finding("ok", RUN_FILE, line) for line in verdict.facts)
-    if not verdict.refused:
+    yield from (Finding("fail", RUN_FILE, line) for line in judgement.refused)
+    yield from (Finding("warn", RUN_FILE, line) for line in judgement.warnings)
+    yield from (Finding("ok", RUN_FILE, line) for line in judgement.facts)
+    if not judgement.refused:
         yield Finding("ok", RUN_FILE, f"no contradictions; {config.buffer.address} is free")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.doctor.host import find_gpus
-from actors.doctor.trial import Rows, Verdict, try_out
+from actors.doctor.trial import Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
 from configs.checks import BUILT_IN, check
 from configs.entrypoint import BAD_INPUT, DONE
@@ -30,25 +30,25 @@ ROWS = 1000
 
 def main() -> int:
     """Judge the config on stdin, as JSON: facts and warnings on stdout, refusals on stderr."""
-    verdict = judge(Config.model_validate_json(sys.stdin.read()))
-    print("\n".join(verdict.lines()))
-    print("\n".join(verdict.refused), end="\n" * bool(verdict.refused), file=sys.stderr)
-    return BAD_INPUT if verdict.refused else DONE
+    judgement = judge(Config.model_validate_json(sys.stdin.read()))
+    print("\n".join(judgement.lines()))
+    print("\n".join(judgement.refused), end="\n" * bool(judgement.refused), file=sys.stderr)
+    return BAD_INPUT if judgement.refused else DONE
 
 
-def check_here(config: Config) -> Verdict:
-    """The verdict on a run that may start. Raises ConfigError with all that is wrong."""
-    verdict = judge(config)
-    if verdict.refused:
-        raise ConfigError(verdict.refused)
-    return verdict
+def check_here(config: Config) -> Judgement:
+    """The judgement on a run that may start. Raises ConfigError with all that is wrong."""
+    judgement = judge(config)
+    if judgement.refused:
+        raise ConfigError(judgement.refused)
+    return judgement
 
 
-def judge(config: Config) -> Verdict:
+def judge(config: Config) -> Judgement:
     """All that is known of `config` on this machine before anything is started."""
     further: list[str] = []
     rows: Rows = []
-    verdict = Verdict()
+    judgement = Judgement()
     for path in filter(None, (config.data.train, config.data.eval)):
         if path.is_file():  # if not, `check` says so
             from buffer.problems import load_problems  # imports pyarrow, which is slow
@@ -59,19 +59,19 @@ def judge(config: Config) -> Verdict:
                 further += error.problems
                 continue
             if path == config.data.train:
-                rows, verdict.rows = rows_to_try(problems), len(problems)
+                rows, judgement.rows = rows_to_try(problems), len(problems)
     if config.rollout.engine:
         from rollout.engine.arguments import problems as engine_problems
 
         further += engine_problems(config.rollout.engine, config)
     further += [*_port(config.buffer.address), *disk_space(config, shutil.disk_usage(existing(config.run.path)).free)]
-    refused, verdict.warnings = addresses(config, os.environ.get("RAY_ADDRESS", ""))
+    refused, judgement.warnings = addresses(config, os.environ.get("RAY_ADDRESS", ""))
     try:
-        check(config, problems=verdict.rows, further=[*further, *refused])
+        check(config, problems=judgement.rows, further=[*further, *refused])
     except ConfigError as error:
-        verdict.refused += error.problems
-    _try(config, rows, verdict)
-    return verdict
+        judgement.refused += error.problems
+    _try(config, rows, judgement)
+    return judgement
 
 
 def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
@@ -105,20 +105,20 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
     return [], [f"{line}: if Ray ({cluster}) places a server on another one, {remedy}" for line in found]
 
 
-def _try(config: Config, rows: Rows, verdict: Verdict) -> None:
+def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     """Try what the refusals so far leave to be tried."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs"),
         "task": ("rollout.task",),
     }
-    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in verdict.refused)]
+    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     if config.rollout.task in BUILT_IN["rollout.task"]:
         parts.remove("task")
     try:
-        verdict.add(try_out(parts, config, rows))
+        judgement.add(try_out(parts, config, rows))
     except TypeError as error:
-        verdict.refused.append(f"data.train: {config.data.train}: a row has what no message can hold: {error}")
+        judgement.refused.append(f"data.train: {config.data.train}: a row has what no message can hold: {error}")
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Tries what only running it can judge: prompts, reward and task of a run, each in a process of its own.
 
 `run_file.py` calls `try_out`, which starts `python -m actors.doctor.trial PART FOLDER` for each part and reads the
-`Verdict` that it leaves in the folder. Users' code runs here: it may print, hang or end its process. Waits at most
+`Judgement` that it leaves in the folder. Users' code runs here: it may print, hang or end its process. Waits at most
 START_S plus the time limits below.
 """
 
@@ -38,10 +38,10 @@ START_S = 60.0
 
 
 @dataclass
-class Verdict:
+class Judgement:
     """What is known of a run file before anything starts, each in one line.
 
-    Example: `Verdict(["sampling.stop: ..."], ["data.train: 3 of 800 ..."], ["first prompt: 57 tokens, ..."])`
+    Example: `Judgement(["sampling.stop: ..."], ["data.train: 3 of 800 ..."], ["first prompt: 57 tokens, ..."])`
     """
 
     refused: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Verdict:
     rows: int | None = None
     """Number of rows in data.train, where known."""
 
-    def add(self, other: "Verdict") -> None:
+    def add(self, other: "Judgement") -> None:
         self.refused += other.refused
         self.warnings += other.warnings
         self.facts += other.facts
@@ -60,10 +60,10 @@ class Verdict:
         return [*self.facts, *(f"warning: {line}" for line in self.warnings)]
 
 
-def try_out(parts: Iterable[str], config: Config, rows: Rows) -> Verdict:
+def try_out(parts: Iterable[str], config: Config, rows: Rows) -> Judgement:
     """Try `parts`, of PARTS, all at once; what they found together. Raises TypeError for rows that cannot be sent."""
     given = msgpack.packb({"config": config.model_dump_json(), "rows": rows})
-    together = Verdict()
+    together = Judgement()
     with ExitStack() as running:
         for trial in [running.enter_context(started(part, given)) for part in parts]:
             together.add(trial(START_S + 2 * import_s(config)))
@@ -76,27 +76,27 @@ def import_s(config: Config) -> float:
 
 
 @contextmanager
-def started(part: str, given: bytes) -> Iterator[Callable[[float], Verdict]]:
-    """The process that tries `part`, and a function that waits for its verdict; nothing of it is left at the end."""
+def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
+    """The process that tries `part`, and a function that waits for its judgement; nothing of it is left at the end."""
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
         (Path(folder) / "given").write_bytes(given)
         line = [sys.executable, "-m", "actors.doctor.trial", part, folder]
         none = subprocess.DEVNULL
         process = subprocess.Popen(line, stdin=none, stdout=none, stderr=none, start_new_session=True)
 
-        def verdict(timeout_s: float) -> Verdict:
+        def judgement(timeout_s: float) -> Judgement:
             try:
                 how = f"ended with exit code {process.wait(timeout_s)}"
             except subprocess.TimeoutExpired:
                 how = f"gave no answer for {timeout_s:g} s"
-            file = Path(folder) / "verdict"
+            file = Path(folder) / "judgement"
             if file.exists():
-                return Verdict(**json.loads(file.read_text()))
+                return Judgement(**json.loads(file.read_text()))
             remedy = "see what it does when it is imported"
-            return Verdict([f"{PARTS[part][0]}: the process that tried it {how}; {remedy}"])
+            return Judgement([f"{PARTS[part][0]}: the process that tried it {how}; {remedy}"])
 
         try:
-            yield verdict
+            yield judgement
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -107,17 +107,17 @@ class Trial:
     """The process's side: what it has found so far, and time limits that hold whatever users' code does."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.found = folder, Verdict()
+        self.folder, self.found = folder, Judgement()
 
     def save(self, further: Sequence[str] = ()) -> None:
-        """Leave the verdict, with `further` warnings, for the case that the process ends without another word."""
+        """Leave the judgement, with `further` warnings, for the case that the process ends without another word."""
         draft = self.folder / "draft"
-        found = Verdict(self.found.refused, [*self.found.warnings, *further], self.found.facts)
+        found = Judgement(self.found.refused, [*self.found.warnings, *further], self.found.facts)
         draft.write_text(json.dumps(asdict(found)))
-        draft.replace(self.folder / "verdict")
+        draft.replace(self.folder / "judgement")
 
     def end(self) -> NoReturn:
-        """Leave the verdict and end the process with all its threads."""
+        """Leave the judgement and end the process with all its threads."""
         self.save()
         os._exit(0)
 
@@ -211,7 +211,7 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
         judge_lengths(trial.found, config, lengths)
 
 
-def judge_failures(found: Verdict, config: Config, failed: dict[int, str], others: int) -> None:
+def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
     """Rows that cannot be made a prompt: refused if all of them."""
     number, reason = next(iter(failed.items()))
     example = f"row {number}: {reason}"
@@ -223,7 +223,7 @@ def judge_failures(found: Verdict, config: Config, failed: dict[int, str], other
         found.refused.append(f"data.train: {config.data.train}: no row can be made a prompt, {example}; correct {keys}")
 
 
-def judge_lengths(found: Verdict, config: Config, lengths: dict[int, int]) -> None:
+def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> None:
     """Prompts that are too long: refused if all of them."""
     limit, longest = config.data.max_prompt_tokens, max(lengths.values())
     long = sum(length > limit for length in lengths.values())

@@ -34,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
     flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"})
     config = read(argv, PROG)
     try:
-        verdict = check_here(config)
+        judgement = check_here(config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
     prepare(config)
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
-    for line in [*explain(config, verdict.rows), *verdict.lines()]:
+    for line in [*explain(config, judgement.rows), *judgement.lines()]:
         display.say(line)
     code = keep(processes(config), display)
     if not flags.no_report and code == DONE and display.records.path.exists():

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from actors.doctor.findings import PYTHONS, TRIED, Finding, doctor, main
 from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, probe, read_machine
 from actors.doctor.run_file import addresses, check_here, disk_space
-from actors.doctor.trial import Verdict
+from actors.doctor.trial import Judgement
 from configs.load import ConfigError, load
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
@@ -54,7 +54,7 @@ def config(tmp_path: Path, *overrides: str) -> Config:
 
 def troubles(machine: Machine, run: Config | None = None) -> list[Finding]:
     """What is not as it should be, where the run file is."""
-    return [finding for finding in doctor(run, machine, lambda run: Verdict()) if finding.state != "ok"]
+    return [finding for finding in doctor(run, machine, lambda run: Judgement()) if finding.state != "ok"]
 
 
 def with_versions(machine: Machine, **versions: str | None) -> Machine:
@@ -145,8 +145,8 @@ def test_room_for_the_model(tmp_path: Path) -> None:
     assert list(disk_space(run, needed)) == []
     (line,) = disk_space(run, needed - 1)
     assert line.startswith(f"run.folder: {tmp_path}: its checkpoints take")
-    (run.path / "checkpoints" / "v000001").mkdir(parents=True)
-    (run.path / "checkpoints" / "v000001" / "state").write_bytes(bytes(1_000_000))  # there already: a resumed run
+    (run.run.path / "checkpoints" / "v000001").mkdir(parents=True)
+    (run.run.path / "checkpoints" / "v000001" / "state").write_bytes(bytes(1_000_000))  # there already: a resumed run
     assert list(disk_space(run, needed - 1_000_000)) == []
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from actors.doctor.run_file import ROWS, rows_to_try
-from actors.doctor.trial import Verdict, judge_failures, judge_lengths, try_out
+from actors.doctor.trial import Judgement, judge_failures, judge_lengths, try_out
 from configs.load import load
 from configs.schema import Config
 
@@ -39,22 +39,22 @@ def config(folder: Path, *overrides: str) -> Config:
 def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warning: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     run = config(tmp_path, f"reward.function={tmp_path}/own.py:{function}")
-    verdict = try_out(["reward"], run, [(0, ROW), (1, ROW)])
-    assert verdict.refused == []
-    assert [fact in line for line in verdict.facts] == [True] * bool(fact)
-    assert [warning in line for line in verdict.warnings] == [True] * bool(warning)
+    judgement = try_out(["reward"], run, [(0, ROW), (1, ROW)])
+    assert judgement.refused == []
+    assert [fact in line for line in judgement.facts] == [True] * bool(fact)
+    assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
 
 
 def test_a_task_is_imported_and_its_signature_looked_at(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
-    verdict = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:task"), [])
-    assert verdict.refused == [] and "is no `async def`" in verdict.warnings[0]
-    verdict = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:stream"), [])
-    assert "yields; let it return one Trajectory" in verdict.refused[0]
+    judgement = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:task"), [])
+    assert judgement.refused == [] and "is no `async def`" in judgement.warnings[0]
+    judgement = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:stream"), [])
+    assert "yields; let it return one Trajectory" in judgement.refused[0]
 
 
 def test_some_bad_rows_are_a_warning_and_all_a_refusal(tmp_path: Path) -> None:
-    run, found = config(tmp_path, "data.max_prompt_tokens=10"), Verdict()
+    run, found = config(tmp_path, "data.max_prompt_tokens=10"), Judgement()
     judge_lengths(found, run, {0: 10, 1: 11, 2: 40, 3: 3})
     judge_failures(found, run, {2: "no text"}, others=3)
     assert found.refused == []
