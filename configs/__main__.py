@@ -1,35 +1,35 @@
 """`python -m configs RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: explains a run and checks its run file.
 
-Prints the run's arithmetic and notes, then `valid`, or every contradiction on stderr with exit code 2. Starts nothing.
+Prints the run's arithmetic, notes and facts, then `valid`, or everything that is wrong on stderr with exit code 2. The
+checks are those of `actors launch` and `doctor`; they run in a process of their own, because this package imports no
+other one.
 """
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.checks import check
-from configs.entrypoint import BAD_INPUT, DONE
+from configs.entrypoint import DONE
 from configs.explain import explain
-from configs.load import ConfigError, read
+from configs.load import read
 from configs.resume import fingerprint
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     config = read(argv, "python -m configs")
-    problems = _count(config.data.train)
-    print("\n".join(explain(config, problems)))
-    try:
-        check(config, problems=problems)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    print(f"valid, fingerprint {fingerprint(config)}")
-    return DONE
+    problems = count_rows(config.data.train)
+    print("\n".join(explain(config, problems)), flush=True)
+    command = [sys.executable, "-m", "actors.doctor.run_file"]
+    code = subprocess.run(command, input=config.model_dump_json(), text=True).returncode
+    if code == DONE:
+        print(f"valid, fingerprint {fingerprint(config)}")
+    return code
 
 
-def _count(path: Path) -> int | None:
-    """Rows of a data file; None if it cannot be read, which `check` or the buffer reports."""
+def count_rows(path: Path) -> int | None:
+    """Rows of a data file; None if it cannot be read, which the checks report."""
     if not path.is_file():
         return None
     if path.suffix != ".parquet":

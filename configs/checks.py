@@ -6,6 +6,7 @@ names; what makes a run slow rather than impossible is a note of `explain.py`. E
 and no package judges the run file a second time, except where torch, a GPU, the model or vLLM is needed to know.
 """
 
+import importlib.util
 import os
 import symtable
 from collections.abc import Collection, Iterable, Iterator
@@ -19,8 +20,11 @@ from configs.schema import Config
 TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 
-FILES = ("model.path", "data.train", "data.eval", "data.format_prompt", "reward.function", "rollout.task", "run.folder")
-"""Keys that name something on disk. Each process has `check` look for the ones it reads itself."""
+FILES = (
+    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
+    *("reward.function", "rollout.task", "run.folder", "log.trackers"),
+)
+"""Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 
 BUILT_IN = {"reward.function": ("countdown", "math"), "rollout.task": ("single_turn",)}
 """Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
@@ -53,7 +57,7 @@ def check(
     found = [
         *_lengths(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
-        *_functions(config, files), *further,
+        *_functions(config, files), *_trackers(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -200,12 +204,19 @@ def _defined(key: str, file: str, function: str) -> Iterator[str]:
         yield f"{key}: {file} has no function {function}; it has {public or 'none'}"
 
 
+def _trackers(config: Config, files: Collection[str]) -> Iterator[str]:
+    for name in config.log.trackers if "log.trackers" in files else ():
+        if importlib.util.find_spec(name) is None:
+            remedy = 'pip install "headrace[tracking]", or remove it from the list'
+            yield f"log.trackers: {name} is not installed here; {remedy}"
+
+
 def _files(config: Config, files: Collection[str]) -> Iterator[str]:
     if "model.path" in files:
         yield from _model(config.model.path)
-    for name in ("train", "eval", "format_prompt"):
+    for name in ("train", "eval", "chat_template", "format_prompt"):
         path = getattr(config.data, name)
-        if f"data.{name}" in files and path is not None:
+        if f"data.{name}" in files and isinstance(path, Path):
             if not path.is_file():
                 problem = "not a file" if path.exists() else "no such file"
                 yield f"data.{name}: {path}: {problem} (from {Path.cwd()}); correct the path"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
-from configs.model_facts import model_facts
+from configs.model_facts import checkpoint_bytes, model_facts
 from configs.schema import Config
 
 
@@ -31,11 +31,10 @@ def in_flight(config: Config) -> int:
     return config.rollout.servers * config.rollout.groups_in_flight
 
 
-def checkpoint_bytes(config: Config) -> int | None:
+def disk_bytes(config: Config) -> int | None:
     """Disk that the checkpoints of a run fill, one being written included; None for a model that is not in a folder."""
     parameters = model_facts(config.model.path).parameters
-    per_parameter = _kept(config) * _checkpoint_bytes_per_parameter(config) + _export_bytes_per_parameter(config)
-    return None if parameters is None else parameters * per_parameter
+    return None if parameters is None else parameters * (_kept(config) * _each(config) + _last_export(config))
 
 
 def _admitted_staleness(config: Config) -> int:
@@ -99,21 +98,22 @@ def _kept(config: Config) -> int:
     return min(learner.keep_checkpoints + learner.keep_best + every + 1, written)
 
 
-def _checkpoint_bytes_per_parameter(config: Config) -> int:
-    """float32 weight and two moments; with each checkpoint an export at worst."""
-    return 12 + (_export_bytes_per_parameter(config) if config.learner.export_every else 0)
+def _each(config: Config) -> int:
+    """Bytes per parameter of a checkpoint; each has an export at worst, or else only the last."""
+    return checkpoint_bytes(1, config.model.dtype, bool(config.learner.export_every))
 
 
-def _export_bytes_per_parameter(config: Config) -> int:
-    return 2 if config.model.dtype == "bfloat16" else 4
+def _last_export(config: Config) -> int:
+    """Bytes per parameter of the export of `run.versions`, which may be written to a checkpoint that is complete."""
+    return checkpoint_bytes(1, config.model.dtype, True) - checkpoint_bytes(1, config.model.dtype, False)
 
 
 def _disk(config: Config) -> Iterator[str]:
-    parameters, disk = model_facts(config.model.path).parameters, checkpoint_bytes(config)
-    kept, each = _kept(config), _checkpoint_bytes_per_parameter(config)
+    parameters, disk = model_facts(config.model.path).parameters, disk_bytes(config)
+    kept, each = _kept(config), _each(config)
     size = f"{each} bytes per parameter and checkpoint"
     if parameters and disk:
-        per_parameter = f"({kept} x {each} + {_export_bytes_per_parameter(config)} bytes)"
+        per_parameter = f"({kept} x {each} + {_last_export(config)} bytes)"
         size = f"{_with_prefix(parameters)} parameters x {per_parameter} = {_with_prefix(disk)}B of disk"
     yield f"checkpoints: every {config.learner.checkpoint_every} versions, {kept} on disk while one is written: {size}"
     batch, limit = config.batch.groups * max_group_bytes(config) / 2**30, config.buffer.max_gib

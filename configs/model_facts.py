@@ -1,4 +1,4 @@
-"""Facts of a model read from its folder without loading it: parameters, attention heads, longest context.
+"""Facts of a model read from its folder without loading it: parameters, attention heads, longest context, disk space.
 
 Used by `explain.py` and `checks.py` for the arithmetic. A model given by its hub name has no folder here, so nothing is
 known of it. Reads `config.json` and the headers of the safetensors files, never a tensor.
@@ -8,6 +8,9 @@ import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+
+SPARE_BYTES = 64 << 20
+"""Disk space to leave free besides what checkpoints take."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ def model_facts(path: str) -> ModelFacts:
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     return ModelFacts(sum(sizes) or None, config.get("num_attention_heads"), positions)
+
+
+def checkpoint_bytes(parameters: int, dtype: str, exported: bool) -> int:
+    """Disk that one checkpoint takes: weight and two moments in float32, and the export in `dtype` if it has one."""
+    return parameters * (12 + exported * {"bfloat16": 2, "float32": 4}[dtype])
 
 
 def _parameters(file: Path) -> int:

@@ -54,6 +54,9 @@ class DataConfig(Section):
     columns (`problem`, `answer`)."""
     eval: Path | None = None
     """Problems kept out of training, same formats; `python -m rollout evaluate` and the final report use them."""
+    chat_template: Literal["none"] | Path | None = None
+    """Chat template: a Jinja file, or `none` for a base model: plain text, the messages' texts joined by blank lines;
+    null takes the tokenizer's own."""
     format_prompt: Path | None = None
     """Jinja template around the problem text, as in EasyR1: `{{ content | trim }}` stands for the problem."""
     system_prompt: str | None = None

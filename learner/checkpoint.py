@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
+from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model.policy import Policy
 from learner.saved import export
@@ -28,8 +29,6 @@ from learner.train.collectives import broadcast_from_rank0
 from learner.train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
-SPARE_BYTES = 64 << 20
-"""Disk space to leave free besides what a checkpoint takes."""
 
 
 class NoDiskSpace(RuntimeError):
@@ -153,7 +152,7 @@ class Checkpoints:
         for leftover in [*self.folder.glob("v*.tmp"), *self.folder.glob("v*.old")]:
             shutil.rmtree(leftover)
         parameters = sum(p.numel() for p in policy.model.parameters())
-        needed = parameters * (12 + policy.dtype.itemsize * exported) + SPARE_BYTES
+        needed = checkpoint_bytes(parameters, self.model.dtype, exported) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             log.warning(

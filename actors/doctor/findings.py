@@ -1,21 +1,21 @@
 """`python -m actors doctor [RUN.yaml ... --section.key=value ...]`: will a run work on this machine?
 
 Prints one line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
-broken run file. Without a run file it judges the installation only. Starts nothing and changes nothing; waits a few
-seconds for one import of torch. `make install` ends with it.
+run file that `launch` refuses. Without a run file it judges the installation only. Changes nothing; waits a few seconds
+for one import of torch and for the trials of `run_file.py`. `make install` ends with it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from actors.doctor.host import Machine, read_machine
-from actors.doctor.run_file import check_here, gpus_missing, gpus_needed
-from configs.entrypoint import DONE, FAILED
-from configs.explain import checkpoint_bytes
-from configs.load import ConfigError, read
+from actors.doctor.run_file import gpus_missing, gpus_needed, judge
+from actors.doctor.trial import Judgement
+from configs.entrypoint import BAD_INPUT, DONE, FAILED
+from configs.load import read
 from configs.model_facts import model_facts
 from configs.schema import Config
 
@@ -27,6 +27,7 @@ TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("
 """Oldest version that works, and the first one that was not tried."""
 REINSTALL = "rm -r .venv; make install"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+RUN_FILE = "run file"
 GIB = 2**30
 
 
@@ -49,19 +50,21 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 if nothing failed, 1 if something did, 2 for a run file that cannot be read."""
+    """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed."""
     findings = doctor(read(argv, "python -m actors doctor") if argv else None)
     print("\n".join(map(str, findings)))
-    failed = sum(finding.state == "fail" for finding in findings)
-    print(f"{failed} of {len(findings)} checks failed" if failed else "this machine is ready")
-    return FAILED if failed else DONE
+    failed = [finding.what for finding in findings if finding.state == "fail"]
+    print(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")
+    return BAD_INPUT if RUN_FILE in failed else FAILED if failed else DONE
 
 
-def doctor(config: Config | None, machine: Machine | None = None) -> list[Finding]:
+def doctor(
+    config: Config | None, machine: Machine | None = None, judge: Callable[[Config], Judgement] = judge
+) -> list[Finding]:
     """All findings for `config`, or for the installation alone. `machine`: facts to judge instead of this machine's."""
     machine = machine or read_machine(config.run.path if config else Path())
     findings = [*_versions(machine), *_gpus(machine), *_room(config, machine), *_limits(machine)]
-    return [*findings, *_run(config, machine)] if config else findings
+    return [*findings, *_run(config, machine, judge(config))] if config else findings
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
@@ -143,20 +146,18 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _room(config: Config | None, machine: Machine) -> Iterator[Finding]:
-    """Room for checkpoints on the disk and for the learner's state in memory."""
-    folder, checkpoints, learner = "", 0, 0
-    if config:
-        folder, checkpoints = f"{config.run.folder}: ", checkpoint_bytes(config) or 0
-        if config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus:
-            learner = 16 * (model_facts(config.model.path).parameters or 0)  # weight, gradient, 2 moments in float32
-    less_disk = "free some, lower learner.keep_checkpoints, or set run.folder elsewhere"
+    """Room on the disk, whose checkpoints `run_file.py` adds up, and for the learner's state in memory."""
+    learner = 0
+    if config and (config.learner.cpu_offload or config.learner.device == "cpu" or not machine.gpus):
+        learner = 16 * (model_facts(config.model.path).parameters or 0)  # weight, gradient, 2 moments in float32
+    less_disk = "free some, or set run.folder elsewhere"
     less_memory = "close other programs (a vLLM server takes about 2 GiB), or take a smaller model or another machine"
-    for what, where, free, least, needed, needs, remedy in (
-        ("disk", folder, machine.disk_free, 5 * GIB, checkpoints, "checkpoints take", less_disk),
-        ("memory", "", machine.memory_free, 4 * GIB, learner, "the learner takes", less_memory),
-    ):
-        says = f"{where}{_gib(free)} GiB free" + (f", {needs} {_gib(needed)} GiB" if needed else "")
-        yield Finding("fail" if needed > free else "warn" if free < least else "ok", what, says, remedy)
+    where = f"{config.run.folder}: " if config else ""
+    little = machine.disk_free < 5 * GIB
+    yield Finding("warn" if little else "ok", "disk", f"{where}{_gib(machine.disk_free)} GiB free", less_disk)
+    free, needs = machine.memory_free, f", the learner takes {_gib(learner)} GiB" if learner else ""
+    says = f"{_gib(free)} GiB free{needs}"
+    yield Finding("fail" if learner > free else "warn" if free < 4 * GIB else "ok", "memory", says, less_memory)
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
@@ -171,7 +172,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     yield Finding("warn" if behind_s > 60 else "ok", "clock", behind, remedy)
 
 
-def _run(config: Config, machine: Machine) -> Iterator[Finding]:
+def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Finding]:
     count = len(machine.gpus)
     missing = gpus_missing(config, count, "here are")
     if missing and machine.cluster:
@@ -181,12 +182,11 @@ def _run(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding("fail", "GPUs of the run", missing, remedy)
     elif needed := sum(gpus_needed(config, count).values()):
         yield Finding("ok", "GPUs of the run", f"{needed} of {count}")
-    try:
-        check_here(config)
-    except ConfigError as error:
-        yield from (Finding("fail", "run file", problem) for problem in error.problems)
-    else:
-        yield Finding("ok", "run file", f"no contradictions; {config.buffer.address} is free")
+    yield from (Finding("fail", RUN_FILE, line) for line in judgement.refused)
+    yield from (Finding("warn", RUN_FILE, line) for line in judgement.warnings)
+    yield from (Finding("ok", RUN_FILE, line) for line in judgement.facts)
+    if not judgement.refused:
+        yield Finding("ok", RUN_FILE, f"no contradictions; {config.buffer.address} is free")
 
 
 def _build(version: str) -> str:

@@ -76,7 +76,7 @@ def read_machine(folder: Path) -> Machine:
         memory_free=psutil.virtual_memory().available,
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=_gpus(),
+        gpus=find_gpus(),
         cluster=os.environ.get("RAY_ADDRESS", ""),
         clock_behind_s=max(0.0, max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")) - time.time()),
     )
@@ -101,7 +101,7 @@ def _installed() -> Iterator[tuple[str, str]]:
             continue
 
 
-def _gpus() -> list[Gpu]:
+def find_gpus() -> list[Gpu]:
     """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide."""
     if not shutil.which("nvidia-smi"):
         return []

@@ -1,34 +1,135 @@
-"""Judges a run file on this machine: by `configs.checks`, and by rules that need the data, sockets, GPUs or vLLM.
+"""Judges a run file on this machine: by `configs.checks`, and by rules that need data, disk, sockets, vLLM or a trial.
 
-Used by `findings.py` and by `actors/supervise/launch.py` before it starts anything. Waits for nothing.
+The one list of checks: `python -m actors launch` and `doctor` call it, and `python -m configs` runs this file as
+`python -m actors.doctor.run_file` with the config on stdin, because `configs` may import no other package. Starts
+nothing but the processes of `trial.py`, for which it waits.
 """
 
+import os
+import random
+import shutil
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from buffer.curve import split
-from configs.checks import check
+from actors.doctor.host import find_gpus
+from actors.doctor.trial import Judgement, Rows, try_out
+from buffer.curve import is_loopback, split
+from configs.checks import BUILT_IN, check
+from configs.entrypoint import BAD_INPUT, DONE
+from configs.explain import disk_bytes
 from configs.load import ConfigError
+from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
 
+ROWS = 1000
+"""Rows of data.train that are made prompts."""
 
-def check_here(config: Config) -> int | None:
-    """The number of problems in data.train, None without that file. Raises ConfigError with all that is wrong."""
+
+def main() -> int:
+    """Judge the config on stdin, as JSON: facts and warnings on stdout, refusals on stderr."""
+    judgement = judge(Config.model_validate_json(sys.stdin.read()))
+    print("\n".join(judgement.lines()))
+    print("\n".join(judgement.refused), end="\n" * bool(judgement.refused), file=sys.stderr)
+    return BAD_INPUT if judgement.refused else DONE
+
+
+def check_here(config: Config) -> Judgement:
+    """The judgement on a run that may start. Raises ConfigError with all that is wrong."""
+    judgement = judge(config)
+    if judgement.refused:
+        raise ConfigError(judgement.refused)
+    return judgement
+
+
+def judge(config: Config) -> Judgement:
+    """All that is known of `config` on this machine before anything is started."""
     further: list[str] = []
-    problems = None
-    if config.data.train.is_file():  # if not, `check` says so
-        from buffer.problems import load_problems  # imports pyarrow, which is slow
+    rows: Rows = []
+    judgement = Judgement()
+    for path in filter(None, (config.data.train, config.data.eval)):
+        if path.is_file():  # if not, `check` says so
+            from buffer.problems import load_problems  # imports pyarrow, which is slow
 
-        try:
-            problems = len(load_problems(config.data.train, config.data))
-        except ConfigError as error:
-            further += error.problems
+            try:
+                problems = load_problems(path, config.data)
+            except ConfigError as error:
+                further += error.problems
+                continue
+            if path == config.data.train:
+                rows, judgement.rows = rows_to_try(problems), len(problems)
     if config.rollout.engine:
         from rollout.engine.arguments import problems as engine_problems
 
         further += engine_problems(config.rollout.engine, config)
-    check(config, problems=problems, further=[*further, *_port(config.buffer.address)])
-    return problems
+    further += [*_port(config.buffer.address), *disk_space(config, shutil.disk_usage(existing(config.run.path)).free)]
+    refused, judgement.warnings = addresses(config, os.environ.get("RAY_ADDRESS", ""))
+    try:
+        check(config, problems=judgement.rows, further=[*further, *refused])
+    except ConfigError as error:
+        judgement.refused += error.problems
+    _try(config, rows, judgement)
+    return judgement
+
+
+def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
+    """The first, the middle and the last row, then others in random order, ROWS at most."""
+    last = len(problems) - 1
+    ends = list(dict.fromkeys([0, last // 2, last]))
+    others = set(range(0, last + 1, max(1, -(-len(problems) // ROWS)))).difference(ends)
+    numbers = [*ends, *random.Random(0).sample(sorted(others), len(others))]
+    return [(number, problems[number]) for number in numbers]
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the lowest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
+    """Loopback addresses though `cluster`, RAY_ADDRESS, may have further machines: refusals and warnings.
+
+    It is certain that servers are on other machines only if this one, where the learner is, has too few GPUs for all.
+    """
+    remedy = "name an address of this machine that the others reach"
+    found = []
+    if cluster and is_loopback(config.buffer.address):
+        found.append(f"buffer.address: {config.buffer.address} is reached from this machine only")
+    if cluster and config.weights.transport == "broadcast" and is_loopback(f"tcp://{config.weights.host}:0"):
+        found.append(f"weights.host: {config.weights.host} is reached from this machine only")
+    missing = gpus_missing(config, len(find_gpus()), "here are") if found else None
+    if missing:
+        return [f"{line}, but {missing}: servers will be on other machines; {remedy}" for line in found], []
+    return [], [f"{line}: if Ray ({cluster}) places a server on another one, {remedy}" for line in found]
+
+
+def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
+    """Try what the refusals so far leave to be tried."""
+    keys = {
+        "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
+        "reward": ("reward.function", "reward.kwargs"),
+        "task": ("rollout.task",),
+    }
+    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
+    if config.rollout.task in BUILT_IN["rollout.task"]:
+        parts.remove("task")
+    try:
+        judgement.add(try_out(parts, config, rows))
+    except TypeError as error:
+        judgement.refused.append(f"data.train: {config.data.train}: a row has what no message can hold: {error}")
+
+
+def disk_space(config: Config, free: int) -> Iterator[str]:
+    """Whether the checkpoints of the whole run fit, those that it has already included."""
+    folder = config.run.path / "checkpoints"
+    have = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    needed = (disk_bytes(config) or 0) - have + SPARE_BYTES
+    if needed > max(free, SPARE_BYTES):
+        sizes = f"its checkpoints take {needed / 2**30:,.3g} GiB of disk, {existing(folder)} has {free / 2**30:,.3g}"
+        remedy = "free some, lower learner.keep_checkpoints or learner.keep_best, raise learner.keep_every"
+        yield f"run.folder: {config.run.folder}: {sizes}; {remedy}, or set run.folder elsewhere"
 
 
 def gpus_needed(config: Config, available: int) -> dict[str, int]:
@@ -67,3 +168,7 @@ def _port(address: str) -> Iterator[str]:
             trial.bind(here)
     except OSError as error:
         yield f"buffer.address: cannot listen on {address}: {error.strerror}; see `ss -ltnp`, or name another port"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

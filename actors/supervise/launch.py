@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         if finished:
             print(finished)
             return DONE
-        problems = check_here(config)
+        judgement = check_here(config)
         if held is None:
             config.run.path.mkdir(parents=True, exist_ok=True)
             accept.hold(config)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         return BAD_INPUT
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
-    for line in [*explain(config, problems), *news]:
+    for line in [*explain(config, judgement.rows), *judgement.lines(), *news]:
         display.say(line)
     if source:
         display.say(f"forked from {source}")

@@ -5,10 +5,12 @@ Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from configs.load import ConfigError
 from configs.schema import Config
 from rollout.errors import PromptError
 
@@ -17,30 +19,52 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """The run's templates around each problem. Raises ValueError, in one line, for one that cannot be used."""
+    """The run's templates around each problem. Raises ConfigError for a template or stops that cannot be used."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config) -> None:
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
-        if not tokenizer.chat_template:
-            raise ValueError(f"model.path: the tokenizer in {config.model.path} has no chat template; save one with it")
+        problems: list[str] = []
+        given = config.data.chat_template
+        self.plain = given == "none"
+        """Whether prompts are plain text, without a chat template."""
+        self.chat_template = given.read_text(encoding="utf-8") if isinstance(given, Path) else None
+        if given is None and not tokenizer.chat_template:
+            remedy = "set data.chat_template: none for plain text, or name a Jinja file"
+            problems.append(f"model.path: the tokenizer in {config.model.path} has no chat template; {remedy}")
         self.template: jinja2.Template | None = None
         if config.data.format_prompt:
             source = config.data.format_prompt.read_text(encoding="utf-8").strip()
             self.template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(source)
         self.ends = sorted(end_tokens(config.model.path, tokenizer))
-        self.stops = self.stop_tokens(config.sampling.stop, "sampling.stop")
+        try:
+            self.stops = self.stop_tokens(config.sampling.stop, "sampling.stop")
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
 
     def tokens(self, row: dict[str, Any]) -> list[int]:
         """The prompt's tokens, with the chat template's header of an answer. Raises PromptError."""
+        tokens = self.encode(row)
+        if len(tokens) > self.longest:
+            raise PromptError(f"prompt of {len(tokens)} tokens; data.max_prompt_tokens is {self.longest}")
+        return tokens
+
+    def encode(self, row: dict[str, Any]) -> list[int]:
+        """`tokens` of any number. Raises PromptError."""
         try:
-            text = self.tokenizer.apply_chat_template(self.messages(row), add_generation_prompt=True, tokenize=False)
+            messages = self.messages(row)
+            if self.plain:  # the special tokens are those that the tokenizer puts before any text
+                plain: list[int] = self.tokenizer.encode("\n\n".join(message["content"] for message in messages))
+                return plain
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
+            )
         except jinja2.TemplateError as error:
             raise PromptError(f"the chat template refuses the row: {error}") from None
         except (LookupError, TypeError, ValueError) as error:
             raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) > self.longest:
-            raise PromptError(f"prompt of {len(tokens)} tokens; data.max_prompt_tokens is {self.longest}")
         return tokens
 
     def text(self, tokens: list[int]) -> str:
@@ -63,15 +87,17 @@ class Prompts:
         return chat
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
-        """The tokens that end an answer: these texts, and the model's own ends. Raises ValueError naming `name`."""
-        stops: list[int] = []
-        for text in texts:
-            tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-            if len(tokens) != 1:
-                problem = f"{text!r} is {len(tokens)} tokens of this tokenizer; a stop is a single one"
-                raise ValueError(f"{name}: {problem}")
-            stops += tokens
-        return stops + self.ends
+        """The tokens that end an answer: these texts, and the model's own ends. Raises ConfigError naming `name`."""
+        found = {text: self.tokenizer.encode(text, add_special_tokens=False) for text in texts}
+        remedy = "a stop is a single one; name another text, or leave it out"
+        problems = [
+            f"{name}: {text!r} is {len(tokens)} tokens of this tokenizer; {remedy}"
+            for text, tokens in found.items()
+            if len(tokens) != 1
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return [tokens[0] for tokens in found.values()] + self.ends
 
 
 def end_tokens(model: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:

@@ -21,7 +21,7 @@ from rollout.tasks import TASKS, Task
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
-FILES = ("model.path", "data.format_prompt", "reward.function", "rollout.task")
+FILES = ("model.path", "data.chat_template", "data.format_prompt", "reward.function", "rollout.task")
 """Keys whose files a rollout server reads."""
 
 

@@ -194,7 +194,7 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("")
     lines = refused(
         *("model.path=empty", "data.eval=empty", "data.format_prompt=none.jinja", "reward.function=reward.py:missing"),
-        *("rollout.task=broken.py:task", "run.folder=file"),
+        *("rollout.task=broken.py:task", "run.folder=file", "data.chat_template=none"),
         files=FILES,
     )
     assert lines[:4] == [
@@ -259,6 +259,14 @@ def test_a_broken_template_is_refused_with_its_line(tmp_path: Path) -> None:
     check(config(override), files=("data.format_prompt",))
     template.write_text("{% if %}")
     check(config(override), files=())
+
+
+def test_a_chat_template_is_a_file_or_none(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.jinja"
+    (problem,) = refused(f"data.chat_template={absent}", files=("data.chat_template",))
+    assert problem == f"data.chat_template: {absent}: no such file (from {Path.cwd()}); correct the path"
+    assert config("data.chat_template=none").data.chat_template == "none"
+    check(config("data.chat_template=none"), files=("data.chat_template",))
 
 
 def test_built_in_names_are_those_of_the_registries() -> None:

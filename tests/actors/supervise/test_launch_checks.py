@@ -11,13 +11,14 @@ import pytest
 from actors.doctor.run_file import gpus_missing
 from actors.supervise import launch
 from configs.load import load
+from examples.countdown.make_model import make_tokenizer
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A command line that is in order, but for the model, of which there is only a config."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    """A command line that is in order, but for the model, of which there are only config and tokenizer."""
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,0 +1,306 @@
+"""Tries what only running it can judge: prompts, reward and task of a run, each in a process of its own.
+
+`run_file.py` calls `try_out`, which starts `python -m actors.doctor.trial PART FOLDER` for each part and reads the
+`Judgement` that it leaves in the folder. Users' code runs here: it may print, hang or end its process. Waits at most
+START_S plus the time limits below.
+"""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgpack
+
+from configs.load import ConfigError
+from configs.schema import Config
+
+Rows = Sequence[tuple[int, dict[str, Any]]]
+"""Rows of data.train with their numbers; the first, the middle and the last one are in front."""
+IMPORT_S = 7.0
+"""Seconds for the import of a user's file, or 0.7 `reward.timeout_s` if that is more."""
+TOKENIZER_S = 6.0
+"""Seconds to load the tokenizer, which may have to be downloaded."""
+ROWS_S = 3.0
+"""Seconds to make prompts of rows; the rest of them is not looked at."""
+START_S = 60.0
+"""Seconds for everything else, for a machine on which Python itself starts slowly."""
+
+
+@dataclass
+class Judgement:
+    """What is known of a run file before anything starts, each in one line.
+
+    Example: `Judgement(["sampling.stop: ..."], ["data.train: 3 of 800 ..."], ["first prompt: 57 tokens, ..."])`
+    """
+
+    refused: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+    rows: int | None = None
+    """Number of rows in data.train, where known."""
+
+    def add(self, other: "Judgement") -> None:
+        self.refused += other.refused
+        self.warnings += other.warnings
+        self.facts += other.facts
+
+    def lines(self) -> list[str]:
+        """What to show of a run that may start."""
+        return [*self.facts, *(f"warning: {line}" for line in self.warnings)]
+
+
+def try_out(parts: Iterable[str], config: Config, rows: Rows) -> Judgement:
+    """Try `parts`, of PARTS, all at once; what they found together. Raises TypeError for rows that cannot be sent."""
+    given = msgpack.packb({"config": config.model_dump_json(), "rows": rows})
+    together = Judgement()
+    with ExitStack() as running:
+        for trial in [running.enter_context(started(part, given)) for part in parts]:
+            together.add(trial(START_S + 2 * import_s(config)))
+    return together
+
+
+def import_s(config: Config) -> float:
+    """Time limit of the import of a user's file."""
+    return max(IMPORT_S, 0.7 * config.reward.timeout_s)
+
+
+@contextmanager
+def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
+    """The process that tries `part`, and a function that waits for its judgement; nothing of it is left at the end."""
+    with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "given").write_bytes(given)
+        line = [sys.executable, "-m", "actors.doctor.trial", part, folder]
+        none = subprocess.DEVNULL
+        process = subprocess.Popen(line, stdin=none, stdout=none, stderr=none, start_new_session=True)
+
+        def judgement(timeout_s: float) -> Judgement:
+            try:
+                how = f"ended with exit code {process.wait(timeout_s)}"
+            except subprocess.TimeoutExpired:
+                how = f"gave no answer for {timeout_s:g} s"
+            file = Path(folder) / "judgement"
+            if file.exists():
+                return Judgement(**json.loads(file.read_text()))
+            remedy = "see what it does when it is imported"
+            return Judgement([f"{PARTS[part][0]}: the process that tried it {how}; {remedy}"])
+
+        try:
+            yield judgement
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Trial:
+    """The process's side: what it has found so far, and time limits that hold whatever users' code does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.found = folder, Judgement()
+
+    def save(self, further: Sequence[str] = ()) -> None:
+        """Leave the judgement, with `further` warnings, for the case that the process ends without another word."""
+        draft = self.folder / "draft"
+        found = Judgement(self.found.refused, [*self.found.warnings, *further], self.found.facts)
+        draft.write_text(json.dumps(asdict(found)))
+        draft.replace(self.folder / "judgement")
+
+    def end(self) -> NoReturn:
+        """Leave the judgement and end the process with all its threads."""
+        self.save()
+        os._exit(0)
+
+    @contextmanager
+    def limit(self, seconds: float, lines: list[str], line: str) -> Iterator[None]:
+        """If the body takes longer than `seconds`, add `line` to `lines` and end the process."""
+
+        def give_up() -> None:
+            lines.append(line)
+            self.end()
+
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def importing(self, key: str, name: str, seconds: float) -> Iterator[None]:
+        """Import a user's file in the body: whatever it raises is a line for people, and the process ends."""
+        file = name.rpartition(":")[0] or name
+        remedy = "let it load less, or raise reward.timeout_s"
+        late = f"{key}: the import of {file} has not ended after {seconds:g} s; {remedy}"
+        try:
+            with self.limit(seconds, self.found.refused, late):
+                yield
+            return
+        except ConfigError as error:
+            self.found.refused += error.problems
+        except ValueError as error:
+            self.found.refused.append(one_line(error))
+        except BaseException as error:  # users' code may raise anything, SystemExit and KeyboardInterrupt too
+            remedy = "a file that is imported must neither raise nor exit"
+            self.found.refused.append(f"{key}: {file} cannot be imported: {named(error)}; {remedy}")
+        self.end()
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Try part `argv[0]` of what is given in folder `argv[1]`."""
+    part, folder = argv
+    given = msgpack.unpackb((Path(folder) / "given").read_bytes())
+    trial = Trial(Path(folder))
+    key, attempt = PARTS[part]
+    try:
+        attempt(trial, Config.model_validate_json(given["config"]), given["rows"])
+    except Exception as error:  # the outermost boundary of the process
+        trial.found.warnings.append(f"{key}: not judged: {named(error)}")
+    trial.end()
+
+
+def prompts(trial: Trial, config: Config, rows: Rows) -> None:
+    """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
+    if not config.model.trust_remote_code:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
+    import transformers
+
+    from rollout.episodes.prompts import Prompts, load_tokenizer
+    from rollout.errors import PromptError
+
+    transformers.utils.logging.set_verbosity_error()
+    late = f"model.path: the tokenizer of {config.model.path} did not load in {TOKENIZER_S:g} s, prompts are not judged"
+    try:
+        with trial.limit(TOKENIZER_S, trial.found.warnings, late):
+            made = Prompts(load_tokenizer(config), config)
+    except ConfigError as error:
+        trial.found.refused += error.problems
+        return
+    except ValueError as error:
+        trial.found.refused.append(one_line(error))
+        return
+    lengths: dict[int, int] = {}
+    failed: dict[int, str] = {}
+    end = time.monotonic() + ROWS_S
+    for number, row in rows:
+        try:
+            tokens = made.encode(row)
+        except PromptError as error:
+            failed[number] = one_line(error)
+        else:
+            if not lengths:
+                text = shortened(repr(made.tokenizer.decode(tokens)))
+                trial.found.facts.append(f"prompts: that of row {number} has {len(tokens)} tokens: {text}")
+            lengths[number] = len(tokens)
+        if time.monotonic() > end:
+            break
+    if failed:
+        judge_failures(trial.found, config, failed, len(lengths))
+    if lengths:
+        judge_lengths(trial.found, config, lengths)
+
+
+def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
+    """Rows that cannot be made a prompt: refused if all of them."""
+    number, reason = next(iter(failed.items()))
+    example = f"row {number}: {reason}"
+    if others:
+        share = f"{len(failed):,} of {len(failed) + others:,} rows looked at cannot be made a prompt and are dropped"
+        found.warnings.append(f"data.train: {config.data.train}: {share}, such as {example}")
+    else:
+        keys = "its columns, data.chat_template and data.format_prompt"
+        found.refused.append(f"data.train: {config.data.train}: no row can be made a prompt, {example}; correct {keys}")
+
+
+def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> None:
+    """Prompts that are too long: refused if all of them."""
+    limit, longest = config.data.max_prompt_tokens, max(lengths.values())
+    long = sum(length > limit for length in lengths.values())
+    key = f"data.max_prompt_tokens: {limit}"
+    remedy = f"the longest has {longest:,} tokens; raise it, or leave such rows out"
+    if long == len(lengths):
+        shortest = f"the prompts of all {long:,} rows looked at are longer, the shortest has {min(lengths.values()):,}"
+        found.refused.append(f"{key}: {shortest}, {remedy}")
+    elif long:
+        share = f"{long:,} of {len(lengths):,} rows looked at ({long / len(lengths):.1%}) have longer prompts"
+        found.warnings.append(f"{key}: {share} and are dropped, {remedy}")
+
+
+def reward(trial: Trial, config: Config, rows: Rows) -> None:
+    """Import the reward and call it with an empty answer to three rows."""
+    from rollout.rewards import load_reward
+    from rollout.rewards.convention import Answer
+
+    name = config.reward.function
+    with trial.importing("reward.function", name, import_s(config)):
+        function = load_reward(config.reward)
+    asked = f"reward.function: {name}, asked for the reward of an empty answer,"
+    trial.save([f"{asked} ends its process"])
+    scores, raised = [], {}
+    late = f"{asked} gave none within {import_s(config):g} s"
+    with trial.limit(import_s(config), trial.found.warnings, late):
+        for number, row in rows[:3]:
+            try:
+                scores += [score.reward for score in function.score([Answer(text="", num_tokens=0, row=row)])]
+            except BaseException as error:  # as above: a made-up answer refuses nothing
+                raised[number] = named(error)
+    for number in list(raised)[:1]:
+        fails = f"fails on {len(raised)} of {len(rows[:3])} rows, row {number}: {raised[number]}"
+        trial.found.warnings.append(f"{asked} {fails}")
+    if scores:
+        given = ", ".join(f"{score:g}" for score in scores)
+        trial.found.facts.append(f"reward: {name} gives {given} for empty answers to {len(scores)} rows")
+
+
+def task(trial: Trial, config: Config, rows: Rows) -> None:
+    """Import the task and look at its signature: calling it takes an engine."""
+    from rollout.tasks import load_task
+
+    name = config.rollout.task
+    with trial.importing("rollout.task", name, import_s(config)):
+        function = load_task(name)
+        try:
+            inspect.signature(function).bind(None, None)
+        except TypeError as error:
+            line = f"rollout.task: {name} cannot be called with (problem, generate): {error}; give it these parameters"
+            raise ConfigError([line]) from None
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory")
+    elif inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+        trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
+
+
+PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows], None]]] = {
+    "prompts": ("model.path", prompts),
+    "reward": ("reward.function", reward),
+    "task": ("rollout.task", task),
+}
+"""What can be tried, with the key that names it."""
+
+
+def one_line(error: BaseException) -> str:
+    return shortened(" ".join(str(error).split()))
+
+
+def named(error: BaseException) -> str:
+    """Example: `SystemExit: 3`"""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

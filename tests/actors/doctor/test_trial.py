@@ -1,0 +1,75 @@
+"""What users' code does in the process that tries it, and what is said of the rows of a data file."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.doctor.run_file import ROWS, rows_to_try
+from actors.doctor.trial import Judgement, judge_failures, judge_lengths, try_out
+from configs.load import load
+from configs.schema import Config
+
+ROW = {"problem": "1+1", "answer": "2"}
+CODE = """
+import os, time
+print("x" * 10_000_000, flush=True)
+def fine(reward_input): return {"score": 0.5, "format": 1}
+def dies(reward_input): os._exit(7)
+def hangs(reward_input): time.sleep(600)
+def nothing(reward_input): ...
+def task(problem, generate): ...
+async def stream(problem, generate): yield
+"""
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    needed = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=countdown", f"--run.folder={folder}"]
+    return load([*needed, *(f"--{override}" for override in overrides)])
+
+
+@pytest.mark.parametrize(
+    ("function", "fact", "warning"),
+    [
+        ("fine", "gives 0.5, 0.5 for empty answers to 2 rows", ""),
+        ("dies", "", "ends its process"),
+        ("hangs", "", "gave none within 7 s"),
+        ("nothing", "", "fails on 2 of 2 rows, row 0: RewardError"),
+    ],
+)
+def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warning: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    run = config(tmp_path, f"reward.function={tmp_path}/own.py:{function}")
+    judgement = try_out(["reward"], run, [(0, ROW), (1, ROW)])
+    assert judgement.refused == []
+    assert [fact in line for line in judgement.facts] == [True] * bool(fact)
+    assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
+
+
+def test_a_task_is_imported_and_its_signature_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    judgement = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:task"), [])
+    assert judgement.refused == [] and "is no `async def`" in judgement.warnings[0]
+    judgement = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:stream"), [])
+    assert "yields; let it return one Trajectory" in judgement.refused[0]
+
+
+def test_some_bad_rows_are_a_warning_and_all_a_refusal(tmp_path: Path) -> None:
+    run, found = config(tmp_path, "data.max_prompt_tokens=10"), Judgement()
+    judge_lengths(found, run, {0: 10, 1: 11, 2: 40, 3: 3})
+    judge_failures(found, run, {2: "no text"}, others=3)
+    assert found.refused == []
+    longer, failed = found.warnings
+    assert "2 of 4 rows looked at (50.0%) have longer prompts and are dropped, the longest has 40 tokens" in longer
+    assert "1 of 4 rows looked at cannot be made a prompt and are dropped, such as row 2: no text" in failed
+    judge_lengths(found, run, {0: 11})
+    judge_failures(found, run, {2: "no text"}, others=0)
+    assert [line.partition(":")[0] for line in found.refused] == ["data.max_prompt_tokens", "data.train"]
+
+
+@pytest.mark.parametrize(("number", "tried"), [(1, 1), (2, 2), (999, 999), (10_000, ROWS)])
+def test_rows_of_the_whole_file_are_tried_its_ends_first(number: int, tried: int) -> None:
+    rows = rows_to_try([{"n": n} for n in range(number)])
+    assert tried <= len(rows) <= tried + 2
+    assert [n for n, _ in rows[:3]] == list(dict.fromkeys([0, (number - 1) // 2, number - 1]))
+    assert all(row == {"n": n} for n, row in rows)
+    assert len({n for n, _ in rows}) == len(rows)
