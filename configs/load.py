@@ -36,7 +36,8 @@ LOCAL: dict[str, bool | set[str]] = {
     },
     "log": True,
     "reward": {"workers"},
-    "rollout": {"servers", "tensor_parallel", "device", "groups_in_flight", "attempts", "heartbeat_s", "engine"},
+    "rollout": {"servers", "tensor_parallel", "device", "groups_in_flight", "attempts", "heartbeat_s", "engine"}
+    | {"max_failed_share"},
     "run": {"folder"},
     "weights": {"host", "timeout_s"},
 }

@@ -112,8 +112,11 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
         ]
         await drain.wait(first)
         await roll(partial(drain.ask, buffer), buffer, episodes, config.rollout.groups_in_flight)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(drain.wait(last), config.learner.timeout_s)
+        if buffer.finished:
+            log.info("%s", buffer.finished.why)
+        if buffer.finished and buffer.finished.outcome == "versions":
+            with suppress(TimeoutError):
+                await asyncio.wait_for(drain.wait(last), config.learner.timeout_s)
         for other in others:
             other.cancel()
 
