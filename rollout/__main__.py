@@ -101,10 +101,14 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
     revoke = partial(episodes.abandon, failure=REVOKED)
     drain.episodes = episodes
+
+    def stats() -> dict[str, float]:
+        return {**engine.stats(), **episodes.stages.stats()}
+
     async with asyncio.TaskGroup() as tasks:
         others = [
             tasks.create_task(follow(updates, engine)),
-            tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, engine.stats, revoke)),
+            tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, stats, revoke)),
             tasks.create_task(check_alive(engine, config.weights.timeout_s)),
             tasks.create_task(engine.died()),
             first := tasks.create_task(updates.first.wait()),

@@ -15,6 +15,7 @@ from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.prompts import Prompts
+from rollout.episodes.stages import Stages
 from rollout.errors import EngineDead, EpisodeError, first_error
 from rollout.rewards.convention import Answer
 from rollout.rewards.workers import RewardPool
@@ -58,6 +59,7 @@ class Episodes:
     rewards: RewardPool
     samples: int
     failures: FailureLog = field(default_factory=FailureLog)
+    stages: Stages = field(default_factory=Stages)
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
     async def run(self, item: WorkItem) -> Group | Failure:
@@ -101,12 +103,14 @@ class Episodes:
         trajectories = [task.result() for task in playing]
         answered = [trajectory.tokens[trajectory.start :] for trajectory in trajectories]
         answers = [Answer(self.prompts.text(tokens), len(tokens), row) for tokens in answered]
-        scores = await self.rewards.score(answers)
+        with self.stages("scoring", len(answers)):
+            scores = await self.rewards.score(answers)
         return [t.sample(score, answer.text) for t, score, answer in zip(trajectories, scores, answers, strict=True)]
 
     async def _play_once(self, problem: Problem) -> Trajectory:
         try:
-            trajectory = await self.task(problem, self.generate)
+            with self.stages("task"):
+                trajectory = await self.task(problem, self.stages.around(self.generate))
             if not isinstance(trajectory, Trajectory):
                 raise TypeError(f"{type(trajectory).__name__} returned instead of a Trajectory")
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
