@@ -103,18 +103,19 @@ def test_a_line_says_what_samples_wait_for_and_whom_a_failure_is_to_be_blamed_on
     assert waits(now, settings) == [
         "learner for rollout-0 (scoring 12 for 8 s, generating 4), rollout-2, 3.2 s: batch 7 has 20 of 32 groups"
     ]
-    now.recent_failed = {"reward: KeyError": 20}
+    now = now.model_copy(update={"recent_failed": {"reward: KeyError": 20}})
     assert waits(now, settings)[0].startswith("learner for rollout-0 (")
-    now.recent_failed = {"reward: KeyError": 11, "reward: ValueError": 10, "prompt: too long": 15}
+    recent = {"reward: KeyError": 11, "reward: ValueError": 10, "prompt: too long": 15}
+    now = now.model_copy(update={"recent_failed": recent})
     assert waits(now, settings)[0].startswith("learner for reward.function, which fails, 3.2 s:")
 
 
 def test_failures_are_shares_of_all_attempts() -> None:
-    now = state([])
-    now.retried = 5
+    now = state([]).model_copy(update={"retried": 5})
     assert failures(now) == (
-        "reward failed 3 % of 263 attempts, most often [KeyError] 'answer' (8); prompt failed 1.1 % of 263 attempts, most "
-        "often prompt of 2000 tokens (3); 5 of 252 groups retried; 3 items dropped, most often prompt of 2000 tokens (3)"
+        "reward failed 3 % of 263 attempts, most often [KeyError] 'answer' (8); "
+        "prompt failed 1.1 % of 263 attempts, most often prompt of 2000 tokens (3); "
+        "5 of 252 groups retried; 3 items dropped, most often prompt of 2000 tokens (3)"
     )
 
 
