@@ -242,7 +242,7 @@ class Handlers:
         if self._split is None or self._split[0] != key:
             groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             totals = self.ledger.state.totals
-            failures = {name: totals.groups(name) for name in ("failed", "dropped", "retried")}
+            failures = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
             self._split = key, parts(*key, groups, failures)
         return self._split[1][take.rank]
 

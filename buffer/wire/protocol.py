@@ -206,6 +206,8 @@ class Part(Message):
     """Items dropped in the run so far."""
     retried: Count = 0
     """Groups of the run so far that were not made at the first attempt."""
+    generated: Count = 0
+    """Groups made in the run so far."""
 
     def size_hint(self) -> int:
         """Of its samples, which are megabytes."""

@@ -14,9 +14,10 @@ from tests.system.failures.story import Story, tell
 PAGE = ROOT / "docs" / "failures.md"
 HEAD = """# What a person sees when something fails
 
-Each row was produced by real processes: buffer, rollout server, learner, keepers and display, with an engine that answers at once and a
-learner that trains nothing. `reward.timeout_s` is 3 s, a batch has 8 groups. Times are from the launch; starting the processes is
-part of them. `python -m tests.system.failures` writes this page. What ends a run, and the exit codes: [operations](operations.md).
+Each row was produced by real processes: buffer, rollout server, learner, keepers and display, with an engine that
+answers at once and a learner that trains nothing. The words are those of `python -m actors status`; `reward.timeout_s`
+is 3 s or less, a batch has 8 groups. Times are from the launch and contain the start of all processes.
+`python -m tests.system.failures` writes this page. What ends a run, and the exit codes: [operations](operations.md).
 
 | what fails | what a person sees | where, after how many seconds | how the run ends | after |
 |---|---|---|---|---|
@@ -27,10 +28,9 @@ def row(story: Story) -> str:
     """A line of the table."""
     case = story.case
     seen = ", ".join(f"{place} {seconds:.0f}" for place, seconds in sorted(story.seen.items(), key=lambda s: s[1]))
-    says = next((line for line in story.text.splitlines() if case.says in line), "")
     ends = next((line for line in reversed(story.text.splitlines()) if case.ends and case.ends in line), "")
     ends = ends.removeprefix("python -m learner: ") or "the last version is trained"
-    cells = [case.name, says.strip()[:160], seen, f"exit code {story.code}: {ends}", f"{story.seconds:.0f} s"]
+    cells = [case.name, story.status, seen, f"exit code {story.code}: {ends}", f"{story.seconds:.0f} s"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

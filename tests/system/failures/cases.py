@@ -26,6 +26,8 @@ class Case:
     rows: int = 200
     long: bool = False
     """All prompts are longer than `data.max_prompt_tokens`."""
+    early: str = ""
+    """Words of status before any attempt has failed."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the run file, by section."""
 
@@ -33,36 +35,49 @@ class Case:
         """The user's file."""
         head = "import os, sys, time\nfrom rollout.tasks.trajectory import single_turn\n\n\n"
         score = f"def score(solution_strs, ground_truths):\n    number = int(ground_truths[0])\n    {self.reward}\n"
-        task = f"\n\nasync def task(problem, generate):\n    {self.task}\n    return await single_turn(problem, generate)\n"
-        return head + score + (task if self.task else "")
+        task = f"\n\nasync def task(problem, generate):\n    {self.task or 'pass'}\n"
+        return f"{head}{score}{task}    return await single_turn(problem, generate)\n"
 
 
 ONCE = {"data": {"epochs": 1}, "rollout": {"attempts": 1}}
 """A single attempt at each row."""
 GIVEN_UP = "the run was given up after version 0 of 4"
+NOTHING = "the data ended after version 0 of 4: 1 epoch of"
+SOME = f"if number % 3 == 0: raise KeyError(7)\n    {GOOD}"
 
 CASES = (
     Case("a reward that always raises", "ZeroDivisionError", 1, GIVEN_UP, "return 1 / 0"),
     Case(
-        "a reward that always raises, on 20 problems for one epoch", "ZeroDivisionError", 1,
-        "the data ended after version 0 of 4: 1 epoch of 20 problems, 0 trained, 20 dropped (reward: ",
-        "return 1 / 0", rows=20, settings={"data": {"epochs": 1}},
+        "a reward that always raises, 20 problems for one epoch",
+        "ZeroDivisionError",
+        1,
+        NOTHING,
+        "return 1 / 0",
+        rows=20,
+        settings={"data": {"epochs": 1}},
     ),
-    Case("a reward that raises for one row in twelve", "KeyError", 0, "", f"if number % 12 == 0: raise KeyError(7)\n    {GOOD}"),
+    Case("a reward that raises for a third of the rows", "KeyError", 0, "", SOME),
     Case(
-        "the same on 40 problems for one epoch", "KeyError", 3,
-        "the data ended after version 3 of 4: 1 epoch of 40 problems, 3", f"if number % 3 == 0: raise KeyError(7)\n    {GOOD}",
-        rows=40, settings=ONCE,
+        "a reward that raises for a third of the rows, 40 problems for one epoch",
+        "KeyError",
+        3,
+        "the data ended after version",
+        SOME,
+        rows=40,
+        settings=ONCE | {"run": {"versions": 8}},
     ),
     Case(
-        "a reward that hangs", "took longer than reward.timeout_s", 1, "the data ended after version 0 of 4",
-        "time.sleep(3600)", rows=4, settings=ONCE,
+        "a reward that hangs",
+        "took longer than reward.timeout_s",
+        1,
+        NOTHING,
+        "time.sleep(99)",
+        rows=3,
+        early="scoring",
+        settings=ONCE | {"reward": {"timeout_s": 2.0}},
     ),
-    Case(
-        "a reward that kills its process", "ended its process", 1, "the data ended after version 0 of 4", "os._exit(3)",
-        rows=4, settings=ONCE,
-    ),
-    Case("a reward that returns nothing", "NoneType", 1, GIVEN_UP, "return None"),
+    Case("a reward that kills its process", "ended its process", 1, NOTHING, "os._exit(3)", rows=3, settings=ONCE),
+    Case("a reward that returns nothing", "None", 1, GIVEN_UP, "return None"),
     Case("a task that always raises", "the task raised IndexError", 1, GIVEN_UP, task="[][0]"),
     Case("prompts that are all too long", "data.max_prompt_tokens", 1, GIVEN_UP, long=True),
-)  # fmt: skip
+)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from actors.process import Event, Process
+from actors.process import Process
 from actors.supervise.launch import prepare, processes
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
@@ -39,6 +39,8 @@ class Story:
     code: int = -1
     seconds: float = 0.0
     text: str = ""
+    status: str = ""
+    """The line of status that shows it last."""
     """All that the terminal showed."""
     seen: dict[str, float] = field(default_factory=dict)
     """By place: `terminal`, `status`, `logs/rollout-0.log`."""
@@ -76,10 +78,13 @@ def tell(case: Case, folder: Path) -> Story:
 
 
 class _Telling:
+    """One run of a case."""
+
     def __init__(self, case: Case, config: Config) -> None:
         self.story, self.config, self.began = Story(case), config, time.monotonic()
         self.terminal = io.StringIO()
-        self.display = Display(config, Console(file=self.terminal, highlight=False, soft_wrap=True, width=1000))
+        self.display = Display(config, Console(file=self.terminal, highlight=False, soft_wrap=True))
+        self.keepers: list[LocalKeeper] = []
 
     async def tell(self) -> Story:
         file, story = str(prepare(self.config)), self.story
@@ -89,7 +94,7 @@ class _Telling:
             for process in processes(self.config)
         ]
         others = [asyncio.create_task(self.display.watch()), asyncio.create_task(self._look())]
-        supervisor = Supervisor(plain, self._place, self._show_event, self.display.say)
+        supervisor = Supervisor(plain, self._place, self.display.show_event, self.display.say)
         try:
             story.code = await asyncio.wait_for(supervisor.run(), LIMIT_S)
         finally:
@@ -97,17 +102,14 @@ class _Telling:
                 await keeper.kill()
             for other in others:
                 other.cancel()
-        story.seconds, story.text = time.monotonic() - self.began, self.terminal.getvalue()
+        folder = f"{self.config.run.folder}/"
+        story.seconds = time.monotonic() - self.began
+        story.text, story.status = self.terminal.getvalue().replace(folder, ""), story.status.replace(folder, "")
         return story
 
-    keepers: list[LocalKeeper]
-
     async def _place(self, process: Process) -> LocalKeeper:
-        self.keepers = [*getattr(self, "keepers", []), LocalKeeper(process)]
+        self.keepers.append(LocalKeeper(process))
         return self.keepers[-1]
-
-    def _show_event(self, process: Process, event: Event) -> None:
-        self.display.show_event(process, event)
 
     async def _look(self) -> None:
         """Note where the case's words have come up."""
@@ -117,7 +119,11 @@ class _Telling:
             status = "\n".join([*ledger_lines(state), *waits(state, self.config)]) if state else ""
             texts = {"terminal": self.terminal.getvalue(), "status": status}
             texts["logs/rollout-0.log"] = log.read_text(errors="replace") if log.exists() else ""
+            if self.story.case.early in status and not self.story.seen and self.story.case.early:
+                self.story.seen[f"status ({self.story.case.early})"] = time.monotonic() - self.began
             for place, text in texts.items():
                 if self.story.case.says in text:
                     self.story.seen.setdefault(place, time.monotonic() - self.began)
+            lines = [line for line in status.splitlines() if self.story.case.says in line]
+            self.story.status = lines[0] if lines else self.story.status
             await asyncio.sleep(LOOK_S)
