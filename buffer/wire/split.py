@@ -45,7 +45,7 @@ def sample_rows(groups: Groups) -> SampleRows:
 
 
 def parts(version: int, world: int, groups: Groups, failures: Mapping[str, int] | None = None) -> list[Part]:
-    """The parts of batch `version`; `failures` are the counts `failed`, `dropped`, `retried`, `generated` of the run so far."""
+    """The parts of batch `version`; `failures`: the counts `failed`, `dropped`, `retried`, `generated` of the run."""
     samples = [data for *_, group in groups for data, _ in group]
     rows = sample_rows(groups)
     return [
