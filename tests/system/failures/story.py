@@ -19,7 +19,8 @@ from actors.process import Process
 from actors.supervise.launch import prepare, processes
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
-from actors.watch.run_state import ask, ledger_lines, waits
+from actors.watch.run_state import ask, ledger_lines, stored, waits
+from buffer.wire.protocol import State
 from configs.load import load
 from configs.schema import Config
 from tests.harness.fakes import LocalKeeper
@@ -93,7 +94,7 @@ class _Telling:
             process if process.role == "buffer" else replace(process, argv=(*stand_in, process.role, file))
             for process in processes(self.config)
         ]
-        others = [asyncio.create_task(self.display.watch()), asyncio.create_task(self._look())]
+        others = [asyncio.create_task(self.display.watch()), asyncio.create_task(self._watch())]
         supervisor = Supervisor(plain, self._place, self.display.show_event, self.display.say)
         try:
             story.code = await asyncio.wait_for(supervisor.run(), LIMIT_S)
@@ -102,6 +103,7 @@ class _Telling:
                 await keeper.kill()
             for other in others:
                 other.cancel()
+        self._look(stored(self.config.run.path / "buffer.sqlite"))  # a short run may be over between two looks
         folder = f"{self.config.run.folder}/"
         story.seconds = time.monotonic() - self.began
         story.text, story.status = self.terminal.getvalue().replace(folder, ""), story.status.replace(folder, "")
@@ -111,19 +113,22 @@ class _Telling:
         self.keepers.append(LocalKeeper(process))
         return self.keepers[-1]
 
-    async def _look(self) -> None:
-        """Note where the case's words have come up."""
-        log = self.config.run.path / "logs" / "rollout-0.log"
+    async def _watch(self) -> None:
+        """Look until cancelled."""
         while True:
-            state = await ask(self.config, LOOK_S)
-            status = "\n".join([*ledger_lines(state), *waits(state, self.config)]) if state else ""
-            texts = {"terminal": self.terminal.getvalue(), "status": status}
-            texts["logs/rollout-0.log"] = log.read_text(errors="replace") if log.exists() else ""
-            if self.story.case.early in status and not self.story.seen and self.story.case.early:
-                self.story.seen[f"status ({self.story.case.early})"] = time.monotonic() - self.began
-            for place, text in texts.items():
-                if self.story.case.says in text:
-                    self.story.seen.setdefault(place, time.monotonic() - self.began)
-            lines = [line for line in status.splitlines() if self.story.case.says in line]
-            self.story.status = lines[0] if lines else self.story.status
+            self._look(await ask(self.config, LOOK_S))
             await asyncio.sleep(LOOK_S)
+
+    def _look(self, state: State | None) -> None:
+        """Note where the case's words have come up."""
+        story, seconds = self.story, time.monotonic() - self.began
+        log = self.config.run.path / "logs" / "rollout-0.log"
+        status = "\n".join([*ledger_lines(state), *waits(state, self.config)]) if state else ""
+        texts = {"terminal": self.terminal.getvalue(), "status": status}
+        texts["logs/rollout-0.log"] = log.read_text(errors="replace") if log.exists() else ""
+        if story.case.early and story.case.early in status:
+            story.seen.setdefault(f"status ({story.case.early})", seconds)
+        for place, text in texts.items():
+            if story.case.says in text:
+                story.seen.setdefault(place, seconds)
+        story.status = next((line for line in status.splitlines() if story.case.says in line), story.status)
