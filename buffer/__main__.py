@@ -110,6 +110,7 @@ def restored(config: Config, store: Store, problems: int) -> Ledger:
         attempts=config.rollout.attempts,
         lease_s=MISSED * config.rollout.heartbeat_s,
         skip_zero_variance=batch.skip_zero_variance,
+        max_failed_share=config.rollout.max_failed_share,
         recall=store.dropped,
     )
     ledger.restore(store.load(), time.monotonic())

@@ -1,7 +1,8 @@
 """The outermost frame that all processes share: log format, command-line flags, signals, exit codes.
 
 Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
-log says why), 2 input refused before anything was started, 128 + N ended at once by the second signal, number N.
+log says why), 2 input refused before anything was started, 3 the data ended before `run.versions`, 4 the learner of a
+run that was given up (`launch`: 1), 128 + N ended at once by the second signal, number N.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-DONE, FAILED, BAD_INPUT = 0, 1, 2
+DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
+ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
+"""Exit code of the learner by how its run ended: with any of these it is not started again."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -19,7 +19,7 @@ from configs.schema import Config
 CHANGEABLE = (
     *("run.versions", "run.folder"),
     *("data.eval", "data.epochs"),
-    *("reward.timeout_s", "reward.workers"),
+    *("reward.timeout_s", "reward.workers", "reward.memory_gib", "reward.max_calls"),
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
     *("learner.betas", "learner.eps", "learner.weight_decay"),
@@ -27,7 +27,8 @@ CHANGEABLE = (
     *("learner.tokens_per_microbatch", "learner.head_chunk_tokens", "learner.activation_checkpointing"),
     *("learner.cpu_offload", "learner.timeout_s", "learner.checkpoint_every", "learner.keep_*", "learner.export_every"),
     *("rollout.servers", "rollout.tensor_parallel", "rollout.device", "rollout.groups_in_flight", "rollout.attempts"),
-    *("rollout.heartbeat_s", "rollout.engine"),
+    *("rollout.heartbeat_s", "rollout.engine", "rollout.max_failed_share"),
+    *("rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
     *("weights.*", "buffer.*", "log.*"),
 )
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides

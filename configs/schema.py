@@ -229,6 +229,10 @@ class RolloutConfig(Section):
     """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3
     """How often an item is dispatched before it is dropped with the reason of its last failure."""
+    max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
+    a group was made, and they are more than this share of the attempts since then, those under way included. Failures
+    of the infrastructure do not count; 1: never."""
     heartbeat_s: Seconds = 2.0
     """Interval between heartbeats of a server; its leases end after five missed ones."""
     engine: dict[str, Any] = {}

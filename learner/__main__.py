@@ -4,7 +4,8 @@ Starts `learner.ranks` ranks on this machine unless torchrun has started them; b
 it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after the current version
 and a checkpoint (exit 0), the second at once. Exit 2: config, model or device do not work, found before anything was
 started, or the last checkpoint could not be written: another start would end the same way. Exit 1: a rank failed; all
-ranks have ended, and a restart continues from the last checkpoint.
+ranks have ended, and a restart continues from the last checkpoint. Exit 3: the data ended before the last version; 4:
+the run was given up, because attempts only fail.
 """
 
 import logging
@@ -24,8 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from buffer.curve import KeysError, client_keys_for, server_keys_for
 from buffer.wire.client import LearnerClient, RefusedError
+from buffer.wire.protocol import Finished
 from configs.checks import check, max_sample_tokens
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
+from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, FAILED, StopSignals, configure_logging, run_and_exit
 from configs.load import ConfigError, read
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -58,11 +60,15 @@ def main(argv: Sequence[str]) -> int:
         device = choose_device(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner.ranks)
-        train(config, configure_process(config, device))
+        finished = train(config, configure_process(config, device))
     except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return FAILED if isinstance(error, OutOfMemory) else BAD_INPUT
-    return DONE
+    if finished is None:
+        return DONE
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{PROG}: {finished.why}", file=sys.stderr)
+    return ENDINGS[finished.outcome]
 
 
 def choose_device(config: Config) -> torch.device:
@@ -111,8 +117,8 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def train(config: Config, device: torch.device) -> None:
-    """Build the loop's parts, run it, and close them in order."""
+def train(config: Config, device: torch.device) -> Finished | None:
+    """Build the loop's parts, run it, and close them in order. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path)
     with process_group(config, device) as mesh, ExitStack() as parts:
@@ -139,6 +145,7 @@ def train(config: Config, device: torch.device) -> None:
             tracker.close()
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
+    return draining.finished
 
 
 def build(config: Config, mesh: DeviceMesh, budget: int) -> tuple[Policy, Algorithm]:

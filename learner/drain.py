@@ -10,7 +10,7 @@ import signal
 from contextlib import suppress
 
 from buffer.wire.client import LearnerClient
-from buffer.wire.protocol import Part
+from buffer.wire.protocol import Finished, Part
 from learner.train import collectives
 
 
@@ -23,6 +23,11 @@ class Draining:
 
     def __init__(self, batches: LearnerClient) -> None:
         self.batches, self._begun, self._waiting = batches, False, False
+
+    @property
+    def finished(self) -> Finished | None:
+        """How the run ended; None if it did not: a signal, or the last version."""
+        return None if self._begun else self.batches.finished
 
     def rewind(self, version: int) -> None:
         """As in LearnerClient."""

@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-from configs.entrypoint import DONE, StopSignals
+from configs.entrypoint import DONE, ENDINGS, StopSignals
 
 HOST = "127.0.0.1"
 PARENT = "HEADRACE_PARENT"
@@ -55,6 +55,8 @@ def start(argv: Sequence[str], ranks: int) -> int:
     if not result.failures:
         return DONE
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+    if first.exitcode in ENDINGS.values():  # rank 0 has said why the run ended
+        return first.exitcode
     ended = f"rank {first.local_rank} failed first (exit code {first.exitcode}); all ranks have ended"
     print(f"learner: {ended}", file=sys.stderr)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

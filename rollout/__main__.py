@@ -103,10 +103,14 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
     revoke = partial(episodes.abandon, failure=REVOKED)
     drain.episodes = episodes
+
+    def stats() -> dict[str, float]:
+        return {**engine.stats(), **episodes.stages.stats()}
+
     async with asyncio.TaskGroup() as tasks:
         others = [
             tasks.create_task(follow(updates, engine)),
-            tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, engine.stats, revoke)),
+            tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, stats, revoke)),
             tasks.create_task(check_alive(engine, config.weights.timeout_s)),
             tasks.create_task(engine.died()),
             first := tasks.create_task(updates.first.wait()),
@@ -114,8 +118,11 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
         ]
         await drain.wait(first)
         await roll(partial(drain.ask, buffer), buffer, episodes, config.rollout.groups_in_flight)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(drain.wait(last), config.learner.timeout_s)
+        if buffer.finished:
+            log.info("%s", buffer.finished.why)
+        if buffer.finished and buffer.finished.outcome == "versions":
+            with suppress(TimeoutError):
+                await asyncio.wait_for(drain.wait(last), config.learner.timeout_s)
         for other in others:
             other.cancel()
 

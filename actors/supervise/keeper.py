@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from actors.process import Event, EventKind, Process
 from actors.supervise.guard import Guarded
-from configs.entrypoint import BAD_INPUT, DONE
+from configs.entrypoint import BAD_INPUT, DONE, ENDINGS
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -75,6 +75,8 @@ class Keeper:
             is_done = code == DONE and self.process.role != "buffer"  # the run needs its buffer until it is drained
             if self._ending.is_set() or is_done:
                 return self._report("ended", f"exit code {code}", code)
+            if self.process.role == "learner" and code in ENDINGS.values():  # its last words say why the run ended
+                return self._report("ended", "\n".join(last_words(self._last_lines)), code)
             if code == BAD_INPUT:  # another start would end the same way
                 return self._report("refused", "\n".join(self._last_lines), code)
             failures = failures + 1 if lived_s < restarts.fast_s else 1
@@ -138,6 +140,12 @@ class Keeper:
         """
         with suppress(OSError), open(self.process.log, "ab", buffering=0) as file:
             file.write(data)
+
+
+def last_words(lines: Sequence[str]) -> Sequence[str]:
+    """What a process said at its end, from the line on that names its command."""
+    starts = [at for at, line in enumerate(lines) if line.startswith("python -m ")]
+    return list(lines)[starts[-1] :] if starts else list(lines)
 
 
 def environment(process: Process) -> dict[str, str]:

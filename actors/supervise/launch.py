@@ -35,7 +35,8 @@ ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEV
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept, 128 + N: signal N."""
+    """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept or the run was given
+    up, 3: the data ended before `run.versions`, 128 + N: signal N."""
     flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"}, fork_from={"metavar": "RUN[@vN]"})
     config = read(argv, PROG)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from actors.process import FINAL, Event, Process
 from actors.supervise.ray_cluster import RemoteKeeper
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals
+from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
 FAILED_DRAIN_S = 30.0
 """Most time for each drain of a run that failed: nobody waits for a checkpoint that may never come."""
@@ -28,6 +28,8 @@ class Verdict:
 
     code: int
     why: str
+    last: str = ""
+    """What is said once everything has ended."""
 
 
 class Supervisor:
@@ -60,6 +62,8 @@ class Supervisor:
             self._say(verdict.why)
             await self._end(verdict)
             await asyncio.wait(followers, timeout=LAST_EVENTS_S)
+        if verdict.last:
+            self._say(verdict.last)
         return verdict.code
 
     async def _next(self, followers: Sequence[asyncio.Task[None]]) -> tuple[Process, Event] | int:
@@ -96,6 +100,9 @@ class Supervisor:
                 return Verdict(FAILED, why)
             self._say(f"{why}\nthe run goes on with the other servers")
         if process.role == "learner" and event.kind == "ended":
+            if event.code in (DATA_ENDED, GIVEN_UP):
+                why = "the learner ended the run; draining servers and buffer"
+                return Verdict(FAILED if event.code == GIVEN_UP else DATA_ENDED, why, event.text)
             return Verdict(DONE, "the learner is done; draining servers and buffer")
         return None
 

@@ -6,9 +6,11 @@ Waits for nothing but the buffer's answer, `timeout_s` at most. Reading the SQLi
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from buffer.curve import KeysError, client_keys_for
 from buffer.store.sqlite import reading
@@ -21,6 +23,13 @@ from configs.schema import Config
 VERSIONS = "SELECT COALESCE(MAX(version) FILTER (WHERE trained), -1), COALESCE(MAX(version), -1) FROM batches"
 LEASES = "SELECT server, COUNT(*), MAX(version), MIN(leased_at) FROM items WHERE state = 'leased' GROUP BY server"
 UNTRAINED_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM items WHERE state IN ('stored', 'batched')"
+CULPRITS = {
+    "reward": "reward.function, which fails",
+    "task": "rollout.task, which fails",
+    "prompt": "prompts that can be used (data.train)",
+    "engine": "vLLM, which fails",
+}
+"""Whom a batch waits for where attempts fail, by kind of failure."""
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 
@@ -62,6 +71,7 @@ def stored(file: Path) -> State:
         leases = db.execute(LEASES).fetchall()
         (untrained_bytes,) = db.execute(UNTRAINED_BYTES).fetchone()
         totals = {(what, which): sums for what, which, *sums in db.execute("SELECT * FROM totals ORDER BY what, which")}
+        ended = db.execute("SELECT value FROM meta WHERE name = 'ended'").fetchone()
 
     servers = {}
     for server, count, newest, at in leases:
@@ -77,6 +87,8 @@ def stored(file: Path) -> State:
         counts=counts,
         dropped=groups_by("dropped"),
         failed=groups_by("failed"),
+        retried=sum(groups_by("retried").values()),
+        ended=ended[0] if ended else "",
         lengths={
             f"{what}: {which}" if which else what: sums
             for (what, which), sums in totals.items()
@@ -95,11 +107,14 @@ def waits(state: State, config: Config) -> list[str]:
 
     A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
     learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
-    buffer says why. Example: `"learner for rollout-0, 3.2 s: batch 7 has 20 of 32 groups"`
+    buffer says why. Example: `"learner for rollout-0 (generating 12), 3.2 s: batch 7 has 20 of 32 groups"`
+
+    Where more attempts have failed since the last batch than groups are stored, the servers are not to blame.
     """
     gone = silent(state, config)
     holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
-    servers = ", ".join(holding) or "any rollout server"
+    servers = ", ".join(name + _stages(state.servers[name]) for name in holding) or "any rollout server"
+    servers = _culprit(state) or servers
     return [
         f"{waiter.who} for {servers if waiter.kind == 'Take' else 'the learner'}, {waiter.seconds:.1f} s: {waiter.why}"
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
@@ -115,10 +130,49 @@ def silent(state: State, config: Config) -> list[str]:
 def failures(state: State) -> str:
     """Failed attempts and dropped items of the run in one line, nothing if there are none.
 
-    Example: `"40 attempts failed, most often reward: KeyError: 'answer' (38); 9 items dropped, most often ... (9)"`
+    Example: `"reward failed 8 % of 500 attempts, most often KeyError: 'answer' (38); 30 of 460 groups retried"`
     """
-    counted = (("attempts failed", state.failed), ("items dropped", state.dropped))
-    return "; ".join(f"{sum(of.values())} {what}, most often {_most_frequent(of)}" for what, of in counted if of)
+    made = state.lengths.get("generated", [0])[0]
+    attempts = made + sum(state.failed.values())
+    by_kind: dict[str, dict[str, int]] = defaultdict(dict)
+    for failure, count in state.failed.items():
+        kind, _, reason = failure.partition(": ")
+        by_kind[kind][reason] = count
+    ranked = sorted(by_kind.items(), key=lambda pair: -sum(pair[1].values()))
+    lines = [
+        f"{kind} failed {_percent(sum(counts.values()) / attempts)} of {attempts} attempts, most often "
+        + _most_frequent(counts)
+        for kind, counts in ranked
+    ]
+    if state.retried:
+        lines.append(f"{state.retried} of {made} groups retried")
+    if state.dropped:
+        lines.append(f"{sum(state.dropped.values())} items dropped, most often {_most_frequent(state.dropped)}")
+    return "; ".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def _stages(server: Mapping[str, Any]) -> str:
+    """` (scoring 12 for 8 s, generating 4)`: what the samples of a server wait for, the most frequent first."""
+    stats = server.get("stats", {})
+    counts = {stage: stats[stage] for stage in ("generating", "scoring", "task") if stats.get(stage)}
+    lines = []
+    for stage in sorted(counts, key=lambda stage: -counts[stage]):
+        longest_s = f" for {stats[f'{stage}_s']:.0f} s" if f"{stage}_s" in stats else ""
+        lines.append(f"{stage} {counts[stage]:.0f}{longest_s}")
+    return f" ({', '.join(lines)})" if lines else ""
+
+
+def _culprit(state: State) -> str:
+    """What fails, if more attempts have failed by it since the last batch was formed than groups are stored."""
+    by_kind: Counter[str] = Counter()
+    for failure, count in state.recent_failed.items():
+        by_kind[failure.partition(":")[0]] += count
+    kind, count = by_kind.most_common(1)[0] if by_kind else ("", 0)
+    return CULPRITS.get(kind, "") if count > state.counts.get("stored", 0) else ""
 
 
 def _most_frequent(counts: dict[str, int]) -> str:
@@ -127,7 +181,9 @@ def _most_frequent(counts: dict[str, int]) -> str:
 
 
 def ledger_lines(state: State) -> Iterator[str]:
-    """What became of the run's problems so far: batches, items, ages, lengths, failures."""
+    """What became of the run's problems so far: failures, batches, items, ages, lengths."""
+    if line := failures(state):
+        yield line
     yield (
         f"batch {state.version} is next, {state.trained + 1} trained; "
         f"{state.bytes_stored:,} bytes of samples wait for training"

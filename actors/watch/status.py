@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from rich.console import Console
@@ -26,16 +27,10 @@ SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "t
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 for a run whose buffer answers, 1 for one whose does not, 2 for bad input."""
+    """Exit code: 0 for a run whose buffer answers or that has ended by itself, 1 for any other, 2 for bad input."""
     config, run = find_run(argv, "python -m actors status")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(*_folder_lines(config, run), sep="\n")
-    answer = asyncio.run(ask(config))
-    if answer is not None:
-        console.print(f"buffer at {config.buffer.address}")
-    else:
-        console.print(f"the buffer at {config.buffer.address} does not answer; its files hold:", style="red")
-    held = None
+    answer, held, trouble = asyncio.run(ask(config)), None, ""
     if config.buffer.path:
         try:
             held = stored(run / config.buffer.path)
@@ -43,14 +38,25 @@ def main(argv: Sequence[str]) -> int:
                 for version, change in history(db):
                     console.print(f"changed at version {version}: {change}")
         except StoreError as error:
-            if answer is None:
-                console.print(str(error))
+            trouble = str(error)
+    ended = "" if answer else _ending(config, run, held)
+    console.print(*_folder_lines(config, run, ended), sep="\n")
+    if answer is not None:
+        console.print(answer.ended or f"buffer at {config.buffer.address}")
+    elif not ended:
+        since = _last_life(config, run)
+        dead = f"dead since {_when(since)}" if since else "never started"
+        console.print(f"{dead}: the buffer at {config.buffer.address} does not answer; its files hold:", style="red")
+    if answer is None and trouble:
+        console.print(trouble)
     if answer and held:
         for name, server in held.servers.items():  # the buffer's answer has no lease times
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
         console.print(_servers_table(state, config), soft_wrap=False)
+    if ended:
+        return DONE
     if answer is None:
         console.print(*_last_log_lines(run), sep="\n")
         return FAILED
@@ -60,12 +66,37 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _folder_lines(config: Config, run: Path) -> Iterator[str]:
-    """Versions, the last record and its age, checkpoints."""
+def _ending(config: Config, run: Path, held: State | None) -> str:
+    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died."""
+    records = Records(run / "metrics.jsonl")
+    if records.by_version and max(records.by_version) >= config.run.versions:
+        return f"finished at {_when(records.path.stat().st_mtime)}"
+    if held and held.ended and held.trained + 1 == held.version < config.run.versions:
+        return f"ended at {_when(_last_life(config, run))}: {held.ended}"
+    return ""
+
+
+def _last_life(config: Config, run: Path) -> float:
+    """When a process of the run last wrote a log, a record or the ledger, in Unix time; 0: never."""
+    files = [run / "metrics.jsonl", *(run / "logs").glob("*.log")]
+    if config.buffer.path:
+        ledger = run / config.buffer.path
+        files += [ledger, ledger.with_name(f"{ledger.name}-wal")]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def _when(seconds: float) -> str:
+    """`2026-11-22 06:18:03 (40 s ago)`."""
+    ago = timedelta(seconds=round(time.time() - seconds))
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S} ({ago} ago)"
+
+
+def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
+    """Versions, how the run ended if it has, the last record and its age, checkpoints."""
     log = Records(run / "metrics.jsonl")
     records = log.ordered()
     done = records[-1]["version"] if records else 0
-    yield f"run {config.run.name} in {run}: version {done} of {config.run.versions}"
+    yield f"run {config.run.name} in {run}: version {done} of {config.run.versions}" + (f", {ended}" if ended else "")
     if records:
         seconds = time.time() - log.path.stat().st_mtime
         figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in SHOWN]

@@ -10,12 +10,14 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
+MOST_COUNTS = 5
+"""Reasons of failed attempts that the end of a run is explained with."""
 
 
 def for_batch(ledger: Ledger) -> str:
     """Why batch v' is not ready, who holds what it waits for, and what failed meanwhile."""
-    if ledger.finished():
-        return _finished(ledger)
+    if why := ended(ledger):
+        return why.splitlines()[0]
     if ledger.ready():
         return f"batch {ledger.version} is ready for the learner"
     return _missing(ledger) + _failures(ledger)
@@ -23,16 +25,47 @@ def for_batch(ledger: Ledger) -> str:
 
 def for_work(ledger: Ledger, server: str) -> str:
     """Why nothing can be dispatched to `server`, and what failed meanwhile."""
-    if ledger.finished():
-        return _finished(ledger)
+    if why := ended(ledger):
+        return why.splitlines()[0]
     known = ledger.servers.get(server)
     return _closed(ledger, min(known.version if known else 0, ledger.state.ceiling), server) + _failures(ledger)
 
 
-def _finished(ledger: Ledger) -> str:
-    if ledger.versions is not None and ledger.version >= ledger.versions:
+def ended(ledger: Ledger) -> str:
+    """Why no further batch will be formed, nothing while one may be. After the first line of a run that was given up:
+    how many attempts of the run failed by kind and reason, example rows, and what to do."""
+    outcome = ledger.outcome()
+    if outcome is None:
+        return ""
+    if outcome == "versions":
         return f"finished: all {ledger.versions} batches are formed (run.versions)"
-    return f"finished: all {ledger.problems} problems of {ledger.epochs} epochs are used up (data.epochs)"
+    after = f"after version {ledger.version}" + (f" of {ledger.versions}" if ledger.versions is not None else "")
+    if ledger.state.given_up:
+        row = f"{ledger.state.failures_in_row} attempts failed and no group was made meanwhile"
+        first = f"the run was given up {after}: {row} (rollout.max_failed_share {ledger.max_failed_share:g})"
+    else:
+        epochs = "1 epoch" if ledger.epochs == 1 else f"{ledger.epochs} epochs"
+        counts = f"{ledger.state.num_formed} trained, {sum(ledger.dropped().values())} dropped{_dropped(ledger)}"
+        first = f"the data ended {after}: {epochs} of {ledger.problems} problems, {counts}"
+    if outcome == "data":
+        return first
+    failed = sorted(ledger.failed().items(), key=lambda pair: -pair[1])
+    lines = [f"  {count} attempts failed: {reason}" for reason, count in failed[:MOST_COUNTS]]
+    if more := failed[MOST_COUNTS:]:
+        lines.append(f"  {sum(count for _, count in more)} attempts failed for {len(more)} other reasons")
+    lines += [f"  for example row {row} of data.train: {reason}" for row, reason in ledger.state.examples.items()]
+    again = "start the run again" if ledger.state.given_up else "choose another run.name, or remove the run's folder"
+    return "\n".join([first, *lines, f"  mend what failed, then {again}"])
+
+
+def _dropped(ledger: Ledger) -> str:
+    """` (KIND: REASON)` of most dropped items; a filter is a reason without kind."""
+    dropped = ledger.dropped()
+    if not dropped:
+        return ""
+    most = max(dropped, key=lambda reason: dropped[reason])
+    with_kind = (failure for failure in ledger.failed() if most.startswith(failure.partition(": ")[2]))
+    return f" (most often {next(with_kind, most)})" if len(dropped) > 1 else f" ({next(with_kind, most)})"
 
 
 def _missing(ledger: Ledger) -> str:

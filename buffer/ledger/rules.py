@@ -18,6 +18,7 @@ from buffer.ledger.types import (
     Lease,
     LedgerError,
     Lengths,
+    Outcome,
     SampleStats,
     Saved,
     server_name,
@@ -25,6 +26,8 @@ from buffer.ledger.types import (
 
 ZERO_VARIANCE = "zero variance"
 FIXED = ("problems", "seed", "shuffle")
+LEAST_FAILURES, LEAST_BATCHES = 100, 3
+"""A run is given up after so many failures in a row, and after as many as the groups of so many batches."""
 
 
 class Ledger:
@@ -48,6 +51,7 @@ class Ledger:
         attempts: int = 3,
         lease_s: float = 10.0,
         skip_zero_variance: bool = False,
+        max_failed_share: float = 0.5,
         recall: Callable[[int], ItemState | None] = lambda item: None,
     ) -> None:
         if problems < 1 or groups < 1 or max_staleness < 0 or attempts < 1:
@@ -56,6 +60,7 @@ class Ledger:
         self.max_staleness, self.attempts, self.lease_s = max_staleness, attempts, lease_s
         self.target_staleness = max_staleness if target_staleness is None else min(target_staleness, max_staleness)
         self.seed, self.shuffle, self.skip_zero_variance = seed, shuffle, skip_zero_variance
+        self.max_failed_share = max_failed_share
         self.state = LedgerState()
         self._recall = recall
         self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
@@ -213,6 +218,8 @@ class Ledger:
         """The learner restored `version`: batches from there on count as untrained; returns how many will be served
         again. Raises LedgerError if the ledger does not reach that version or has pruned it.
 
+        A run that was given up goes on: whoever started the learner again has mended what failed, or it ends once more.
+
         A ledger that never formed a batch goes to any version; what it opened too early for that is dispatched again.
         """
         if version != self.version and not self.state.num_formed:
@@ -227,6 +234,7 @@ class Ledger:
             raise LedgerError(self._pruned(version))
         self.state.mark(version - 1)
         self.state.ceiling = version
+        self.state.forgive()
         return self.version - version
 
     def prune(self, oldest_kept: int) -> int:
@@ -238,10 +246,22 @@ class Ledger:
         return self.state.oldest
 
     def finished(self) -> bool:
-        """No further batch can be formed: problems or versions are used up and nothing is open."""
+        """No further batch can be formed."""
+        return self.outcome() is not None
+
+    def outcome(self) -> Outcome | None:
+        """Why no further batch can be formed; None while one may be.
+
+        Versions are used up; or the run was given up; or problems are used up and nothing is open. If attempts failed
+        and no problem ever got into a batch, that is a failure too.
+        """
         if self.versions is not None and self.version >= self.versions:
-            return True
-        return self.used_up() and not self.state.pool.num_open
+            return "versions"
+        if self.state.given_up:
+            return "failed"
+        if not self.used_up() or self.state.pool.num_open:
+            return None
+        return "data" if self.state.num_formed or not self.failed() else "failed"
 
     # what is asked of it, without changing it
 
@@ -310,11 +330,14 @@ class Ledger:
         return (self.items[item] for server in self.servers.values() for item in server.leases.values())
 
     def room(self, dispatched: int, server: str = "") -> int:
-        """How many items may be dispatched under version `dispatched` now, to `server` if one is named.
+        """How many items may be dispatched under version `dispatched` now, to `server` if one is named; none once the
+        run was given up.
 
         Of the last places before `run.versions` it gets none that an item needs which it failed at: another server, or
         after a while any, takes that item.
         """
+        if self.state.given_up:
+            return 0
         free = schedule.room(self.state.pool.open, self.version, self.groups, self.target_staleness, dispatched)
         if self.versions is not None:
             free = min(
@@ -327,7 +350,7 @@ class Ledger:
 
     def ready(self) -> bool:
         """Whether batch v' can be formed."""
-        if self.versions is not None and self.version >= self.versions:
+        if self.state.given_up or (self.versions is not None and self.version >= self.versions):
             return False
         pool = self.state.pool
         if pool.ready(self.version, self.groups, self.max_staleness):
@@ -386,13 +409,26 @@ class Ledger:
     ) -> None:
         """An attempt failed. The next one is made by another server if there is one that lives; but if that does not
         ask within `lease_s`, by any."""
-        self.state.count_failure(kind, reason)
+        self.state.count_failure(item.row, kind, reason)
         if permanent or item.attempts >= self.attempts:
             self.state.give_up(item, reason)
-            return
-        name = server_name(item.server)
-        other = any(server_name(key) != name and self._alive(one, now) for key, one in self.state.servers.items())
-        self.state.release(item, reason, elsewhere_until=now + self.lease_s if other else 0.0)
+        else:
+            name = server_name(item.server)
+            other = any(server_name(key) != name and self._alive(one, now) for key, one in self.state.servers.items())
+            self.state.release(item, reason, elsewhere_until=now + self.lease_s if other else 0.0)
+        if self._hopeless():
+            self.state.give_up_run()
+
+    def _hopeless(self) -> bool:
+        """Whether attempts fail and no group is made any more.
+
+        Fast failures must not end a run whose groups take long: what is under way counts as if it would succeed.
+        """
+        failures, pool = self.state.failures_in_row, self.state.pool
+        attempts = failures + pool.num_open - pool.num_stored
+        return failures >= max(LEAST_FAILURES, LEAST_BATCHES * self.groups) and (
+            failures > self.max_failed_share * attempts
+        )
 
     def _redate(self, item: ItemState, version: int) -> bool:
         """Have the open item count as dispatched under the older `version`, if all stay within the bound."""

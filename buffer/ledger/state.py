@@ -13,7 +13,9 @@ from buffer.ledger.pool import Pool
 from buffer.ledger.totals import Totals
 from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
-COUNTERS = ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease")
+COUNTERS = ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up")
+EXAMPLES = 3
+"""Rows kept whose attempts failed last."""
 REMEMBERED = 1024
 """Request and lease numbers kept of each server, so that repeated messages are recognised."""
 T = TypeVar("T")
@@ -66,6 +68,10 @@ class LedgerState:
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
         self.next_item, self.next_lease = 0, 1
+        self.failures_in_row = 0
+        """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
+        self.given_up = 0
+        """1 once the run was given up because of them."""
         self.revision = 0
         """Counts the changes that a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
@@ -76,6 +82,8 @@ class LedgerState:
         self.totals = Totals()
         self.recent_failures: Counter[str] = Counter()
         """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
+        self.examples: dict[int, str] = {}
+        """By row of the data set: `KIND: REASON` of the rows that failed last."""
         self._changes, self._touched = Changes(), set[int]()
         self._written: dict[str, int] = {}  # counters as last drained
 
@@ -106,9 +114,23 @@ class LedgerState:
         item.version = version
         self._touched.add(item.number)
 
-    def count_failure(self, kind: FailureKind, reason: str) -> None:
-        """An attempt failed."""
-        self.recent_failures[self.totals.add("failed", Lengths(groups=1), f"{kind}: {reason.strip()}")] += 1
+    def count_failure(self, row: int, kind: FailureKind, reason: str) -> None:
+        """An attempt at this row failed."""
+        failure = f"{kind}: {reason.strip()}"
+        self.recent_failures[self.totals.add("failed", Lengths(groups=1), failure)] += 1
+        if kind != "infrastructure":
+            self.failures_in_row += 1
+            self.examples.pop(row, None)
+            _remember(self.examples, row, failure, EXAMPLES)
+
+    def give_up_run(self) -> None:
+        """Nothing is dispatched and no batch is formed any more, until the learner is started again."""
+        self.given_up = 1
+        self.revision += 1
+
+    def forgive(self) -> None:
+        """The learner was started: failures until now no longer count against the run."""
+        self.failures_in_row = self.given_up = 0
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0) -> None:
         """Leased -> waiting, until `elsewhere_until` for other servers: the attempt failed, or it was returned."""
@@ -133,6 +155,9 @@ class LedgerState:
         lengths = Lengths.of(samples)
         _, item.samples, item.tokens, item.sampled, item.truncated = lengths
         self.totals.add("generated", lengths)
+        if item.attempts > 1:
+            self.totals.add("retried", lengths)
+        self.failures_in_row = 0
         self.servers[item.server].record_delivery(item.lease)
         self._changes.sample_stats[item.number] = tuple(samples)
         self._touched.add(item.number)
@@ -232,7 +257,8 @@ class LedgerState:
     def restore(self, saved: Saved, now: float) -> None:
         """Continue from what was saved; this state must be new. Leases begin anew at `now`."""
         for name in COUNTERS:
-            setattr(self, name, saved.scalars[name])
+            setattr(self, name, saved.scalars.get(name, 0))  # an older file lacks some
+        self.examples = dict(saved.failed_rows)
         self._written = dict(saved.scalars)
         self.totals.restore(saved.totals)
         self.items = {item.number: item for item in saved.items}
@@ -253,7 +279,7 @@ def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
     return FormedBatch(version, tuple(number for _, number in taken), tuple(dispatched for dispatched, _ in taken))
 
 
-def _remember(memory: dict[int, T], number: int, what: T) -> None:
+def _remember(memory: dict[int, T], number: int, what: T, most: int = REMEMBERED) -> None:
     memory[number] = what
-    if len(memory) > REMEMBERED:
+    if len(memory) > most:
         del memory[next(iter(memory))]

@@ -18,6 +18,7 @@ class Totals:
     """Totals by (what, which). `what` is one of
 
     - `generated`: accepted groups, whatever became of them;  `trained`: groups of trained batches;
+    - `retried`: accepted groups that were not made at the first attempt;
     - `dropped`, by reason;  `discarded`, by reason: groups generated, then thrown away, whose problem is tried again;
     - `failed`, by `KIND: REASON`: attempts;  `age`, by age: groups of formed batches, trained or about to be.
     """

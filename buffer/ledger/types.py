@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 OPEN = ("leased", "stored")
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
 """Whose fault a failed attempt is: the reward function's, the task's, the row's, vLLM's, or anything else's."""
+Outcome = Literal["versions", "data", "failed"]
+"""How a run ends: with version `run.versions`, with the data before that, or given up because attempts only fail."""
 
 
 class LedgerError(ValueError):
@@ -152,8 +154,8 @@ class Changes:
     """By batch: has it been trained?"""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     """Running totals by (what, which), see `totals.py`."""
-    scalars: dict[str, int] = field(default_factory=dict)
-    """The ledger's counters by name."""
+    scalars: dict[str, int | str] = field(default_factory=dict)
+    """The ledger's counters by name; `ended` is the text of `reasons.ended`."""
 
     def __bool__(self) -> bool:
         return any((self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars))
@@ -177,6 +179,8 @@ class Saved:
     items: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     scalars: dict[str, int] = field(default_factory=dict)
+    failed_rows: tuple[tuple[int, str], ...] = ()
+    """(row, reason) of items that failed last, oldest first."""
 
 
 def server_name(server: str) -> str:

@@ -67,6 +67,10 @@ SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END
 KEPT = f"{ITEM_STATE} WHERE state <> 'dropped' AND (batch = -1 OR batch >= ?)"
 DROPPED = f"{ITEM_STATE} WHERE item = ? AND state = 'dropped'"
 UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
+FAILED_ROWS = """
+SELECT row, reason FROM items WHERE state IN ('waiting', 'dropped') AND samples = 0 AND reason <> ''
+ORDER BY changed_at DESC, item DESC LIMIT ?
+"""
 VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
 GROUP = "SELECT segment, position, bytes FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from buffer.ledger.state import EXAMPLES
 from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, Saved, Transaction
 from buffer.store import segments, sql
 from buffer.store.lock import InUse, lock_of, locked
@@ -119,7 +120,8 @@ class Store:
             scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
-        return Saved(items, totals, scalars)
+            failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
+        return Saved(items, totals, scalars, failed[::-1])
 
     def dropped(self, item: int) -> ItemState | None:
         """An item that was dropped, which the ledger does not keep in memory."""

@@ -35,6 +35,8 @@ class RolloutClient:
         """Leases this server works on."""
         self.nudged = asyncio.Event()
         """Set it to have `heartbeats` send one at once, as after a policy swap."""
+        self.finished: protocol.Finished | None = None
+        """How the run ended, once `ask` has returned None."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
@@ -54,6 +56,7 @@ class RolloutClient:
         ask = protocol.Ask(request=self._requests, version=self._version(), room=room)
         answer = await self.client.request(ask)
         if isinstance(answer, protocol.Finished):
+            self.finished = answer
             return None
         assert isinstance(answer, protocol.Work)
         self.holding.update(item.lease for item in answer.items)
@@ -138,6 +141,8 @@ class LearnerClient:
         self._client: Connection | None = None
         self._trained: Future[protocol.Ack] | None = None
         """The answer to the last Trained."""
+        self.finished: protocol.Finished | None = None
+        """How the run ended, once `take` has returned None."""
 
         async def connect() -> Connection:
             return await Connection(address, name, "learner", fingerprint, serves, keys=keys).__aenter__()
@@ -153,12 +158,15 @@ class LearnerClient:
         return self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind").replay
 
     def take(self, version: int) -> Part | None:
-        """This rank's part of batch `version`; None: there will be none (problems or versions are used up)."""
+        """This rank's part of batch `version`; None: there will be none, and `finished` says why."""
         self._raise_refusal()
         take = protocol.Take(version=version, rank=self.rank, world=self.world)
         answer = self._wait(self.client.request(take), "Take")
-        assert isinstance(answer, Part | protocol.Finished)
-        return answer if isinstance(answer, Part) else None
+        if isinstance(answer, protocol.Finished):
+            self.finished = answer
+            return None
+        assert isinstance(answer, Part)
+        return answer
 
     def trained(self, version: int, oldest_kept: int) -> None:
         """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.

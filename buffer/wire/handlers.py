@@ -73,6 +73,8 @@ class Handlers:
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
         """Of samples accepted and not yet trained."""
+        self._ended = ""
+        """`reasons.ended` as last written."""
         self._split: tuple[tuple[int, int], list[protocol.Part]] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
@@ -122,6 +124,8 @@ class Handlers:
     def changes(self) -> Transaction | None:
         """What changed since the last call, to be committed before anything else is handled; None: nothing."""
         changes = self.ledger.drain()
+        if (ended := reasons.ended(self.ledger)) != self._ended:
+            self._ended = changes.scalars["ended"] = ended
         payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         return Transaction(changes, payloads, void_before) if changes else None
@@ -146,6 +150,9 @@ class Handlers:
             counts=ledger.counts(),
             dropped=ledger.dropped(),
             failed=ledger.failed(),
+            recent_failed=dict(ledger.state.recent_failures),
+            retried=ledger.state.totals.groups("retried"),
+            ended=reasons.ended(ledger),
             lengths={name: list(lengths) for name, lengths in ledger.lengths().items()},
             ages=ledger.ages(),
             bytes_stored=self.bytes_stored,
@@ -182,7 +189,7 @@ class Handlers:
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
         leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
         if not leases and not self.ledger.answered(peer.key, ask.request):
-            return protocol.Finished() if self.ledger.finished() else None
+            return self._finished()
         return protocol.Work(
             items=[
                 protocol.WorkItem(
@@ -230,13 +237,19 @@ class Handlers:
             raise ValueError(f"Take of rank {take.rank} of {take.world}: ranks count from 0")
         batch = self.ledger.take(take.version)
         if batch is None:
-            return protocol.Finished() if self.ledger.finished() else None
+            return self._finished()
         key = take.version, take.world
         if self._split is None or self._split[0] != key:
             groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            failed, dropped = sum(self.ledger.failed().values()), sum(self.ledger.dropped().values())
-            self._split = key, parts(*key, groups, failed, dropped)
+            totals = self.ledger.state.totals
+            failures = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+            self._split = key, parts(*key, groups, failures)
         return self._split[1][take.rank]
+
+    def _finished(self) -> protocol.Finished | None:
+        """The answer to a request that waits for work or for a batch, once there will be none."""
+        outcome = self.ledger.outcome()
+        return protocol.Finished(outcome=outcome, why=reasons.ended(self.ledger)) if outcome else None
 
     def _group(self, item: int) -> Group:
         if known := self._cache.get(item):

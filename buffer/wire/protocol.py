@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
+from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 2
+PROTOCOL = 3
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 
@@ -203,6 +204,10 @@ class Part(Message):
     """Attempts that failed in the run so far."""
     dropped: Count = 0
     """Items dropped in the run so far."""
+    retried: Count = 0
+    """Groups of the run so far that were not made at the first attempt."""
+    generated: Count = 0
+    """Groups made in the run so far."""
 
     def size_hint(self) -> int:
         """Of its samples, which are megabytes."""
@@ -210,7 +215,12 @@ class Part(Message):
 
 
 class Finished(Message):
-    """No problem is left (`data.epochs`), or no version (`run.versions`)."""
+    """The run is over: no version is left (`run.versions`), no problem (`data.epochs`), or it was given up because
+    attempts only fail (`rollout.max_failed_share`)."""
+
+    outcome: Outcome
+    why: str
+    """For people. If nothing could be trained: several lines, with counts by kind and reason, and example rows."""
 
 
 class State(Message):
@@ -226,6 +236,12 @@ class State(Message):
     """Dropped items by reason."""
     failed: dict[str, int] = Field(default_factory=dict)
     """Failed attempts of the whole run by `KIND: REASON`, dropped ones included; returned ones do not count."""
+    recent_failed: dict[str, int] = Field(default_factory=dict)
+    """The same since the last batch was formed."""
+    retried: Count = 0
+    """Groups that were not made at the first attempt."""
+    ended: str = ""
+    """Why no further batch will be formed, as in `Finished`; empty while one may be."""
     lengths: dict[str, list[int]] = Field(default_factory=dict)
     """[groups, samples, tokens, sampled, truncated] by what became of them, whole run: `generated`, `trained`,
     `dropped: REASON`, `discarded: REASON`. Means that differ show a loss of long or short answers."""

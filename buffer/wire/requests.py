@@ -6,6 +6,8 @@ here for what, and why, is `State.waiters`.
 """
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from buffer.wire.handlers import Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, unpack
 
 log = logging.getLogger(__name__)
+REPEAT_S = 10.0
+"""Shortest time between two lines about refused messages of one kind."""
 
 
 @dataclass
@@ -45,6 +49,7 @@ class PendingRequests:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
         """Refused messages since the start, by kind; `malformed` for what was none."""
+        self._logged_at: dict[str, float] = {}
         self._parked: dict[tuple[bytes, str | int], PendingRequest] = {}
         self._tried = -1
         """Revision at which the parked requests were tried last."""
@@ -153,7 +158,10 @@ class PendingRequests:
 
     def _refuse(self, identity: bytes, number: int, what: str, reason: str) -> None:
         self.errors[what] += 1
-        log.warning("refused %s: %s", what, reason)
+        now = time.monotonic()
+        if now >= self._logged_at.get(what, -math.inf) + REPEAT_S:  # a flood must not fill the disk
+            self._logged_at[what] = now
+            log.warning("refused %s, %d since the start: %s", what, self.errors[what], reason)
         self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
     def _state(self, now: float) -> protocol.State:

@@ -1,7 +1,7 @@
 """Split a batch into one part per learner rank, balanced by tokens. Pure; used by `handlers.py`."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 
 import numpy as np
@@ -44,8 +44,8 @@ def sample_rows(groups: Groups) -> SampleRows:
     )
 
 
-def parts(version: int, world: int, groups: Groups, failed: int = 0, dropped: int = 0) -> list[Part]:
-    """The parts of batch `version`; `failed` attempts and `dropped` items are those of the run so far."""
+def parts(version: int, world: int, groups: Groups, failures: Mapping[str, int] | None = None) -> list[Part]:
+    """The parts of batch `version`; `failures`: the counts `failed`, `dropped`, `retried`, `generated` of the run."""
     samples = [data for *_, group in groups for data, _ in group]
     rows = sample_rows(groups)
     return [
@@ -56,8 +56,7 @@ def parts(version: int, world: int, groups: Groups, failed: int = 0, dropped: in
             rows=rows,
             positions=Array.of(np.array(positions, np.int64)),
             samples=[samples[position] for position in positions],
-            failed=failed,
-            dropped=dropped,
+            **(failures or {}),
         )
         for rank, positions in enumerate(cut(rows.tokens.numpy().tolist(), world))
     ]

@@ -197,6 +197,8 @@ ALERTS: tuple[tuple[str, bool, Rule, str], ...] = (
      "importance weights are capped; lower batch.max_staleness or learner.lr, or raise algorithm.is_cap"),
     ("length/truncated", False, lambda now, usual: now > 0.1,
      "answers are truncated; raise sampling.max_tokens, or set algorithm.overlong to soft or mask"),
+    ("buffer/failed_share", False, lambda now, usual: now > 0.05,
+     "attempts fail, whose groups are made again or dropped; `python -m actors status` names the reasons"),
     ("entropy/mean", True, lambda now, usual: now < 0.3 * usual,
      "the policy stops exploring; set algorithm.entropy_bonus, raise sampling.temperature or the loss's upper bound"),
     ("gradient/norm", True, lambda now, usual: now > 10 * usual,

@@ -65,7 +65,8 @@ class Algorithm:
         metrics = batch_metrics(batch, totals) | self.optimizer.update(batch.version)
         times.append(time.perf_counter())
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
-        metrics |= {"buffer/failed": float(part.failed), "buffer/dropped": float(part.dropped)}
+        metrics |= {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried")}
+        metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
         lengths = zip(batch.rows.tokens.numpy().tolist(), batch.rows.sampled.numpy().tolist(), strict=True)
         return metrics | {"flops": policy.costs.total(lengths)}
 

@@ -18,6 +18,7 @@ from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
+from rollout.episodes.stages import Stages
 from rollout.errors import EngineDead, EpisodeError, first_error
 from rollout.rewards.convention import Answer, Turn
 from rollout.rewards.workers import RewardPool
@@ -61,6 +62,7 @@ class Episodes:
     rewards: RewardPool
     samples: int
     failures: FailureLog = field(default_factory=FailureLog)
+    stages: Stages = field(default_factory=Stages)
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
     async def run(self, item: WorkItem) -> Group | Failure:
@@ -103,7 +105,8 @@ class Episodes:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
         trajectories = [task.result() for task in playing]
         answers = [self._answer(trajectory, row) for trajectory in trajectories]
-        scores = await self.rewards.score(answers)
+        with self.stages("scoring", len(answers)):
+            scores = await self.rewards.score(answers)
         return [t.sample(score, answer.text) for t, score, answer in zip(trajectories, scores, answers, strict=True)]
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
@@ -117,7 +120,8 @@ class Episodes:
 
     async def _play_once(self, problem: Problem) -> Trajectory:
         try:
-            trajectory = await self.task(problem, self.sampler.generate)
+            with self.stages("task"):
+                trajectory = await self.task(problem, self.stages.around(self.sampler.generate))
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):

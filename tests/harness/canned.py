@@ -6,14 +6,27 @@ from types import TracebackType
 import zmq
 
 from buffer.wire.message import Message, pack, unpack
-from buffer.wire.protocol import ANSWERS, REQUESTS, Ack, Hello, Refused, Rewind, Rewound, Take, Trained, Welcome
+from buffer.wire.protocol import (
+    ANSWERS,
+    REQUESTS,
+    Ack,
+    Finished,
+    Hello,
+    Refused,
+    Rewind,
+    Rewound,
+    Take,
+    Trained,
+    Welcome,
+)
 from tests.harness.world import cut, make_samples
 
 
 class Canned:
-    """Answers Take for versions below `batches`, and never for later ones."""
+    """Answers Take for versions below `batches`; for later ones with `finished`, or never."""
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, finished: Finished | None = None) -> None:
+        self.finished = finished
         self.batches, self.requests, self.waiting = batches, [], threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -59,7 +72,7 @@ class Canned:
         if isinstance(message, Take):
             if message.version >= self.batches:
                 self.waiting.set()
-                return None
+                return self.finished
             cuts = [24] if message.world == 1 else [9, 15]
             return cut(make_samples(message.version), message.version, cuts, message.rank)
         return Refused(reason=f"no answer is canned for {type(message).__name__}")

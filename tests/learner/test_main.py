@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from buffer.wire.protocol import Hello, Rewind, Trained
+from buffer.wire.protocol import Finished, Hello, Rewind, Trained
 from learner.metrics import read
 from learner.saved.manifest import complete
 from tests.harness.canned import Canned
@@ -49,7 +49,7 @@ def start() -> Iterator[Callable[[list[str]], subprocess.Popen]]:
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     return process.returncode, errors
 
 
@@ -62,6 +62,15 @@ def test_a_run_of_one_rank(tmp_path: Path, start) -> None:
     assert (tmp_path / "run" / "checkpoints" / "v000003" / "huggingface" / "model.safetensors").exists()
     assert [(m.version, m.oldest_kept) for m in buffer.requests if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
     assert next(m for m in buffer.requests if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
+
+
+def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, start) -> None:
+    """Two ranks, of which the first says why; the last version is saved before."""
+    with Canned(batches=1, finished=Finished(outcome="data", why="the data ended after version 1 of 3")) as buffer:
+        code, errors = ended(start(command(tmp_path, buffer.address, ranks=2)))
+    assert code == 3, errors
+    assert errors.count("python -m learner: the data ended after version 1 of 3\n") == 1
+    assert "failed first" not in errors and complete(tmp_path / "run" / "checkpoints") == [1]
 
 
 def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:

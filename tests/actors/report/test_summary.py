@@ -89,7 +89,7 @@ def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: p
     )
     assert "first 5 versions 0.075" in said and "last 20 versions 0.881" in said
     assert "largest age 2 (batch.max_staleness 3)" in said
-    failures = "7 attempts failed, most often reward: KeyError (7); 2 items dropped, most often x (2)"
+    failures = "reward failed 100 % of 7 attempts, most often KeyError (7); 2 items dropped, most often x (2)"
     assert failures in said and failures in html
 
 

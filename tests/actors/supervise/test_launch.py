@@ -12,6 +12,7 @@ import pytest
 
 from actors.process import Event, Process, Restarts, Role
 from actors.supervise.supervisor import Supervisor
+from configs.entrypoint import DATA_ENDED, GIVEN_UP
 from tests.harness.fakes import LocalKeeper
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
@@ -99,6 +100,20 @@ def test_bad_input_of_one_stops_the_run_with_its_message(tmp_path: Path) -> None
     story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0="print('no model there'); raise SystemExit(2)")
     assert story.go() == 2
     assert any("rollout_0 refused its input:\nno model there" in said for said in story.said)
+
+
+@pytest.mark.parametrize(("code", "launch"), [(DATA_ENDED, 3), (GIVEN_UP, 1)])
+def test_a_learner_that_ends_the_run_is_not_started_again_and_says_why_last(
+    tmp_path: Path, code: int, launch: int
+) -> None:
+    learner = f"print('a log line\\npython -m learner: the data ended\\n  row 3'); raise SystemExit({code})"
+    story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS)
+    assert story.go() == launch
+    assert story.said[-1] == "python -m learner: the data ended\n  row 3"
+    assert [event.kind for who, event in story.events if who == "learner" and event.kind != "line"] == [
+        "started",
+        "ended",
+    ]
 
 
 def test_a_learner_that_cannot_be_kept_stops_the_run(tmp_path: Path) -> None:

@@ -117,9 +117,11 @@ def test_failures_are_shown_when_their_number_has_doubled(tmp_path: Path) -> Non
         shown.refresh()
         shown.refresh()
     assert said(shown).splitlines() == [
-        "3 attempts failed, most often reward: KeyError: 'answer' (2); "
+        "reward failed 67 % of 3 attempts, most often KeyError: 'answer' (2); "
+        "prompt failed 33 % of 3 attempts, most often too long (1); "
         "1 items dropped, most often reward: KeyError: 'answer' (1)",
-        "10 attempts failed, most often reward: KeyError: 'answer' (9); "
+        "reward failed 90 % of 10 attempts, most often KeyError: 'answer' (9); "
+        "prompt failed 10 % of 10 attempts, most often too long (1); "
         "1 items dropped, most often reward: KeyError: 'answer' (1)",
     ]
 
@@ -131,7 +133,7 @@ def test_the_panel_and_the_line_of_a_version_count_failures(tmp_path: Path) -> N
         shown.state = state(failed={"reward: [KeyError]": 12}, dropped={})
         shown.refresh()
     text = said(shown)
-    assert "12 attempts failed, most often reward: [KeyError] (12)" in text
+    assert "reward failed 100 % of 12 attempts, most often [KeyError] (12)" in text
     plain = display(tmp_path / "plain")
     write(tmp_path / "plain", {**FULL, "buffer/failed": 12, "buffer/dropped": 3})
     plain.refresh()

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from actors.watch import status
-from actors.watch.run_state import ask, silent, waits
+from actors.watch.run_state import ask, failures, silent, waits
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.message import pack, unpack
 from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome
@@ -95,6 +95,55 @@ def test_a_learner_waits_for_servers_with_leases_and_a_server_for_the_learner(tm
         "rollout-1 for the learner, 8.0 s: batch 7 must be formed first",
         "learner for rollout-0, rollout-2, 3.2 s: batch 7 has 20 of 32 groups",
     ]
+
+
+def test_a_line_says_what_samples_wait_for_and_whom_a_failure_is_to_be_blamed_on(tmp_path: Path) -> None:
+    settings, now = config(tmp_path, "tcp://127.0.0.1:5600"), state(WAITERS[:1])
+    now.servers["rollout-0"]["stats"] = {"generating": 4.0, "scoring": 12.0, "scoring_s": 8.2, "task": 0.0}
+    assert waits(now, settings) == [
+        "learner for rollout-0 (scoring 12 for 8 s, generating 4), rollout-2, 3.2 s: batch 7 has 20 of 32 groups"
+    ]
+    now = now.model_copy(update={"recent_failed": {"reward: KeyError": 20}})
+    assert waits(now, settings)[0].startswith("learner for rollout-0 (")
+    recent = {"reward: KeyError": 11, "reward: ValueError": 10, "prompt: too long": 15}
+    now = now.model_copy(update={"recent_failed": recent})
+    assert waits(now, settings)[0].startswith("learner for reward.function, which fails, 3.2 s:")
+
+
+def test_failures_are_shares_of_all_attempts() -> None:
+    now = state([]).model_copy(update={"retried": 5})
+    assert failures(now) == (
+        "reward failed 3 % of 263 attempts, most often [KeyError] 'answer' (8); "
+        "prompt failed 1.1 % of 263 attempts, most often prompt of 2000 tokens (3); "
+        "5 of 252 groups retried; 3 items dropped, most often prompt of 2000 tokens (3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "trained", "ended", "code", "words"),
+    [
+        (60, 60, "finished: all 60 batches are formed", 0, "version 60 of 60, finished at 20"),
+        (3, 3, "the data ended after version 3 of 60", 0, "version 3 of 60, ended at 20"),
+        (2, 2, "the data ended after version 3 of 60", 1, "dead since 20"),
+        (59, 59, "finished: all 60 batches are formed", 1, "dead since 20"),
+        (3, 3, "", 1, "dead since 20"),
+    ],
+)
+def test_a_run_that_ended_by_itself_does_not_look_dead(
+    version: int, trained: int, ended: str, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:9")
+    write(settings, settings.run.path / "config.yaml")
+    (settings.run.path / "metrics.jsonl").write_text(json.dumps({"version": version}) + "\n")
+    formed = 60 if "60 batches" in ended else 3
+    with closing(sqlite3.connect(settings.run.path / "buffer.sqlite")) as db:
+        db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
+        db.executemany("INSERT INTO batches VALUES (?, ?, 1, 2)", [(v, v < trained) for v in range(formed)])
+        db.execute("INSERT INTO meta VALUES ('ended', ?)", [ended])
+        db.commit()
+    assert status.main([str(settings.run.path)]) == code
+    said = capsys.readouterr().out
+    assert words in said and ("does not answer" in said) is (code == 1)
 
 
 def test_nobody_waits_for_a_server_that_fell_silent(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_longest_first():
 def test_parts_carry_a_row_for_each_sample_of_the_whole_batch():
     packed = [(item, version, [s.pack() for s in group(item, tokens=10 * item)]) for item, version in ((1, 0), (2, 1))]
     groups = [(item, d, [(data, sample_stats(data)) for data in group_]) for item, d, group_ in packed]
-    found = parts(7, 2, groups, failed=3, dropped=1)
+    found = parts(7, 2, groups, {"failed": 3, "dropped": 1})
     assert [(part.version, part.rank, part.world, part.failed, part.dropped) for part in found] == [
         (7, 0, 2, 3, 1),
         (7, 1, 2, 3, 1),

@@ -146,6 +146,7 @@ HEALTHY = {
     "limit/masked_negative": 0.002,
     "limit/capped_positive": 0.001,
     "length/truncated": 0.02,
+    "buffer/failed_share": 0.01,
     "entropy/mean": 0.3,
     "gradient/norm": 0.2,
     "groups/solved_all": 0.2,
@@ -160,6 +161,7 @@ ILL = {
     "limit/masked_negative": 0.04,
     "limit/capped_positive": 0.04,
     "length/truncated": 0.11,
+    "buffer/failed_share": 0.08,
     "entropy/mean": 0.05,
     "gradient/norm": 3.0,
     "groups/solved_all": 0.9,
@@ -185,7 +187,7 @@ def test_alerts_against_a_history_wait_for_one() -> None:
 
 def test_alerts_watch_metrics_that_exist() -> None:
     known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm", "length/truncated"}
-    known |= {"groups/solved_all", "groups/solved_none"}
+    known |= {"groups/solved_all", "groups/solved_none", "buffer/failed_share"}
     assert {key for key, *_ in ALERTS} <= known
     assert set(ILL) == {key for key, *_ in ALERTS}
 

@@ -1,0 +1,49 @@
+"""`python -m tests.system.failures [WORD]`: run the cases, or those with WORD in their names, and print the table.
+
+Without WORD it writes the table into docs/failures.md.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.harness.toy import ROOT
+from tests.system.failures.cases import CASES
+from tests.system.failures.story import Story, tell
+
+PAGE = ROOT / "docs" / "failures.md"
+HEAD = """# What a person sees when something fails
+
+Each row was produced by real processes: buffer, rollout server, learner, keepers and display, with an engine that
+answers at once and a learner that trains nothing. The words are those of `python -m actors status`; `reward.timeout_s`
+is 3 s or less, a batch has 8 groups. Times are from the launch and contain the start of all processes.
+`python -m tests.system.failures` writes this page. What ends a run, and the exit codes: [operations](operations.md).
+
+| what fails | what a person sees | where, after how many seconds | how the run ends | after |
+|---|---|---|---|---|
+"""
+
+
+def row(story: Story) -> str:
+    """A line of the table."""
+    case = story.case
+    seen = ", ".join(f"{place} {seconds:.0f}" for place, seconds in sorted(story.seen.items(), key=lambda s: s[1]))
+    ends = next((line for line in reversed(story.text.splitlines()) if case.ends and case.ends in line), "")
+    ends = ends.removeprefix("python -m learner: ") or "the last version is trained"
+    cells = [case.name, story.status, seen, f"exit code {story.code}: {ends}", f"{story.seconds:.0f} s"]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main(word: str) -> None:
+    rows = []
+    for case in CASES:
+        if word in case.name:
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(row(tell(case, Path(folder))))
+            print(rows[-1], flush=True)
+    if not word:
+        PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(" ".join(sys.argv[1:]))

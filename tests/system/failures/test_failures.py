@@ -1,0 +1,34 @@
+"""Each case of the table: seen in every place, and the run ends as it should. The page has a row for each case."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.failures.__main__ import HEAD, PAGE
+from tests.system.failures.cases import CASES, Case
+from tests.system.failures.story import tell
+
+PLACES = {"terminal", "status", "logs/rollout-0.log"}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_failure_is_seen_everywhere_and_ends_as_it_should(case: Case, tmp_path: Path) -> None:
+    story = tell(case, tmp_path)
+    assert story.code == case.code, story.text[-3000:]
+    assert set(story.seen) == PLACES | ({f"status ({case.early})"} if case.early else set()), story.text[-3000:]
+    if case.ends:
+        last = story.text[story.text.rindex("python -m learner: ") :]
+        assert case.ends in last.splitlines()[0]
+        assert last.count("for example row") == (3 if case.code == 1 else 0)
+        assert case.says in last
+
+
+def test_the_page_is_that_of_these_cases() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.startswith(HEAD)
+    rows = [line.strip("| ").split(" | ") for line in page.removeprefix(HEAD).splitlines()]
+    assert [cells[0] for cells in rows] == [case.name for case in CASES]
+    for cells, case in zip(rows, CASES, strict=True):
+        assert len(cells) == 5 and case.says in cells[1] and all(place in cells[2] for place in PLACES)
+        assert cells[3].startswith(f"exit code {case.code}: ") and case.ends in cells[3]
