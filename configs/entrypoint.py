@@ -7,15 +7,27 @@ log says why), 2 input refused before anything was started, 128 + N ended at onc
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing import spawn
+from pathlib import Path
 from typing import Any, NoReturn
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+PARENT = "HEADRACE_PARENT"
+"""In the environment of a child: the id of the process that started it, whose death it must not survive."""
+PROGRESS = "HEADRACE_PROGRESS"
+"""In the environment of a kept process: the file it makes at its first progress."""
+TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
+PR_SET_PDEATHSIG = 1
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+"""Looked up at import: a child just forked must not wait for the loader's lock."""
 
 
 def configure_logging(tag: str = "") -> None:
@@ -81,6 +93,49 @@ class StopSignals:
 def end_at_once(number: int) -> NoReturn:
     """End the process without cleaning up: threads, collectives and engines may never end by themselves."""
     os._exit(128 + number)
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL to this process when the one that started it dies, for whatever reason.
+
+    Does nothing unless the parent has set PARENT. The kernel means the thread that started this process, so a thread
+    that starts processes must last.
+    """
+    parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
+    if parent is None or prctl is None:
+        return
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before the line above
+        os._exit(FAILED)
+
+
+def tie_children() -> None:
+    """Have every process that multiprocessing starts below this one die with its own parent, from its first line on.
+
+    Other people's children too: vLLM's engine and its workers. A fork calls us by itself; into the command line of a
+    spawned process we put the call, because it imports nothing of ours until its parent may be long dead.
+    """
+    os.environ[PARENT] = str(os.getpid())
+    os.register_at_fork(after_in_child=die_with_parent)
+    untied = spawn.get_command_line
+
+    def tied(**options: Any) -> list[str]:
+        line = untied(**options)
+        code = line.index("-c") + 1
+        line[code] = (
+            f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children(); {line[code]}"
+        )
+        return line
+
+    spawn.get_command_line = tied
+
+
+@cache
+def made_progress() -> None:
+    """Tell the keeper, if there is one, that this process did what it is there for: its failure counts as a first."""
+    if file := os.environ.get(PROGRESS):
+        with contextlib.suppress(OSError):
+            Path(file).touch()
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> NoReturn:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from buffer.curve import KeysError, client_keys_for, server_keys_for
 from buffer.wire.client import LearnerClient, RefusedError
 from configs.checks import check, max_sample_tokens
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, die_with_parent, run_and_exit
 from configs.load import ConfigError, fingerprint, read
 from configs.schema import Config
 from learner import loop, ranks, watchdog
@@ -49,7 +49,6 @@ LAST_PUBLISH_S = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
-    ranks.die_with_parent()
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
     try:
@@ -166,4 +165,5 @@ def open_weights_wire(config: Config, policy: Policy, rank: int) -> Sender | Fol
 
 
 if __name__ == "__main__":
+    die_with_parent()  # a rank with the process that started the ranks
     run_and_exit(main, log)

@@ -19,7 +19,16 @@ import uvloop
 
 from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
+from configs.entrypoint import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    StopSignals,
+    configure_logging,
+    run_and_exit,
+    split_flags,
+    tie_children,
+)
 from configs.load import fingerprint, read
 from configs.schema import Config
 from rollout import evaluate
@@ -126,4 +135,5 @@ async def check_alive(engine: "Engine", timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
+    tie_children()  # vLLM's engine and its workers, and the reward workers
     run_and_exit(main, log)

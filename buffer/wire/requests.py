@@ -6,6 +6,8 @@ here for what, and why, is `State.waiters`.
 """
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +17,11 @@ from buffer.ledger.types import Transaction
 from buffer.wire import protocol
 from buffer.wire.handlers import Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, unpack
+from configs.entrypoint import made_progress
 
 log = logging.getLogger(__name__)
+LINES_PER_SENDER, LINES_PER_MINUTE = 3, 20
+"""Refusals that are logged; the others are counted."""
 
 
 @dataclass
@@ -38,6 +43,27 @@ class PendingRequest:
         return self.identity, "Ask" if isinstance(self.message, protocol.Ask) else self.number
 
 
+class RefusalLog:
+    """Logs the first refusals of each sender in a minute; how many more there were, with the next refusal after it."""
+
+    def __init__(self) -> None:
+        self._lines: Counter[bytes] = Counter()
+        self._left_out, self._since = 0, -math.inf
+
+    def record(self, identity: bytes, sender: str, what: str, reason: str, now: float) -> None:
+        """Log the refusal, or count it."""
+        if now >= self._since + 60:
+            if self._left_out:
+                log.warning("refused %d more messages within a minute", self._left_out)
+            self._lines.clear()
+            self._left_out, self._since = 0, now
+        if self._lines[identity] < LINES_PER_SENDER and self._lines.total() < LINES_PER_MINUTE:
+            self._lines[identity] += 1
+            log.warning("refused %s of %s: %.500s", what, sender, reason)
+        else:
+            self._left_out += 1
+
+
 class PendingRequests:
     """One per buffer."""
 
@@ -45,6 +71,7 @@ class PendingRequests:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
         """Refused messages since the start, by kind; `malformed` for what was none."""
+        self._refusals = RefusalLog()
         self._parked: dict[tuple[bytes, str | int], PendingRequest] = {}
         self._tried = -1
         """Revision at which the parked requests were tried last."""
@@ -84,6 +111,8 @@ class PendingRequests:
     def commit(self, transaction: Transaction) -> None:
         """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
         self.handlers.store.commit(transaction)
+        if transaction.payloads:
+            made_progress()
 
     @property
     def path(self) -> Path | None:
@@ -153,7 +182,9 @@ class PendingRequests:
 
     def _refuse(self, identity: bytes, number: int, what: str, reason: str) -> None:
         self.errors[what] += 1
-        log.warning("refused %s: %s", what, reason)
+        peer = self.handlers.peers.get(identity)
+        sender = peer.hello.name if peer else "an unknown sender"
+        self._refusals.record(identity, sender, what, reason, time.monotonic())
         self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
     def _state(self, now: float) -> protocol.State:

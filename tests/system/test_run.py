@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from buffer.wire.sample import Sample
@@ -106,3 +107,26 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
     audit(run, 6, groups=4, staleness=0)
     assert run.query("select count(*) from items where state = 'trained' and version <> batch") == [(0,)]
     assert max(record["weights/probe"] for record in run.metrics()) <= 0.02
+
+
+@pytest.mark.parametrize("moment", ["the engine is being started", "the engine runs"])
+def test_a_server_killed_by_hand_leaves_nothing_behind(toy: Toy, moment: str) -> None:
+    """SIGKILL to `python -m rollout` without a launcher: vLLM's engine, its workers and the reward workers end too."""
+    settings = toy.settings(f"by-hand-{moment[-4:]}", "--rollout.tensor_parallel=2")
+    with (
+        subprocess.Popen([sys.executable, "-m", "buffer", *settings], cwd=ROOT) as buffer,
+        psutil.Popen(
+            [sys.executable, "-m", "rollout", *settings], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as server,
+    ):
+        try:
+            if moment == "the engine runs":
+                assert any(b"init engine" in line for line in server.stdout)
+            else:  # Python's resource tracker, the reward worker, the engine
+                until(lambda: len(server.children()) >= 3, "engine")
+            children = server.children(recursive=True)
+        finally:
+            server.kill()
+            buffer.terminate()
+    assert len(children) == (5 if moment == "the engine runs" else 3)
+    assert not psutil.wait_procs(children, timeout=10.0)[1]

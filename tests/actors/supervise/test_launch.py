@@ -14,7 +14,7 @@ from actors.process import Event, Process, Restarts, Role
 from actors.supervise.supervisor import Supervisor
 from tests.harness.fakes import LocalKeeper
 
-QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
+QUICK = Restarts(first_s=0.05, most_s=0.2, failures=2)
 STAYS = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
