@@ -38,7 +38,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
         keeper.kill()
 
 
-def until(keeper: Keeper, wanted: Callable[[Event], bool], limit_s: float = 60.0) -> list[Event]:
+def until(keeper: Keeper, wanted: Callable[[Event], bool], limit_s: float = 150.0) -> list[Event]:
     """Events up to the first one that is wanted."""
     seen: list[Event] = []
     deadline = time.monotonic() + limit_s
@@ -55,7 +55,7 @@ def family(keeper: Keeper) -> list[int]:
     return [int(pid) for pid in line.split()[1:]]
 
 
-def gone(pids: list[int], limit_s: float = 5.0) -> bool:
+def gone(pids: list[int], limit_s: float = 30.0) -> bool:
     """Do all of them end?"""
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return not psutil.wait_procs(processes, timeout=limit_s)[1]

@@ -55,7 +55,7 @@ class Story:
             self.when.pop(0)[1]()
 
     def go(self) -> int:
-        return asyncio.run(asyncio.wait_for(self.supervisor.run(), 60))
+        return asyncio.run(asyncio.wait_for(self.supervisor.run(), 200))
 
     def lines(self, text: str) -> list[str]:
         """Who printed `text`, in order."""
@@ -73,8 +73,9 @@ def process(name: str, code: str, folder: Path) -> Process:
 
 
 def test_the_learners_end_is_the_runs_end(tmp_path: Path) -> None:
-    learner = "import time; time.sleep(3)"
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)"
     story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, rollout_1=STAYS)
+    story.when = [("] ready", lambda: None)] * 2 + [("] ready", (tmp_path / "go").touch)]
     assert story.go() == 0
     assert story.lines("drained")[-1] == "buffer" and sorted(story.lines("drained")) == [
         "buffer",
