@@ -1,4 +1,5 @@
-"""The outermost frame that all processes share: log format, command-line flags, signals, exit codes.
+"""The outermost frame that all processes share: log format, command-line flags, signals, children, progress,
+exit codes.
 
 Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
 log says why), 2 input refused before anything was started, 128 + N ended at once by the second signal, number N.

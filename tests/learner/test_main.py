@@ -49,7 +49,7 @@ def start() -> Iterator[Callable[[list[str]], subprocess.Popen]]:
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     return process.returncode, errors
 
 
@@ -64,11 +64,12 @@ def test_a_run_of_one_rank(tmp_path: Path, start) -> None:
     assert next(m for m in buffer.requests if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
 
 
+@pytest.mark.timeout(1800)  # three starts of two ranks
 def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
     """Drained while it waits for batch 1; then a rank is killed, then the parent."""
     with Canned(batches=1) as buffer:
         process = start(command(tmp_path, buffer.address, ranks=2))
-        assert buffer.waiting.wait(120)
+        assert buffer.waiting.wait(300)
         process.send_signal(signal.SIGTERM)
         code, errors = ended(process)
     assert code == 0, errors
@@ -76,7 +77,7 @@ def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
     assert complete(tmp_path / "run" / "checkpoints") == [1]
     with Canned(batches=1) as buffer:
         process = start(command(tmp_path, buffer.address, ranks=2))
-        assert buffer.waiting.wait(120)
+        assert buffer.waiting.wait(300)
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
         os.kill(ranks[1].pid, signal.SIGKILL)
@@ -86,10 +87,10 @@ def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
     assert next(m for m in buffer.requests if isinstance(m, Rewind)).version == 1
     with Canned(batches=1) as buffer:
         process = start(command(tmp_path, buffer.address, ranks=2))
-        assert buffer.waiting.wait(120)
+        assert buffer.waiting.wait(300)
         ranks = psutil.Process(process.pid).children()
         process.kill()
-        process.communicate(timeout=120)
+        process.communicate(timeout=240)
         assert not psutil.wait_procs(ranks, 30)[1]
 
 

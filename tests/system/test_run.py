@@ -57,6 +57,7 @@ def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
             launcher.kill()
     assert launcher.returncode == 0, output[-4000:]
     audit(run, versions, groups=4, staleness=4)
+    assert {path.stem for path in (run.path / "logs").glob("*.progress")} == {"buffer", "learner", "rollout-0"}
     served = [record for record in run.metrics() if "weights/version" in record]  # none while no server has a policy
     assert len(served) >= 3 and all(record["weights/probe_version"] == record["weights/version"] for record in served)
     assert max(record["weights/probe"] for record in served) <= 1e-3
