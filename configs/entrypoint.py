@@ -1,5 +1,4 @@
-"""The outermost frame that all processes share: log format, command-line flags, signals, children, progress,
-exit codes.
+"""The outermost frame that all processes share: log format, command-line flags, signals, children, exit codes.
 
 Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
 log says why), 2 input refused before anything was started, 128 + N ended at once by the second signal, number N.
@@ -26,6 +25,7 @@ PARENT = "HEADRACE_PARENT"
 PROGRESS = "HEADRACE_PROGRESS"
 """In the environment of a kept process: the file it makes at its first progress."""
 TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
+"""The first statements of a spawned process."""
 PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 """Looked up at import: a child just forked must not wait for the loader's lock."""
@@ -123,9 +123,7 @@ def tie_children() -> None:
     def tied(**options: Any) -> list[str]:
         line = untied(**options)
         code = line.index("-c") + 1
-        line[code] = (
-            f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children(); {line[code]}"
-        )
+        line[code] = f"{TIE}; {line[code]}"
         return line
 
     spawn.get_command_line = tied
