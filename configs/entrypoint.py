@@ -1,4 +1,4 @@
-"""The outermost frame that all processes share: log format, command-line flags, signals, exit codes.
+"""The outermost frame that all processes share: log format, command-line flags, signals, children, exit codes.
 
 Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
 log says why), 2 input refused before anything was started, 3 the data ended before `run.versions`, 4 the learner of a
@@ -8,17 +8,30 @@ run that was given up (`launch`: 1), 128 + N ended at once by the second signal,
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing import spawn
+from pathlib import Path
 from typing import Any, NoReturn
 
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
 ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 """Exit code of the learner by how its run ended: with any of these it is not started again."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+PARENT = "HEADRACE_PARENT"
+"""In the environment of a child: the id of the process that started it, whose death it must not survive."""
+PROGRESS = "HEADRACE_PROGRESS"
+"""In the environment of a kept process: the file it makes at its first progress."""
+TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
+"""The first statements of a spawned process."""
+PR_SET_PDEATHSIG = 1
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+"""Looked up at import: a child just forked must not wait for the loader's lock."""
 
 
 def configure_logging(tag: str = "") -> None:
@@ -84,6 +97,47 @@ class StopSignals:
 def end_at_once(number: int) -> NoReturn:
     """End the process without cleaning up: threads, collectives and engines may never end by themselves."""
     os._exit(128 + number)
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL to this process when the one that started it dies, for whatever reason.
+
+    Does nothing unless the parent has set PARENT. The kernel means the thread that started this process, so a thread
+    that starts processes must last.
+    """
+    parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
+    if parent is None or prctl is None:
+        return
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before the line above
+        os._exit(FAILED)
+
+
+def tie_children() -> None:
+    """Have every process that multiprocessing starts below this one die with its own parent, from its first line on.
+
+    Other people's children too: vLLM's engine and its workers. A fork calls us by itself; into the command line of a
+    spawned process we put the call, because it imports nothing of ours until its parent may be long dead.
+    """
+    os.environ[PARENT] = str(os.getpid())
+    os.register_at_fork(after_in_child=die_with_parent)
+    untied = spawn.get_command_line
+
+    def tied(**options: Any) -> list[str]:
+        line = untied(**options)
+        code = line.index("-c") + 1
+        line[code] = f"{TIE}; {line[code]}"
+        return line
+
+    spawn.get_command_line = tied
+
+
+@cache
+def made_progress() -> None:
+    """Tell the keeper, if there is one, that this process did what it is there for: its failure counts as a first."""
+    if file := os.environ.get(PROGRESS):
+        with contextlib.suppress(OSError):
+            Path(file).touch()
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> NoReturn:

@@ -27,7 +27,16 @@ from buffer.curve import KeysError, client_keys_for, server_keys_for
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished
 from configs.checks import check, max_sample_tokens
-from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, FAILED, StopSignals, configure_logging, run_and_exit
+from configs.entrypoint import (
+    BAD_INPUT,
+    DONE,
+    ENDINGS,
+    FAILED,
+    StopSignals,
+    configure_logging,
+    die_with_parent,
+    run_and_exit,
+)
 from configs.load import ConfigError, read
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -53,7 +62,6 @@ LAST_PUBLISH_S = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
-    ranks.die_with_parent()
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
     try:
@@ -175,4 +183,5 @@ def open_weights_wire(config: Config, policy: Policy, rank: int) -> Sender | Fol
 
 
 if __name__ == "__main__":
+    die_with_parent()  # a rank with the process that started the ranks
     run_and_exit(main, log)

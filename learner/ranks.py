@@ -5,9 +5,7 @@ from the last checkpoint. Waits for the ranks. Run by `__main__.py` if `learner.
 started the ranks.
 """
 
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +17,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from configs.entrypoint import DONE, ENDINGS, StopSignals
 
 HOST = "127.0.0.1"
-PARENT = "HEADRACE_PARENT"
-"""In a rank's environment: the id of the process that started it, whose death it must not survive."""
-PR_SET_PDEATHSIG = 1
 
 
 def start(argv: Sequence[str], ranks: int) -> int:
@@ -33,7 +28,6 @@ def start(argv: Sequence[str], ranks: int) -> int:
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks meet in this store: nobody can take the port before they bind
-        PARENT: str(os.getpid()),
     }
     context = start_processes(
         "learner",
@@ -60,13 +54,3 @@ def start(argv: Sequence[str], ranks: int) -> int:
     ended = f"rank {first.local_rank} failed first (exit code {first.exitcode}); all ranks have ended"
     print(f"learner: {ended}", file=sys.stderr)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this rank when the process that started it dies, for whatever reason."""
-    parent = os.environ.get(PARENT)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the call above
-        os._exit(1)

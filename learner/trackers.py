@@ -42,7 +42,10 @@ class Tracker:
             while (record := self._queue.get()) is not None:
                 track(record)
         except Exception as error:  # the thread's outermost boundary; trackers may raise anything
-            log.warning("log.trackers: %s failed, metrics.jsonl has the records anyway: %s", self.name, error)
+            reason: object = error
+            if isinstance(error, ModuleNotFoundError) and error.name:
+                reason = f'{error.name} is not installed; pip install -e ".[tracking]" installs all trackers'
+            log.warning("log.trackers: %s failed, metrics.jsonl has the records anyway: %s", self.name, reason)
 
 
 def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:

@@ -19,7 +19,16 @@ import uvloop
 
 from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
+from configs.entrypoint import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    StopSignals,
+    configure_logging,
+    run_and_exit,
+    split_flags,
+    tie_children,
+)
 from configs.load import read
 from configs.resume import fingerprint
 from configs.schema import Config
@@ -135,4 +144,5 @@ async def check_alive(engine: "Engine", timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
+    tie_children()  # vLLM's engine and its workers, and the reward workers
     run_and_exit(main, log)

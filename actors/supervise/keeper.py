@@ -14,13 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
-from actors.process import Event, EventKind, Process
+from actors.process import PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
+from configs import entrypoint
 from configs.entrypoint import BAD_INPUT, DONE, ENDINGS
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
+LOG_BYTES, LOG_FILES = 64 << 20, 3
+"""A log of this size becomes `NAME.log.1`, that one `NAME.log.2`, and so on: so many files are kept."""
+SHOWN_LINES, SHOWN_EVERY_S, SHOWN_CHARACTERS = 300, 30.0, 2000
+"""Lines, and characters of each, that a process may have reported in so many seconds. The log has all of them."""
 SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 """Ray changes these in its workers; a process must get them from the launcher only."""
 
@@ -36,6 +42,8 @@ class Keeper:
         self._last_lines: deque[str] = deque(maxlen=12)
         self._guarded: Guarded | None = None
         self._ending = threading.Event()
+        self._writing = threading.Lock()
+        self._progress = process.log.absolute().with_suffix(".progress")
         process.log.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
@@ -70,6 +78,8 @@ class Keeper:
         failures, restarts = 0, self.process.restarts
         while not self._ending.is_set():
             started = time.monotonic()
+            with suppress(OSError):
+                self._progress.unlink()
             code = self._run_once()
             lived_s = time.monotonic() - started
             is_done = code == DONE and self.process.role != "buffer"  # the run needs its buffer until it is drained
@@ -79,11 +89,12 @@ class Keeper:
                 return self._report("ended", "\n".join(last_words(self._last_lines)), code)
             if code == BAD_INPUT:  # another start would end the same way
                 return self._report("refused", "\n".join(self._last_lines), code)
-            failures = failures + 1 if lived_s < restarts.fast_s else 1
+            failures = 1 if self._progress.exists() else failures + 1
             what = f"exit code {code} after {lived_s:.0f} s"
             if failures >= restarts.failures:
                 lines = "\n".join(f"  {line}" for line in self._last_lines)
-                return self._report("gave_up", f"{what}, {failures} times in a row; its last lines:\n{lines}", code)
+                never = f"it failed {failures} times in a row and never {PROGRESS[self.process.role]}"
+                return self._report("gave_up", f"{what}; {never}; its last lines:\n{lines}", code)
             delay_s = min(restarts.first_s * 2 ** (failures - 1), restarts.most_s)
             self._report("failed", f"{what}; again in {delay_s:g} s", code)
             self._ending.wait(delay_s)
@@ -100,7 +111,7 @@ class Keeper:
                 if self._ending.is_set():
                     return DONE
                 name, argv, cwd = self.process.name, self.process.argv, self.process.cwd or None
-                env = environment(self.process)
+                env = environment(self.process) | {entrypoint.PROGRESS: str(self._progress)}
                 self._guarded = Guarded(name, argv, cwd=cwd, env=env, stdout=sink, stderr=sink)
         except OSError as error:
             os.write(sink, f"cannot start {sys.executable}: {error}\n".encode())
@@ -116,13 +127,27 @@ class Keeper:
             reader.join(5.0)  # for the last lines: every process that could write is gone
 
     def _read(self, pipe: int) -> None:
+        shown, since = 0, time.monotonic()
         with open(pipe, "rb") as source:
             while line := source.readline(LINE_BYTES):
                 self._write_log(line)
                 # of a progress bar, keep the state it showed last
                 text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+                if len(text) > SHOWN_CHARACTERS:
+                    text = f"{text[:SHOWN_CHARACTERS]} ..."
                 self._last_lines.append(text)
-                self._report("line", text)
+                now = time.monotonic()
+                if now >= since + SHOWN_EVERY_S:
+                    self._report_left_out(shown)
+                    shown, since = 0, now
+                shown += 1
+                if shown <= SHOWN_LINES:
+                    self._report("line", text)
+            self._report_left_out(shown)
+
+    def _report_left_out(self, shown: int) -> None:
+        if shown > SHOWN_LINES:
+            self._report("line", f"{shown - SHOWN_LINES} lines left out, see {self.process.log}")
 
     def _report(self, kind: EventKind, text: str, code: int | None = None) -> None:
         if kind != "line":
@@ -133,13 +158,21 @@ class Keeper:
             self._changed.notify_all()
 
     def _write_log(self, data: bytes) -> None:
-        """Append to the log; what a full disk does not take is left out, for the process must not block on it.
+        """Append to the log, and begin a new one at LOG_BYTES.
 
-        The file is opened for each write, because somebody may move or truncate it. Unbuffered, so that one call writes
-        all of `data` and the lines of two threads do not mix.
+        What a full disk does not take is left out, for the process must not block on it. The file is opened for each
+        write, because somebody may move or truncate it.
         """
-        with suppress(OSError), open(self.process.log, "ab", buffering=0) as file:
-            file.write(data)
+        log = self.process.log
+        with self._writing, suppress(OSError):
+            with open(log, "ab", buffering=0) as file:
+                file.write(data)
+                full = file.tell() >= LOG_BYTES
+            if full:
+                names = [log, *(log.with_name(f"{log.name}.{age}") for age in range(1, LOG_FILES))]
+                for newer, older in reversed(list(pairwise(names))):
+                    if newer.exists():
+                        newer.replace(older)
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:

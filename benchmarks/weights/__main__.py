@@ -49,7 +49,7 @@ class End:
         first = int(os.environ.get("FIRST_GPU", "0"))  # lets two cases run at the same time
         seen = {
             "CUDA_VISIBLE_DEVICES": ",".join(str(first + gpu) for gpu in gpus),
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "MASTER_ADDR": "127.0.0.1",
         }

@@ -18,6 +18,7 @@ from buffer.wire import protocol
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Part, WorkItem
 from buffer.wire.sample import Sample
+from configs.entrypoint import made_progress
 
 __all__ = ["Connection", "LearnerClient", "RefusedError", "RolloutClient", "heartbeats"]
 T = TypeVar("T")
@@ -68,6 +69,8 @@ class RolloutClient:
         put = protocol.Put(item=item.item, lease=item.lease, samples=packed)
         stored = await self.client.expect(put, protocol.Stored)
         self.holding.discard(item.lease)
+        if stored.accepted:
+            made_progress()
         return stored
 
     async def fail(
@@ -176,6 +179,7 @@ class LearnerClient:
         """
         self._raise_refusal()
         trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
+        made_progress()
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def _raise_refusal(self) -> None:

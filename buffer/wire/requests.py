@@ -17,6 +17,7 @@ from buffer.ledger.types import Transaction
 from buffer.wire import protocol
 from buffer.wire.handlers import Handlers
 from buffer.wire.message import Frame, Message, number_of, pack, unpack
+from configs.entrypoint import made_progress
 
 log = logging.getLogger(__name__)
 REPEAT_S = 10.0
@@ -89,6 +90,8 @@ class PendingRequests:
     def commit(self, transaction: Transaction) -> None:
         """Write it: all of it or, with sqlite3.Error or OSError raised, nothing."""
         self.handlers.store.commit(transaction)
+        if transaction.payloads:
+            made_progress()
 
     @property
     def path(self) -> Path | None:

@@ -68,7 +68,7 @@ def on_cpu(config: Config) -> bool:
 def environment(cpu: bool) -> dict[str, str]:
     """Environment variables for vLLM; those that are set already stay as they are."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
-    gpu = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # a fork of a process that asked for GPUs cannot use them
+    gpu = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork of a process that asked for GPUs cannot use them
     return common | (CPU_ENVIRONMENT if cpu else gpu)
 
 

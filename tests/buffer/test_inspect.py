@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import Part, State, Status, Take
 from configs.load import load
 from configs.resume import fingerprint
+from examples.countdown.make_model import make_tokenizer
 from tests.harness.buffer_process import Process, client, group, process
 
 
@@ -75,6 +77,10 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     shown = capsys.readouterr().out
     for expected in ("problem 4", "state        stored", "answer 4", "reward 1, stop, 7 tokens", "-0.5000", "given"):
         assert expected in shown
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    assert inspect.main(["show", "4", str(it.folder / "run.yaml"), f"--model.path={tmp_path / 'model'}"]) == 0
+    token = make_tokenizer().decode([int(group(4, tokens=6)[0].tokens.numpy()[-1])])
+    assert f'  "{token}"' in capsys.readouterr().out
     assert inspect.main(["show", "5", str(it.run)]) == 0
     dropped = capsys.readouterr().out
     assert "state        dropped" in dropped and "reason       prompt too long" in dropped
@@ -92,6 +98,13 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     assert json.loads(rows[8]["problem"])["answer"] == "4"
     assert (rows[8]["state"], rows[8]["batch"]) == ("stored", -1)
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_help_names_the_commands():
+    done = subprocess.run([sys.executable, "-m", "buffer", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    for command in ("stats", "tail", "show", "export", "keys"):
+        assert f"\n  {command} " in done.stdout
 
 
 def test_tail_follows_a_live_run(traffic):

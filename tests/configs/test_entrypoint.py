@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from configs.entrypoint import StopSignals, split_flags
@@ -205,3 +206,33 @@ def test_log_lines_have_time_level_logger_and_tag(processes: list[Process]) -> N
     (line,) = errors.splitlines()
     assert code == 0
     assert line.endswith(" INFO learner[3]: ready")
+
+
+TREE = """
+import multiprocessing, os, time
+from configs.entrypoint import tie_children
+
+
+def grow(methods):
+    os.write(1, b"%d\\n" % os.getpid())
+    if methods:
+        multiprocessing.get_context(methods[0]).Process(target=grow, args=(methods[1:],)).start()
+    time.sleep(300)
+
+
+if __name__ == "__main__":
+    tie_children()
+    grow({methods})
+"""
+
+
+@pytest.mark.parametrize("methods", [["spawn", "spawn"], ["spawn", "fork"], ["fork", "spawn"], ["fork", "fork"]])
+def test_children_and_their_children_die_with_a_killed_process(tmp_path: Path, methods: list[str]) -> None:
+    (tmp_path / "tree.py").write_text(TREE.format(methods=methods))
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, str(tmp_path / "tree.py")], stdout=subprocess.PIPE, env=env) as top:
+        family = [psutil.Process(int(top.stdout.readline())) for _ in range(3)]
+        assert family[0].pid == top.pid
+        top.kill()
+        top.wait()
+        assert not psutil.wait_procs(family, timeout=30)[1]

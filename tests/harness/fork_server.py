@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from learner.ranks import PARENT, die_with_parent
+from configs.entrypoint import PARENT, die_with_parent
 from learner.weights.sender.publish import Sender
 from tests.harness.weights_server import HEARTBEAT_S, SCALE, VersionedPolicy, config, serve, specs
 

@@ -83,7 +83,15 @@ def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, m
     def broken(folder, run, config):
         raise ModuleNotFoundError("no such service")
 
-    kinds = {"good": lambda *_: got.append, "broken": broken, "hanging": lambda *_: lambda record: hang.wait()}
+    def missing(folder, run, config):
+        import nosuchtracker  # noqa: F401
+
+    kinds = {
+        "missing": missing,
+        "good": lambda *_: got.append,
+        "broken": broken,
+        "hanging": lambda *_: lambda record: hang.wait(),
+    }
     monkeypatch.setattr(trackers, "TRACKERS", kinds)
     monkeypatch.setattr(trackers, "LAST_S", 0.2)
     started = [trackers.Tracker(name, tmp_path, "run", {}) for name in kinds]
@@ -96,3 +104,4 @@ def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, m
     hang.set()
     assert got == read(tmp_path / "metrics.jsonl") and len(got) == 2
     assert "log.trackers: broken failed" in caplog.text and "no such service" in caplog.text
+    assert "nosuchtracker is not installed" in caplog.text and '".[tracking]"' in caplog.text

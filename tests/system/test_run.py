@@ -8,15 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from buffer.wire.sample import Sample
 from tests.harness.toy import ROOT, Run, Toy, python
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 150.0) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
@@ -51,11 +52,12 @@ def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
             assert run.kill("learner") >= 1
             until(lambda: any("weights/probe" in record for record in run.metrics()[7:]), "probe by the new learner")
             assert run.kill("rollout") == 1
-            output, _ = launcher.communicate(timeout=240)
+            output, _ = launcher.communicate(timeout=480)
         finally:
             launcher.kill()
     assert launcher.returncode == 0, output[-4000:]
     audit(run, versions, groups=4, staleness=4)
+    assert {path.stem for path in (run.path / "logs").glob("*.progress")} == {"buffer", "learner", "rollout-0"}
     served = [record for record in run.metrics() if "weights/version" in record]  # none while no server has a policy
     assert len(served) >= 3 and all(record["weights/probe_version"] == record["weights/version"] for record in served)
     assert max(record["weights/probe"] for record in served) <= 1e-3
@@ -96,7 +98,7 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
         try:
             until(lambda: len(run.metrics()) >= 2, "second version")
             launcher.send_signal(signal.SIGINT)
-            output, _ = launcher.communicate(timeout=90)
+            output, _ = launcher.communicate(timeout=240)
         finally:
             launcher.kill()
     assert launcher.returncode == 130, output[-3000:]
@@ -106,3 +108,26 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
     audit(run, 6, groups=4, staleness=0)
     assert run.query("select count(*) from items where state = 'trained' and version <> batch") == [(0,)]
     assert max(record["weights/probe"] for record in run.metrics()) <= 0.02
+
+
+@pytest.mark.parametrize("moment", ["the engine is being started", "the engine runs"])
+def test_a_server_killed_by_hand_leaves_nothing_behind(toy: Toy, moment: str) -> None:
+    """SIGKILL to `python -m rollout` without a launcher: vLLM's engine, its workers and the reward workers end too."""
+    settings = toy.settings(f"by-hand-{moment[-4:]}", "--rollout.tensor_parallel=2")
+    with (
+        subprocess.Popen([sys.executable, "-m", "buffer", *settings], cwd=ROOT) as buffer,
+        psutil.Popen(
+            [sys.executable, "-m", "rollout", *settings], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as server,
+    ):
+        try:
+            if moment == "the engine runs":
+                assert any(b"init engine" in line for line in server.stdout)
+            else:  # Python's resource tracker, the reward worker, the engine
+                until(lambda: len(server.children()) >= 3, "engine")
+            children = server.children(recursive=True)
+        finally:
+            server.kill()
+            buffer.terminate()
+    assert len(children) == (5 if moment == "the engine runs" else 3)
+    assert not psutil.wait_procs(children, timeout=10.0)[1]

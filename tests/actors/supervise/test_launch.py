@@ -15,7 +15,7 @@ from actors.supervise.supervisor import Supervisor
 from configs.entrypoint import DATA_ENDED, GIVEN_UP
 from tests.harness.fakes import LocalKeeper
 
-QUICK = Restarts(first_s=0.05, most_s=0.2, fast_s=60.0, failures=2)
+QUICK = Restarts(first_s=0.05, most_s=0.2, failures=2)
 STAYS = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -56,7 +56,7 @@ class Story:
             self.when.pop(0)[1]()
 
     def go(self) -> int:
-        return asyncio.run(asyncio.wait_for(self.supervisor.run(), 60))
+        return asyncio.run(asyncio.wait_for(self.supervisor.run(), 200))
 
     def lines(self, text: str) -> list[str]:
         """Who printed `text`, in order."""
@@ -74,8 +74,9 @@ def process(name: str, code: str, folder: Path) -> Process:
 
 
 def test_the_learners_end_is_the_runs_end(tmp_path: Path) -> None:
-    learner = "import time; time.sleep(3)"
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)"
     story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, rollout_1=STAYS)
+    story.when = [("] ready", lambda: None)] * 2 + [("] ready", (tmp_path / "go").touch)]
     assert story.go() == 0
     assert story.lines("drained")[-1] == "buffer" and sorted(story.lines("drained")) == [
         "buffer",

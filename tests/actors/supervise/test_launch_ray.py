@@ -104,10 +104,10 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     yield started
     started.front.kill()
     started.front.wait()
-    psutil.wait_procs(started.all(), timeout=10)
+    psutil.wait_procs(started.all(), timeout=30)
 
 
-def until(happened: Callable[[], object], launched: Launched, limit_s: float = 60.0) -> None:
+def until(happened: Callable[[], object], launched: Launched, limit_s: float = 150.0) -> None:
     deadline = time.monotonic() + limit_s
     while not happened():
         assert time.monotonic() < deadline and launched.front.poll() is None, launched.terminal.read_text()
@@ -132,7 +132,7 @@ def test_killed_processes_and_keepers_come_back_and_ctrl_c_drains(launched: Laun
 
     everything = list({*everything, *launched.all()})
     os.killpg(launched.front.pid, signal.SIGINT)
-    assert launched.front.wait(60) == 130, launched.terminal.read_text()
+    assert launched.front.wait(120) == 130, launched.terminal.read_text()
     terminal = launched.terminal.read_text()
     for name in NAMES:
         assert launched.log(name).count("drained") == 1
@@ -141,7 +141,7 @@ def test_killed_processes_and_keepers_come_back_and_ctrl_c_drains(launched: Laun
     assert re.search(r"^ready \d+ \d+ None", launched.log("learner"), re.MULTILINE), (
         "Ray's OMP_NUM_THREADS came through"
     )
-    assert not psutil.wait_procs(everything, timeout=2)[1]
+    assert not psutil.wait_procs(everything, timeout=30)[1]
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(launched: Launched) -> None:
@@ -151,4 +151,4 @@ def test_nothing_outlives_a_launcher_that_is_killed(launched: Launched) -> None:
     assert all({*launched.ready(name)[0]} <= pids for name in NAMES)
     launched.front.kill()
     launched.front.wait()
-    assert not psutil.wait_procs(everything, timeout=10)[1]
+    assert not psutil.wait_procs(everything, timeout=30)[1]
