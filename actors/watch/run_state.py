@@ -198,3 +198,5 @@ def ledger_lines(state: State) -> Iterator[str]:
                 f"{what}: {groups} groups, {samples} samples, mean {tokens / samples:.1f} tokens, "
                 f"{sampled / samples:.1f} sampled, {100 * truncated / samples:.1f} % cut at the limit"
             )
+    if state.errors:
+        yield f"{state.errors} messages refused since the buffer started: see logs/buffer.log"

@@ -61,8 +61,6 @@ def main(argv: Sequence[str]) -> int:
         console.print(*_last_log_lines(run), sep="\n")
         return FAILED
     console.print(*(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"]), sep="\n")
-    if answer.errors:
-        console.print(f"{answer.errors} messages refused since the buffer started: see {run / 'logs' / 'buffer.log'}")
     return DONE
 
 

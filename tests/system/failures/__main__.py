@@ -30,7 +30,13 @@ def row(story: Story) -> str:
     seen = ", ".join(f"{place} {seconds:.0f}" for place, seconds in sorted(story.seen.items(), key=lambda s: s[1]))
     ends = next((line for line in reversed(story.text.splitlines()) if case.ends and case.ends in line), "")
     ends = ends.removeprefix("python -m learner: ") or "the last version is trained"
-    cells = [case.name, story.status, seen, f"exit code {story.code}: {ends}", f"{story.seconds:.0f} s"]
+    cells = [
+        case.name,
+        story.status or "nothing: the next call gets another process",
+        seen or "-",
+        f"exit code {story.code}: {ends}",
+        f"{story.seconds:.0f} s",
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

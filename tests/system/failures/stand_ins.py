@@ -12,8 +12,9 @@ from pathlib import Path
 import uvloop
 
 from buffer.wire.client import Connection, LearnerClient, RolloutClient, heartbeats
-from configs.entrypoint import DONE, ENDINGS, FAILED, configure_logging
-from configs.load import fingerprint, load
+from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, FAILED, configure_logging
+from configs.load import load
+from configs.resume import fingerprint
 from configs.schema import Config
 from tests.system.chaos_run import Run
 
@@ -36,21 +37,21 @@ def learn(config: Config) -> int:
 
 async def roll_out(config: Config) -> int:
     """Make groups until the buffer has no more work."""
-    from rollout.episodes.episode import Episodes, Failure
+    from rollout.cage.user_task import UserTask
+    from rollout.episodes.episode import Failure
+    from rollout.episodes.setup import RolloutSetup
     from rollout.loop import follow, roll
     from rollout.rewards.workers import RewardPool
-    from rollout.tasks import load_task
-    from tests.system.chaos_rollout import END, Engine, Prompts, Receiver
+    from rollout.tasks import TASKS
+    from tests.system.chaos_rollout import Engine, Prompts, Receiver
 
-    engine = Engine(Run(config.run.folder))
+    engine, prompts, log = Engine(Run(config.run.folder)), Prompts(), config.run.path / "logs" / "rollout-0"
     client = Connection(config.buffer.address, "rollout-0", "rollout", fingerprint(config))
-    async with RewardPool(config.reward) as rewards, client:
+    task = TASKS.get(config.rollout.task) or UserTask(config, log)
+    setup = RolloutSetup(prompts, task, RewardPool(config.reward, log))  # type: ignore[arg-type]
+    async with setup, client:
         buffer = RolloutClient(client, lambda: engine.version)
-        generate = partial(
-            engine.generate, max_tokens=config.sampling.max_tokens, temperature=1.0, stop_token_ids=[END]
-        )
-        task = load_task(config.rollout.task)
-        episodes = Episodes(Prompts(), task, generate, rewards, config.batch.samples)  # type: ignore[arg-type]
+        episodes = setup.episodes(config, engine, 1.0, config.batch.samples)  # type: ignore[arg-type]
         revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
         async with asyncio.TaskGroup() as tasks:
             others = [
@@ -71,4 +72,7 @@ if __name__ == "__main__":
         code = learn(settings) if role == "learner" else uvloop.run(roll_out(settings))
     except KeyboardInterrupt:
         code = FAILED
+    except ValueError as error:
+        print(f"python -m {role}: {error}", file=sys.stderr)
+        code = BAD_INPUT
     sys.exit(code)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import zmq
+import zmq.asyncio
 from rich.console import Console
 
 from actors.process import Process
@@ -40,11 +42,13 @@ class Story:
     code: int = -1
     seconds: float = 0.0
     text: str = ""
+    """All that the terminal showed."""
     status: str = ""
     """The line of status that shows it last."""
-    """All that the terminal showed."""
+    logs_bytes: int = 0
+    """Size of all logs of the run."""
     seen: dict[str, float] = field(default_factory=dict)
-    """By place: `terminal`, `status`, `logs/rollout-0.log`."""
+    """By place: `terminal`, `status`, `logs/NAME.log`."""
 
 
 def run_file(case: Case, folder: Path) -> Config:
@@ -95,6 +99,8 @@ class _Telling:
             for process in processes(self.config)
         ]
         others = [asyncio.create_task(self.display.watch()), asyncio.create_task(self._watch())]
+        if story.case.flood:
+            others.append(asyncio.create_task(flood(self.config.buffer.address)))
         supervisor = Supervisor(plain, self._place, self.display.show_event, self.display.say)
         try:
             story.code = await asyncio.wait_for(supervisor.run(), LIMIT_S)
@@ -106,6 +112,7 @@ class _Telling:
         self._look(stored(self.config.run.path / "buffer.sqlite"))  # a short run may be over between two looks
         folder = f"{self.config.run.folder}/"
         story.seconds = time.monotonic() - self.began
+        story.logs_bytes = sum(file.stat().st_size for file in (self.config.run.path / "logs").iterdir())
         story.text, story.status = self.terminal.getvalue().replace(folder, ""), story.status.replace(folder, "")
         return story
 
@@ -122,13 +129,26 @@ class _Telling:
     def _look(self, state: State | None) -> None:
         """Note where the case's words have come up."""
         story, seconds = self.story, time.monotonic() - self.began
-        log = self.config.run.path / "logs" / "rollout-0.log"
+        place = f"logs/{story.case.log}.log"
+        log = self.config.run.path / place
         status = "\n".join([*ledger_lines(state), *waits(state, self.config)]) if state else ""
         texts = {"terminal": self.terminal.getvalue(), "status": status}
-        texts["logs/rollout-0.log"] = log.read_text(errors="replace") if log.exists() else ""
+        texts[place] = log.read_text(errors="replace") if log.exists() else ""
         if story.case.early and story.case.early in status:
             story.seen.setdefault(f"status ({story.case.early})", seconds)
         for place, text in texts.items():
-            if story.case.says in text:
+            if story.case.says and story.case.says in text:
                 story.seen.setdefault(place, seconds)
-        story.status = next((line for line in status.splitlines() if story.case.says in line), story.status)
+        lines = [line for line in status.splitlines() if story.case.says and story.case.says in line]
+        story.status = next(iter(lines), story.status)
+
+
+async def flood(address: str) -> None:
+    """Send the buffer malformed messages until cancelled."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        while True:
+            for _ in range(500):
+                await socket.send(b"rubbish")
+            await asyncio.sleep(0.01)
