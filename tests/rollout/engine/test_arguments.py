@@ -35,6 +35,27 @@ def test_the_run_file_decides_and_defaults_give_way():
     assert engine_arguments(config().model_copy(update={"rollout": whole}), 0, cpu=True)["max_model_len"] == 200
 
 
+@pytest.mark.parametrize(
+    ("groups", "keys", "sizes"),
+    [
+        (32, {}, (256, 1024, 1024)),
+        (128, {}, (1024, 2048, 2048)),
+        (1000, {}, (8000, 16000, 2048)),
+        (3, {}, (32, 1024, 1024)),
+        (32, {"max_num_seqs": 700}, (700, 1400, 1400)),
+        (32, {"max_num_batched_tokens": 300}, (256, 300, 1024)),  # vLLM cuts the graphs to it
+        (32, {"compilation_config": {"max_cudagraph_capture_size": 64}}, (256, 1024, None)),
+    ],
+)
+def test_a_gpu_runs_all_sequences_in_flight_in_steps_that_are_captured(groups, keys, sizes):
+    """With 8 samples a group."""
+    wanted = config(**keys)
+    rollout = wanted.rollout.model_copy(update={"groups_in_flight": groups})
+    arguments = engine_arguments(wanted.model_copy(update={"rollout": rollout}), 0, cpu=False)
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
+    assert tuple(arguments.get(name) for name in names) == sizes
+
+
 def test_logits_are_not_rounded_unless_the_run_file_says_so():
     assert engine_arguments(config(), 0, cpu=True)["hf_overrides"] == {"head_dtype": "float32"}
     changed = {"hf_overrides": {"head_dtype": "model", "rope_theta": 1e6}}
