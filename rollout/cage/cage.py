@@ -44,7 +44,7 @@ class CallOnServer:
     def on_message(self, verb: str, *rest: Any) -> bool:
         """Take a message of the worker; False for one that is none."""
         match verb, *rest:
-            case "generate", int(request), list(tokens), dict(options) if self.generate:
+            case "generate", int(request), tokens, dict(options) if self.generate:  # who generates judges the tokens
                 self.requests[request] = asyncio.create_task(self._generate(request, self.generate, tokens, options))
             case "stop", int(request):
                 if request in self.requests:
@@ -57,7 +57,7 @@ class CallOnServer:
         return True
 
     async def _generate(
-        self, request: int, generate: Callable[..., Awaitable[Any]], tokens: list[Any], options: dict[str, Any]
+        self, request: int, generate: Callable[..., Awaitable[Any]], tokens: Any, options: dict[str, Any]
     ) -> None:
         assert self.worker is not None
         try:
