@@ -39,7 +39,7 @@ class World:
         rows = [{"problem": f"{number}+1", "answer": str(number + 1)} for number in range(40)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = {"path": tiny_model(folder / "model").path, "dtype": "float32"}
-        data = {**SETTINGS["data"], "train": str(folder / "train.jsonl")}
+        data = {**SETTINGS["data"], "train": str(folder / "train.jsonl"), "chat_template": "none"}
         (folder / "run.yaml").write_text(yaml.safe_dump({**SETTINGS, "model": model, "data": data}))
 
     def run(self, name: str) -> Run:
