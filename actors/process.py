@@ -13,7 +13,11 @@ Role = Literal["buffer", "learner", "rollout"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
 """After an event of these kinds the process is not started again."""
-PROGRESS: dict[Role, str] = {"buffer": "stored a group", "learner": "trained a version", "rollout": "delivered a group"}
+PROGRESS: dict[Role, str] = {
+    "buffer": "stored a group",
+    "learner": "trained a new version",
+    "rollout": "delivered a group",
+}
 """What counts as progress of a process: its code calls `configs.entrypoint.made_progress` there."""
 
 

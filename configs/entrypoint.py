@@ -2,7 +2,8 @@
 
 Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
 log says why), 2 input refused before anything was started, 3 the data ended before `run.versions`, 4 the learner of a
-run that was given up (`launch`: 1), 128 + N ended at once by the second signal, number N.
+run that was given up or whose last checkpoint could not be written (`launch`: 1), 128 + N ended at once by the second
+signal, number N.
 """
 
 import argparse

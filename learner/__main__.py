@@ -3,9 +3,9 @@
 Starts `learner.ranks` ranks on this machine unless torchrun has started them; builds the parts of `loop.py` and runs
 it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after the current version
 and a checkpoint (exit 0), the second at once. Exit 2: config, model or device do not work, found before anything was
-started, or the last checkpoint could not be written: another start would end the same way. Exit 1: a rank failed; all
-ranks have ended, and a restart continues from the last checkpoint. Exit 3: the data ended before the last version; 4:
-the run was given up, because attempts only fail.
+started. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last checkpoint. Exit 3: the data
+ended before the last version; 4: the run was given up, because attempts only fail, or because its last checkpoint could
+not be written.
 """
 
 import logging
@@ -32,6 +32,7 @@ from configs.entrypoint import (
     DONE,
     ENDINGS,
     FAILED,
+    GIVEN_UP,
     StopSignals,
     configure_logging,
     die_with_parent,
@@ -71,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
         finished = train(config, configure_process(config, device))
     except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, OutOfMemory) else BAD_INPUT
+        full = isinstance(error, NoDiskSpace)
+        return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if full else BAD_INPUT
     if finished is None:
         return DONE
     if os.environ.get("RANK", "0") == "0":

@@ -4,6 +4,7 @@
 EngineDead ends the server.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reward workers import this file, and start faster without NumPy
@@ -52,8 +53,15 @@ class EngineDead(RuntimeError):
     """vLLM's process died or does not answer. Nothing but a restart of the server helps."""
 
 
+def all_errors(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions in it that are no groups, in order."""
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from all_errors(one)
+    else:
+        yield error
+
+
 def first_error(error: BaseException) -> BaseException:
     """The first exception that is no group: the cause, for people."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return next(all_errors(error))

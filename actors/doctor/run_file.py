@@ -112,9 +112,9 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
         "reward": ("reward.function", "reward.kwargs"),
         "task": ("rollout.task",),
     }
-    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     if config.rollout.task in BUILT_IN["rollout.task"]:
-        parts.remove("task")
+        del keys["task"]
+    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     try:
         judgement.add(try_out(parts, config, rows))
     except TypeError as error:

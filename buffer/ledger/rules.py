@@ -201,6 +201,8 @@ class Ledger:
             )
         if version == self.version:
             if not self.ready():
+                if self.state.given_up:
+                    self.state.tell()
                 return None
             self.state.form(self.groups)
         self.state.raise_ceiling(version + 1)

@@ -72,6 +72,8 @@ class LedgerState:
         """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
         self.given_up = 0
         """1 once the run was given up because of them."""
+        self.told = False
+        """Whether the learner was told so."""
         self.revision = 0
         """Counts the changes that a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
@@ -128,9 +130,16 @@ class LedgerState:
         self.given_up = 1
         self.revision += 1
 
+    def tell(self) -> None:
+        """The learner is told that the run was given up."""
+        if not self.told:
+            self.told = True
+            self.revision += 1
+
     def forgive(self) -> None:
         """The learner was started: failures until now no longer count against the run."""
         self.failures_in_row = self.given_up = 0
+        self.told = False
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0) -> None:
         """Leased -> waiting, until `elsewhere_until` for other servers: the attempt failed, or it was returned."""

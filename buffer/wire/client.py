@@ -146,6 +146,8 @@ class LearnerClient:
         """The answer to the last Trained."""
         self.finished: protocol.Finished | None = None
         """How the run ended, once `take` has returned None."""
+        self._new = 0
+        """First batch that was not formed when the learner started: to train one again is no progress."""
 
         async def connect() -> Connection:
             return await Connection(address, name, "learner", fingerprint, serves, keys=keys).__aenter__()
@@ -158,7 +160,9 @@ class LearnerClient:
 
     def rewind(self, version: int) -> int:
         """The learner restored `version`; returns how many batches will be served again as they were."""
-        return self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind").replay
+        replay = self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind").replay
+        self._new = version + replay
+        return replay
 
     def take(self, version: int) -> Part | None:
         """This rank's part of batch `version`; None: there will be none, and `finished` says why."""
@@ -179,7 +183,8 @@ class LearnerClient:
         """
         self._raise_refusal()
         trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
-        made_progress()
+        if version >= self._new:
+            made_progress()
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def _raise_refusal(self) -> None:

@@ -73,8 +73,8 @@ class Handlers:
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
         """Of samples accepted and not yet trained."""
-        self._ended = ""
-        """`reasons.ended` as last written."""
+        self._ended: str | None = None
+        """`reasons.ended` as last written; None: nobody knows what the run's last launch wrote."""
         self._split: tuple[tuple[int, int], list[protocol.Part]] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
@@ -189,7 +189,9 @@ class Handlers:
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
         leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
         if not leases and not self.ledger.answered(peer.key, ask.request):
-            return self._finished()
+            # Not before the learner: one that starts anew before it is told goes on, and needs its servers.
+            held = self.ledger.state.given_up and not self.ledger.state.told
+            return None if held else self._finished()
         return protocol.Work(
             items=[
                 protocol.WorkItem(

@@ -12,7 +12,7 @@ from typing import Any
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.failure_text import one_line
 from rollout.cage.frames import encode
-from rollout.cage.worker_process import WorkerEnd, WorkerProcess
+from rollout.cage.worker_process import GRACE_S, WorkerEnd, WorkerProcess
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -44,7 +44,7 @@ class CallOnServer:
     def on_message(self, verb: str, *rest: Any) -> bool:
         """Take a message of the worker; False for one that is none."""
         match verb, *rest:
-            case "generate", int(request), list(tokens), dict(options) if self.generate:
+            case "generate", int(request), tokens, dict(options) if self.generate:  # who generates judges the tokens
                 self.requests[request] = asyncio.create_task(self._generate(request, self.generate, tokens, options))
             case "stop", int(request):
                 if request in self.requests:
@@ -57,7 +57,7 @@ class CallOnServer:
         return True
 
     async def _generate(
-        self, request: int, generate: Callable[..., Awaitable[Any]], tokens: list[Any], options: dict[str, Any]
+        self, request: int, generate: Callable[..., Awaitable[Any]], tokens: Any, options: dict[str, Any]
     ) -> None:
         assert self.worker is not None
         try:
@@ -111,7 +111,7 @@ class Cage:
 
     async def call(self, *arguments: Any, generate: Callable[..., Awaitable[Any]] | None = None) -> Any:
         """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
-        not handle. Cancelling it ends the episode, or kills the worker."""
+        not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed."""
         try:
             encode(arguments)
         except (TypeError, ValueError, OverflowError) as error:
@@ -124,11 +124,12 @@ class Cage:
         except asyncio.CancelledError:
             if call.worker and self.function.episodes:
                 call.worker.send(["cancel", call.number])
-            elif call.worker:
-                call.worker.kill()
+            elif call.worker and call.number in call.worker.calls:  # a new worker may take longer than this call
+                asyncio.get_running_loop().call_later(GRACE_S, self._kill_if_busy, call.worker, call)
             raise
         finally:
-            self._leave(call)
+            if self.function.episodes or not call.done.cancelled():
+                self._leave(call)
         if isinstance(outcome, WorkerEnd):
             raise self._end_error(call, outcome)
         origin, value, trace, permanent, request = outcome
@@ -138,6 +139,10 @@ class Cage:
             raise call.refused[request]
         assert call.worker is not None
         raise CagedError(str(value), origin, detail(trace, await call.worker.last_output()), permanent)
+
+    def _kill_if_busy(self, worker: WorkerProcess, call: CallOnServer) -> None:
+        if call.number in worker.calls:
+            worker.kill()
 
     def _submit(self, call: CallOnServer) -> None:
         """Give the call to the worker that has the fewest, or let it wait."""
@@ -204,8 +209,11 @@ class Cage:
                 case ["unloadable", str(reason), str(trace)]:
                     error = CagedError(reason, "unloadable", detail(trace, await worker.last_output()))
                 case [str(verb), int(number), *rest]:
-                    if number in worker.calls and not worker.calls[number].on_message(verb, *rest):
+                    call = worker.calls.get(number)
+                    if call and not call.on_message(verb, *rest):
                         worker.kill()
+                    elif call and call.done.cancelled():  # it has ended though nobody waits for it
+                        self._leave(call)
                 case _:
                     worker.kill()
         end = await worker.ended()
@@ -216,9 +224,11 @@ class Cage:
         if error:
             self._refuse(error)
         for call in list(worker.calls.values()):
+            if call.done.done():
+                continue
             if call.place > end.started and call.attempts < ATTEMPTS:
                 self._submit(call)
-            elif not call.done.done():
+            else:
                 call.done.set_result(end)
         return 0 < end.started < float("inf")
 

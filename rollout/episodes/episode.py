@@ -19,7 +19,7 @@ from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
 from rollout.episodes.stages import Stages
-from rollout.errors import EngineDead, EpisodeError, first_error
+from rollout.errors import EngineDead, EpisodeError, all_errors, first_error
 from rollout.rewards.convention import Answer, Turn
 from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import Problem, Task, Trajectory
@@ -91,8 +91,8 @@ class Episodes:
         try:
             return Group(await self._play(row))
         except* EpisodeError as errors:
-            error = first_error(errors)
-            assert isinstance(error, EpisodeError)
+            found = [error for error in all_errors(errors) if isinstance(error, EpisodeError)]
+            error = min(found, key=lambda error: error.returned)  # the sample that ended a worker, not one beside it
             reason = " ".join(str(error).split())[:REASON_CHARS]
             self.failures.record(error, reason)
             failure = Failure(reason, error.kind, error.permanent, error.returned)

@@ -48,7 +48,7 @@ class RewardPool:
         await self._cage.close()
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer of a group. Raises RewardError with the reason; a cancelled call is killed."""
+        """One score per answer of a group. Raises RewardError with the reason; a cancelled call must end."""
         calls = [answers] if self._cage.about["batch"] else [[answer] for answer in answers]
         scoring = [asyncio.create_task(self._score(call)) for call in calls]
         try:

@@ -48,7 +48,6 @@ def given(tmp_path: Path) -> list[str]:
         "fine": "",
         "raises": "1 / 0",
         "exits": "sys.exit(3)",
-        "hangs": "time.sleep(600)",
         "dies": "os._exit(3)",
     }.items():
         (tmp_path / f"{name}.py").write_text(REWARDS.format(at_import=code))
@@ -103,7 +102,6 @@ MORE = [
     ("--data.max_prompt_tokens=5", "data.max_prompt_tokens: 5: the prompts of all 4 rows looked at are longer"),
     ("--reward.function={folder}/exits.py:score", "exits.py cannot be imported: SystemExit: 3"),
     ("--reward.function={folder}/dies.py:score", "reward.function: the process that tried it ended with exit code 3"),
-    ("--reward.function={folder}/hangs.py:score", "hangs.py has not ended after 7 s"),
     ("--rollout.task={folder}/fine.py:play", "fine.py:play cannot be called with (problem, generate)"),
     ("--log.trackers=[wandb]", 'log.trackers: wandb is not installed here; pip install "headrace[tracking]"'),
     ("--buffer.address=tcp://127.0.0.1:{busy}", "Address already in use"),

@@ -39,7 +39,7 @@ class World:
         rows = [{"problem": f"{number}+1", "answer": str(number + 1)} for number in range(40)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = {"path": tiny_model(folder / "model").path, "dtype": "float32"}
-        data = {**SETTINGS["data"], "train": str(folder / "train.jsonl")}
+        data = {**SETTINGS["data"], "train": str(folder / "train.jsonl"), "chat_template": "none"}
         (folder / "run.yaml").write_text(yaml.safe_dump({**SETTINGS, "model": model, "data": data}))
 
     def run(self, name: str) -> Run:
@@ -217,7 +217,7 @@ def test_after_a_full_disk_the_run_ends_and_goes_on_from_its_checkpoint(world: W
             launched.kill()
             world.full_disk.unlink()
     kept = newest(run.path / "checkpoints")
-    assert launched.returncode == 2 and 0 < kept < versions
+    assert launched.returncode == 1 and 0 < kept < versions and "refused its input" not in out
     assert f"the policy of version {versions} is not on disk" in out and f"goes on from version {kept}" in out
     assert run.log("learner").count("started: pid") == 1
     code, out, err = world.launch("full", f"--run.versions={versions}")

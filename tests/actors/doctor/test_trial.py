@@ -45,6 +45,12 @@ def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warni
     assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
 
 
+def test_a_file_whose_import_takes_long_is_no_refusal(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)\ndef score(reward_input): return 1.0\n")
+    judgement = try_out(["reward"], config(tmp_path, f"reward.function={tmp_path}/slow.py:score"), [(0, ROW)])
+    assert judgement.refused == [] and "slow.py has not ended after 7 s, it is not judged" in judgement.warnings[0]
+
+
 def test_a_task_is_imported_and_its_signature_looked_at(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     judgement = try_out(["task"], config(tmp_path, f"rollout.task={tmp_path}/own.py:task"), [])

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
+from configs.entrypoint import PROGRESS, made_progress
 from tests.harness.buffer_process import Buffer, buffer, client, free_port, group, in_loop, make_requests, rollout
 
 
@@ -176,6 +177,33 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
         assert batches.take(0) == taken[0]
         batches.trained(0, 0)
         assert batches.rewind(0) == 1
+
+
+def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    made_progress.cache_clear()
+
+    async def make(it) -> None:
+        async with rollout(it.address) as samples:
+            for item in await samples.ask(2):
+                await samples.put(item, group(item.item))
+
+    with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=30) as batches:
+        assert batches.rewind(0) == 0
+        asyncio.run(make(it))
+        batches.take(0)
+        made_progress.cache_clear()
+        (tmp_path / "progress").unlink()  # the servers'
+        assert batches.rewind(0) == 1
+        batches.take(0)
+        batches.trained(0, 0)
+        assert not (tmp_path / "progress").exists()
+        asyncio.run(make(it))
+        made_progress.cache_clear()
+        (tmp_path / "progress").unlink()
+        batches.take(1)
+        batches.trained(1, 0)
+        assert (tmp_path / "progress").exists()
 
 
 def test_batches_end_when_the_versions_do():

@@ -375,6 +375,38 @@ async def test_failures_reach_the_state_the_part_and_the_line_that_says_what_a_b
 
 
 @in_loop
+async def test_servers_are_told_that_the_run_was_given_up_after_the_learner():
+    """A learner that dies before it is told goes on when it starts again, with the servers of before."""
+    async with (
+        buffer(make_requests(attempts=1)) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        while (await learner.expect(Status(), State)).ended == "":
+            for item in await samples.ask(4):
+                await samples.fail(item, "ValueError: no", kind="reward")
+        asking = asyncio.create_task(samples.ask(1))
+        (waiter,) = (await until_waiting(learner)).waiters
+        assert waiter.kind == "Ask" and "the run was given up" in waiter.why
+        await learner.expect(Rewind(version=0), Rewound)
+        (item,) = await asyncio.wait_for(asking, 10)
+        await samples.fail(item, "ValueError: no", kind="reward")
+        while (await learner.expect(Status(), State)).ended == "":
+            for item in await samples.ask(4):
+                await samples.fail(item, "ValueError: no", kind="reward")
+        asking = asyncio.create_task(samples.ask(1))
+        await until_waiting(learner)
+        assert isinstance(await learner.request(Take(version=0, rank=0, world=1)), Finished)
+        assert await asyncio.wait_for(asking, 10) is None
+
+
+async def until_waiting(observer) -> State:
+    while not (state := await observer.expect(Status(), State)).waiters:
+        await asyncio.sleep(0.01)
+    return state
+
+
+@in_loop
 async def test_a_heartbeat_that_was_overtaken_is_not_believed():
     async with buffer() as it, Wire(it.address) as wire:
         await wire.ask(1, hello())
@@ -451,7 +483,9 @@ async def test_a_restarted_learner_gets_identical_batches():
                 await learner.expect(Trained(version=version, oldest_kept=1 if version else 0), Ack)
         async with client(it.address, "learner-0", "learner") as learner:
             assert await learner.expect(Rewind(version=1), Rewound) == Rewound(replay=2)
-            assert [await take(learner, version) for version in (1, 2)] == before[1:]
+            again = [await take(learner, version) for version in (1, 2)]
+            assert [part.generated for part in again] == [6, 6]  # a count of the run so far, not of the batch
+            assert again == [part.model_copy(update={"generated": 6}) for part in before[1:]]
             with pytest.raises(RefusedError, match="batch 0 is gone"):
                 await learner.request(Rewind(version=0))
 

@@ -349,6 +349,16 @@ async def test_a_cancelled_call_frees_its_worker_and_a_waiting_one_its_place(tmp
         assert not psutil.pid_exists(worker) and not (tmp_path / "never").exists()
 
 
+async def test_a_cancelled_call_that_ends_by_itself_costs_no_worker(tmp_path: Path):
+    async with cage("sleeps") as pool:
+        running = asyncio.create_task(pool.call(0.2, str(tmp_path / "pid")))
+        worker = int(await file_with_text(tmp_path / "pid"))
+        running.cancel()
+        assert await asyncio.wait_for(pool.call(0), 30) == "awake"
+        await asyncio.sleep(1.5)
+        assert psutil.pid_exists(worker) and await pool.call(0) == "awake"
+
+
 async def test_many_cancellations_at_any_moment_leave_a_pool_that_works():
     async with cage("sleeps", workers=2) as pool:
         for wave in range(8):

@@ -305,6 +305,24 @@ async def test_bystanders_fail_without_an_attempt_and_the_guilty_episode_with_on
     assert isinstance(returned, Failure) and returned.returned and "another episode ended" in returned.reason
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("calls += 1\n    if calls == 4: os._exit(3)\n    await asyncio.sleep(600)", "ended its process (exit code 3)"),
+        ("await generate('a text')", "generate: tokens must be a list of token ids"),
+        ("await generate(None)", "generate: tokens must be a list of token ids"),
+    ],
+)
+async def test_a_group_fails_for_what_its_guilty_sample_did(tmp_path: Path, code: str, reason: str):
+    source = f"import asyncio, os\ncalls = 0\nasync def play(problem, generate):\n    global calls\n    {code}\n"
+    (tmp_path / "mine.py").write_text(source)
+    config = load([str(RUN), f"--rollout.task={tmp_path}/mine.py:play", "--rollout.task_workers=1"])
+    async with UserTask(config) as task:
+        played = Episodes(FakePrompts(), task, fake_sampler(fakes.FakeEngine(FakePrompts().encode)), FakeRewards(), 8)
+        failure = await asyncio.wait_for(played.attempt({"problem": "1+1="}), 30)
+    assert isinstance(failure, Failure) and not failure.returned and reason in failure.reason
+
+
 GOOD: dict[str, Any] = {
     "tokens": [1, 2],
     "start": 1,
