@@ -29,7 +29,8 @@ CHANGEABLE = (
     *("rollout.servers", "rollout.tensor_parallel", "rollout.device", "rollout.groups_in_flight", "rollout.attempts"),
     *("rollout.heartbeat_s", "rollout.engine", "rollout.max_failed_share"),
     *("rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
-    *("weights.*", "buffer.*", "log.*"),
+    *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
+    *("weights.*", "log.*"),
 )
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
 which problem is dispatched next, or what a stored sample means."""

@@ -75,7 +75,7 @@ class Keeper:
                 stop(self._guarded)
 
     def _keep(self) -> None:
-        failures, restarts = 0, self.process.restarts
+        failures, restarts, worked = 0, self.process.restarts, False
         while not self._ending.is_set():
             started = time.monotonic()
             with suppress(OSError):
@@ -87,7 +87,8 @@ class Keeper:
                 return self._report("ended", f"exit code {code}", code)
             if self.process.role == "learner" and code in ENDINGS.values():  # its last words say why the run ended
                 return self._report("ended", "\n".join(last_words(self._last_lines)), code)
-            if code == BAD_INPUT:  # another start would end the same way
+            worked |= self._progress.exists()
+            if code == BAD_INPUT and not worked:  # another start would end the same way
                 return self._report("refused", "\n".join(self._last_lines), code)
             failures = 1 if self._progress.exists() else failures + 1
             what = f"exit code {code} after {lived_s:.0f} s"

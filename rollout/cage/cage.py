@@ -183,11 +183,13 @@ class Cage:
             worker = WorkerProcess(replace(self.function, log=path))
             try:
                 await worker.start()
-            except OSError as error:
-                self._refuse(CagedError(f"no process can be started for {self.function.name}: {error}", "unloadable"))
-                failures += 1
-            else:
                 failures = 0 if await self._serve(worker, failures == 0) else failures + 1
+            except (OSError, RuntimeError) as error:  # the machine has no processes, files or threads left
+                if worker in self._workers:  # it was started
+                    self._workers.remove(worker)
+                    worker.kill()
+                self._refuse(CagedError(f"no process can be kept for {self.function.name}: {error}", "unloadable"))
+                failures += 1
             if failures > 1:
                 wait_s = min(MAX_BACKOFF_S, 0.125 * 2**failures)
                 await asyncio.wait([closed := asyncio.ensure_future(self._closed.wait())], timeout=wait_s)
