@@ -73,8 +73,8 @@ class Handlers:
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
         """Of samples accepted and not yet trained."""
-        self._ended = ""
-        """`reasons.ended` as last written."""
+        self._ended: str | None = None
+        """`reasons.ended` as last written; None: the file may still hold that of an earlier start."""
         self._split: tuple[tuple[int, int], list[protocol.Part]] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
