@@ -6,6 +6,7 @@ nothing; `tail --follow` goes on until it is interrupted. What a live run waits 
 
 import argparse
 import json
+import signal
 import sqlite3
 import sys
 import time
@@ -65,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
         )
     given, overrides = parser.parse_known_args(argv)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `tail RUN | head` ends quietly
     act: dict[str, Callable[[sqlite3.Connection, Config], Iterable[str]]] = {
         "tail": lambda db, config: tail(db, given.n, given.follow),
         "show": lambda db, config: show(db, given.item, tokenizer_of(config.model.path)),

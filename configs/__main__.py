@@ -5,6 +5,7 @@ checks are those of `actors launch` and `doctor`; they run in a process of their
 other one.
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from configs.resume import fingerprint
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     config = read(argv, "python -m configs")
     problems = count_rows(config.data.train)
     print("\n".join(explain(config, problems)), flush=True)

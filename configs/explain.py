@@ -46,9 +46,12 @@ def _batch(config: Config) -> Iterator[str]:
     run, batch = config.run, config.batch
     prompt, answer, samples = config.data.max_prompt_tokens, config.sampling.max_tokens, batch.groups * batch.samples
     yield f"run {run.name}: {run.versions:,} versions (optimizer steps) of {config.model.path}, into {run.path}"
-    tokens = f"{samples * (prompt + answer):,} tokens ({prompt:,} of prompt + {answer:,} of answer each)"
+    longest = max_sample_tokens(config)
     product = f"{batch.groups:,} groups x {batch.samples} samples = {samples:,} samples"
-    yield f"batch: {product}; at most {tokens}, {samples * answer:,} of them sampled"
+    each = f"({prompt:,} of prompt + {answer:,} of answer each), {samples * answer:,} of them sampled"
+    if longest > prompt + answer:  # a task of several turns
+        each = f"({longest:,} each: prompt, all turns and what the task gives)"
+    yield f"batch: {product}; at most {samples * longest:,} tokens {each}"
 
 
 def _data(config: Config, problems: int | None) -> Iterator[str]:
@@ -116,8 +119,8 @@ def _disk(config: Config) -> Iterator[str]:
         per_parameter = f"({kept} x {each} + {_last_export(config)} bytes)"
         size = f"{_with_prefix(parameters)} parameters x {per_parameter} = {_with_prefix(disk)}B of disk"
     yield f"checkpoints: every {config.learner.checkpoint_every} versions, {kept} on disk while one is written: {size}"
-    batch, limit = config.batch.groups * max_group_bytes(config) / 2**30, config.buffer.max_gib
-    yield f"buffer: a batch takes at most {batch:.3g} GiB of the {limit:g} GiB that may be stored untrained"
+    batch, limit = config.batch.groups * max_group_bytes(config), config.buffer.max_gib
+    yield f"buffer: a batch takes at most {_with_prefix(batch)}B of the {limit:g} GiB that may be stored untrained"
 
 
 def _notes_on_flow(config: Config, problems: int | None) -> Iterator[str]:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -101,6 +102,7 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = la
     width = min(max(shutil.get_terminal_size().columns, 40), 120)
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
     if "-h" in argv or "--help" in argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
         print(f"${{section.key}} refers to another key.\n{text(width)}")
         sys.exit(0)

@@ -31,7 +31,7 @@ ROWS = 1000
 def main() -> int:
     """Judge the config on stdin, as JSON: facts and warnings on stdout, refusals on stderr."""
     judgement = judge(Config.model_validate_json(sys.stdin.read()))
-    print("\n".join(judgement.lines()))
+    print("\n".join(judgement.lines()), end="\n" * bool(judgement.lines()))
     print("\n".join(judgement.refused), end="\n" * bool(judgement.refused), file=sys.stderr)
     return BAD_INPUT if judgement.refused else DONE
 

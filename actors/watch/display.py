@@ -50,6 +50,8 @@ class Display:
         """Last event of each process, lines apart."""
         self.state: State | None = None
         """The buffer's last answer; None if it is silent."""
+        self._settled: set[str] = set()
+        """Processes since whose start a version came."""
         self._reported_failures = 0
         self._colours: dict[str, str] = {}
         wants_panel = config.log.display == "rich" or (config.log.display == "auto" and self.console.is_terminal)
@@ -73,15 +75,17 @@ class Display:
         text = event.text
         if event.kind != "line":
             self.processes[name] = event.kind
+            self._settled.discard(name)
             text = f"{event.kind}: {text}"
-        elif self._is_routine(text):
+        elif self._is_routine(name, text):
             return
         for line in text.splitlines() or [""]:
             self.console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(line)))
 
-    def _is_routine(self, line: str) -> bool:
-        """Whether the log file is enough for this line. Once versions come, they show that the run is well."""
-        return bool(VLLM_ROUTINE.match(line) or (self.records.by_version and OUR_ROUTINE.match(line)))
+    def _is_routine(self, name: str, line: str) -> bool:
+        """Whether the log file is enough for this line. Once versions come, they show that the run is well; what a
+        process says before, such as from where it goes on, is news."""
+        return bool(VLLM_ROUTINE.match(line) or (name in self._settled and OUR_ROUTINE.match(line)))
 
     async def watch(self) -> None:
         """Show news every second until cancelled, also while the buffer does not answer."""
@@ -108,6 +112,8 @@ class Display:
     def refresh(self) -> None:
         """Show the records that were written, and failures when their number has doubled."""
         fresh = self.records.read()
+        if fresh:
+            self._settled.update(self.processes)
         if self._live:
             self._live.refresh()
             return

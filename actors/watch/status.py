@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
-        console.print(_servers_table(state, config), soft_wrap=False)
+        if state.servers:
+            console.print(_servers_table(state, config), soft_wrap=False)
     if ended:
         return DONE
     if answer is None:

@@ -39,6 +39,13 @@ def test_the_arithmetic_of_a_run(model: Path) -> None:
     assert "note:" not in text
 
 
+def test_a_task_of_several_turns_fills_its_samples(model: Path) -> None:
+    task = ("rollout.task=my/tool.py:play", "rollout.max_sample_tokens=4096")
+    run = config(f"model.path={model}", *task, "batch.groups=2")
+    text = "\n".join(explain(run, problems=100))
+    assert "16 samples; at most 65,536 tokens (4,096 each: prompt, all turns and what the task gives)" in text
+
+
 def test_a_microbatch_holds_whole_samples() -> None:
     """256 samples of 2,048 tokens, 3 per pass: 86 passes, although the tokens alone would fit into 75."""
     assert any("86 of 7,000 tokens" in line for line in explain(config("learner.tokens_per_microbatch=7000")))

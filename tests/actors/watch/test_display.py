@@ -83,6 +83,22 @@ def test_lines_of_processes_are_prefixed_and_not_taken_for_markup(tmp_path: Path
     assert shown.servers() == "1/2 alive"
 
 
+def test_what_a_process_says_at_its_start_is_shown_until_a_version_comes(tmp_path: Path) -> None:
+    write(tmp_path, FULL)  # of an earlier start of the run
+    shown = display(tmp_path)
+    learner = Process("learner", "learner", ("x",), tmp_path / "log")
+    info = Event(2, "line", "2026-11-22 07:58:23,568 INFO learner: restored")
+    shown.show_event(learner, Event(1, "started", "pid 7"))
+    shown.show_event(learner, info)
+    write(tmp_path, FULL | {"version": 13})
+    shown.refresh()
+    shown.show_event(learner, info)
+    shown.show_event(learner, Event(1, "started", "pid 8"))
+    shown.show_event(learner, info)
+    words = [line.partition(" ")[0] for line in said(shown).splitlines()]
+    assert words == ["[learner]", "[learner]", "version", "[learner]", "[learner]"]
+
+
 def test_a_terminal_gets_a_panel(tmp_path: Path) -> None:
     shown = display(tmp_path, terminal=True)
     with shown.shown():
