@@ -85,6 +85,8 @@ async def run(config: Config) -> None:
                 log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, len(problems)), store, problems, limits)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
+            if handlers.ledger.finished():
+                log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")
             serving = asyncio.create_task(server.serve(PendingRequests(handlers, limits.max_message)))
 
             def drain(number: int) -> None:

@@ -150,6 +150,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
     """The tree of a YAML file, and a function from a dotted key to its file and line."""
+    if Path(file).is_dir():
+        raise ConfigError([f"{file}: a folder; name a run file, such as {Path(file) / 'config.yaml'}"])
     try:
         source = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -256,7 +258,8 @@ def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, 
         return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
     whole = reduce(getitem, name.split("."), merged.tree)
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
-    return {name: f"{name}: {show(whole)} is not {keys()[name].type}{merged.where(name)}{quote}"}
+    shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
+    return {name: f"{name}: {shown} is not {keys()[name].type}{merged.where(name)}{quote}"}
 
 
 def _literal(value: Any) -> Any:

@@ -85,6 +85,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup) -> int:
             async with setup:
                 log.info("%s waits for the buffer at %s", name, config.buffer.address)
                 async with connection:
+                    log.info("%s starts vLLM, which may take a minute or two", name)
                     engine = await Engine.start(config, seed(config, name))
                     try:
                         await work(config, setup, connection, engine, drain)

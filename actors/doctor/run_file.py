@@ -17,6 +17,7 @@ from typing import Any
 from actors.doctor.host import find_gpus
 from actors.doctor.trial import Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
+from buffer.store.lock import InUse, lock_of, locked
 from configs.checks import BUILT_IN, check
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
@@ -38,14 +39,27 @@ def main() -> int:
 
 def check_here(config: Config) -> Judgement:
     """The judgement on a run that may start. Raises ConfigError with all that is wrong."""
-    judgement = judge(config)
+    judgement = judge(config, live=False)  # the launcher has locked the run
     if judgement.refused:
         raise ConfigError(judgement.refused)
     return judgement
 
 
-def judge(config: Config) -> Judgement:
-    """All that is known of `config` on this machine before anything is started."""
+def is_live(config: Config) -> bool:
+    """Whether another process runs the run, so that the buffer's port is its own."""
+    run, ledger = config.run.path, config.buffer.path
+    for file in (run / "launch.lock", *([lock_of(run / ledger)] if ledger else [])):
+        try:
+            if file.exists():
+                os.close(locked(file))
+        except InUse:
+            return True
+    return False
+
+
+def judge(config: Config, live: bool | None = None) -> Judgement:
+    """All that is known of `config` on this machine before anything is started. `live`: see `is_live`, None asks it."""
+    live = is_live(config) if live is None else live
     further: list[str] = []
     rows: Rows = []
     judgement = Judgement()
@@ -64,7 +78,9 @@ def judge(config: Config) -> Judgement:
         from rollout.engine.arguments import problems as engine_problems
 
         further += engine_problems(config.rollout.engine, config)
-    further += [*_port(config.buffer.address), *disk_space(config, shutil.disk_usage(existing(config.run.path)).free)]
+    if not live:
+        further += _port(config.buffer.address)
+    further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)
     refused, judgement.warnings = addresses(config, os.environ.get("RAY_ADDRESS", ""))
     try:
         check(config, problems=judgement.rows, further=[*further, *refused])

@@ -119,7 +119,9 @@ def test_broken_files_name_file_and_line(tmp_path: Path) -> None:
     assert refused(path).startswith(f"{path}: must be a map of sections (run, model,")
     path = file(tmp_path, "countdown")
     assert refused(path).startswith(f"{path}: must be a map of sections (run, model,")
-    assert refused("absent.yaml", str(tmp_path)).splitlines()[0] == "absent.yaml: no such file"
+    lines = refused("absent.yaml", str(tmp_path)).splitlines()
+    assert lines[0] == "absent.yaml: no such file"
+    assert lines[1] == f"{tmp_path}: a folder; name a run file, such as {tmp_path}/config.yaml"
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
     assert refused(str(tmp_path / "latin.yaml")).startswith(f"{tmp_path / 'latin.yaml'}: cannot be read as text")
 
@@ -262,3 +264,9 @@ def test_a_key_may_be_renamed_into_another_section_with_all_below_it(caplog: pyt
 def test_renamed_keys_are_old_and_their_new_names_exist() -> None:
     assert set(RENAMED_KEYS.values()) <= set(keys())
     assert not set(RENAMED_KEYS) & set(keys())
+
+
+def test_a_wrong_entry_of_a_list_is_named() -> None:
+    assert refused(*NEEDED, "--log.trackers=[wandb, mlflow]").startswith(
+        'log.trackers: "mlflow" in ["wandb", "mlflow"] is'
+    )

@@ -1,6 +1,7 @@
 """The doctor's judgement over facts of made-up machines, and the reading of facts of this one."""
 
 import json
+import os
 import socket
 import tomllib
 from dataclasses import replace
@@ -12,8 +13,9 @@ from safetensors.numpy import save_file
 
 from actors.doctor.findings import PYTHONS, TRIED, Finding, doctor, main
 from actors.doctor.host import Gpu, Machine, Torch, parse_gpus, probe, read_machine
-from actors.doctor.run_file import addresses, check_here, disk_space
+from actors.doctor.run_file import addresses, check_here, disk_space, judge
 from actors.doctor.trial import Judgement
+from buffer.store.lock import locked
 from configs.load import ConfigError, load
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
@@ -172,6 +174,18 @@ def test_an_address_that_cannot_be_listened_on(address: str, words: str, tmp_pat
     with pytest.raises(ConfigError) as error:
         check_here(config(tmp_path, f"buffer.address={address}"))
     assert any(words in problem for problem in error.value.problems)
+
+
+def test_the_port_of_a_live_run_is_its_own(tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        run = config(tmp_path, f"buffer.address=tcp://127.0.0.1:{listening.getsockname()[1]}")
+        assert any(line.startswith("buffer.address: cannot listen") for line in judge(run).refused)
+        run.run.path.mkdir(parents=True, exist_ok=True)
+        held = locked(run.run.path / "launch.lock")
+        assert not any(line.startswith("buffer.address") for line in judge(run).refused)
+        os.close(held)
 
 
 def test_loopback_is_refused_only_if_servers_must_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
