@@ -1,6 +1,7 @@
 """Whole runs: the real processes with the real vLLM, started by the launcher, killed while they work, then audited."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -117,7 +118,11 @@ def test_a_server_killed_by_hand_leaves_nothing_behind(toy: Toy, moment: str) ->
     with (
         subprocess.Popen([sys.executable, "-m", "buffer", *settings], cwd=ROOT) as buffer,
         psutil.Popen(
-            [sys.executable, "-m", "rollout", *settings], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, "-m", "rollout", *settings],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"},
         ) as server,
     ):
         try:
