@@ -188,7 +188,7 @@ async def failures(seen, engine):
     cancelled.cancel()
     await asyncio.wait([cancelled])
     with pytest.raises(EpisodeError) as refused:
-        await engine.generate([5] * 700, 4, 1.0)
+        await engine.generate([5] * 950, 4, 1.0)
     seen.refused, seen.vocabulary = str(refused.value), engine.vocabulary
     await engine.alive(120)
     seen.idle = engine.stats()
@@ -270,7 +270,7 @@ def test_the_stats_count_sequences_and_tokens(seen):
 
 
 def test_a_prompt_longer_than_the_engine_holds_fails_one_request(seen):
-    assert seen.refused.startswith("vLLM refuses 700 tokens: ") and "500" in seen.refused
+    assert seen.refused.startswith("vLLM refuses 950 tokens: ") and "900" in seen.refused
     assert seen.vocabulary == VOCABULARY
 
 
