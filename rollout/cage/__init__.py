@@ -55,3 +55,7 @@ class CagedError(EpisodeError):
         self.returned, self.detail = returned, detail
         if detail:
             self.add_note(detail)
+
+
+class Unloadable(CagedError, ValueError):
+    """The function cannot be loaded at the start: bad input, in one line."""

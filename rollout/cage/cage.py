@@ -9,7 +9,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from rollout.cage import CagedError, CagedFunction
+from rollout.cage import CagedError, CagedFunction, Unloadable
 from rollout.cage.failure_text import one_line
 from rollout.cage.frames import encode
 from rollout.cage.worker_process import GRACE_S, WorkerEnd, WorkerProcess
@@ -73,7 +73,7 @@ class CallOnServer:
 class Cage:
     """An async context manager over worker processes. `call` returns what the function returned, or raises CagedError.
 
-    Entering waits until the function is loaded, and raises CagedError `unloadable` if it cannot be. A call waits for a
+    Entering waits until the function is loaded, and raises Unloadable if it cannot be. A call waits for a
     free worker as long as it takes; the time limit counts from its start. A worker that ends, at any moment and in any
     way, is replaced, and only the calls that it ran fail. Of the episodes that a worker takes along when it ends, the
     one whose code ran has failed and the others are returned; where none can be named, all have failed.
@@ -237,7 +237,7 @@ class Cage:
     def _refuse(self, error: CagedError) -> None:
         """A worker cannot be loaded: calls fail if there is no other."""
         if not self._loaded.done():
-            self._loaded.set_exception(error)
+            self._loaded.set_exception(Unloadable(str(error), error.origin, error.detail))
         elif not any(worker.about is not None for worker in self._workers):
             self._fail_queue(f"cannot be called: {error}", "unloadable", error.detail)
 

@@ -42,10 +42,7 @@ class UserTask:
         self._cage = Cage(self.function, rollout.task_workers)
 
     async def __aenter__(self) -> "UserTask":
-        try:
-            await self._cage.__aenter__()
-        except CagedError as error:
-            raise ValueError(str(error)) from error
+        await self._cage.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:

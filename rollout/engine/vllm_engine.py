@@ -93,15 +93,7 @@ class Engine:
         name, request = f"r{next(self._numbers)}", Request()
         self._requests.add(request)
         try:
-            parameters = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                stop_token_ids=list(stop_token_ids),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,  # one output per token would double this process's work
-            )
+            parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
             with translate_engine_errors():
                 outputs = await self._llm.add_request(name, self._salted(prompt), parameters)
                 request.state = self._llm.output_processor.request_states.get(outputs.request_id)  # None once finished
@@ -255,6 +247,19 @@ class Engine:
 
     def _salted(self, tokens: list[int]) -> Any:
         return {"prompt_token_ids": tokens, "cache_salt": str(self.version)}
+
+
+def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """How vLLM samples a completion: with the log-probability of each sampled token, in one output at the end."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        stop_token_ids=list(stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,  # one output per token would double this process's work
+    )
 
 
 @contextmanager

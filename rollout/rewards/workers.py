@@ -38,10 +38,7 @@ class RewardPool:
         self._cage = Cage(self.function, config.workers)
 
     async def __aenter__(self) -> "RewardPool":
-        try:
-            await self._cage.__aenter__()
-        except CagedError as error:
-            raise ValueError(str(error)) from error
+        await self._cage.__aenter__()
         return self
 
     async def __aexit__(self, *error: object) -> None:
