@@ -150,9 +150,11 @@ class WorkerProcess:
                     elif not (asked := self._asked.popleft()).done():
                         asked.set_result(message)
         self._process.kill()
-        await asyncio.to_thread(self._process.wait)
-        self._requests.close()
-        self.end.set_result(end)
+        try:
+            await asyncio.to_thread(self._process.wait)
+        finally:  # also where the machine has no thread left: calls wait for the end
+            self._requests.close()
+            self.end.set_result(end)
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)

@@ -108,7 +108,7 @@ class Engine:
         except (ValueError, VLLMValidationError) as error:  # the latter is a ValueError before vLLM 0.32
             reason = f"vLLM refuses {len(prompt)} tokens: {error}"
             raise EpisodeError(reason, origin=type(error).__name__) from error
-        except Exception as error:
+        except Exception as error:  # whatever vLLM raises for one request ends that request, not the server
             with translate_engine_errors():
                 await self._llm.abort(name)
             reason = f"vLLM failed on {len(prompt)} tokens: {type(error).__name__}: {error}"
