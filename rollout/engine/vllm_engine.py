@@ -24,7 +24,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from configs.schema import Config
-from learner.weights.receiver.staged import PauseTimings
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion
@@ -138,29 +137,23 @@ class Engine:
         return [by_token[token].logprob for token, by_token in zip(tokens[1:], result[1:], strict=True)]  # type: ignore[index]
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[PauseTimings]:
-        """Stop generation inside; unfinished sequences keep their cache and go on afterwards. The timings are complete
-        once it has resumed.
+    async def paused(self) -> AsyncIterator[None]:
+        """Stop generation inside; unfinished sequences keep their cache and go on afterwards.
 
         A `version` set inside holds for the tokens sampled from here on. Tokens sampled before keep the version before,
         even if they are still on their way from vLLM's process. The prefix cache is kept, salted by version.
         """
         async with self._pausing:
-            timings, started = PauseTimings(), time.perf_counter()
             # `pause_generation` is this call and 20 ms of waiting for what `drain_pending_outputs` makes sure of
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
-            timings.stop_s = time.perf_counter() - started
-            draining = asyncio.ensure_future(self.drain_pending_outputs(timings))  # while the weights are loaded
+            draining = asyncio.ensure_future(self.drain_pending_outputs())  # while the weights are loaded
             try:
-                yield timings
+                yield
             finally:
                 await draining
                 self.mark_version_boundary()
-                resuming = time.perf_counter()
                 await self.call_or_death(self._llm.resume_generation(), None)
-                timings.resume_s = time.perf_counter() - resuming
-                timings.paused_s = time.perf_counter() - started
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of every worker; their answers, by rank. Raises EngineDead if they take longer, EngineError."""
@@ -225,18 +218,17 @@ class Engine:
                     future.cancel()
                 await asyncio.wait([answer, death])
 
-    async def drain_pending_outputs(self, timings: PauseTimings) -> None:
+    async def drain_pending_outputs(self) -> None:
         """Wait until all tokens that vLLM sent before it stood still are counted.
 
         vLLM acknowledges the pause after them on the same socket, but reads them in a task of its own, chunk by chunk.
         Each pass of the event loop brings some, so several passes without any mean that none is left.
         """
-        started, idle, seen = time.perf_counter(), 0, self.tokens
+        idle, seen = 0, self.tokens
         while idle < IDLE_PASSES:
             await asyncio.sleep(0)
             tokens = self.tokens
             idle, seen = idle + 1 if seen == tokens else 0, tokens
-        timings.settle_s = time.perf_counter() - started
 
     def mark_version_boundary(self) -> None:
         """The tokens counted so far are the previous version's; those from now on are `version`'s."""

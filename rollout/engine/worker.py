@@ -35,6 +35,7 @@ class WorkerExtension:
     vllm_config: Any
     model_config: Any
     rl_staging: Staging | None = None
+    rl_version = -1
 
     def rl_describe(self) -> dict[str, str]:
         """The backend this worker receives with."""
@@ -61,9 +62,14 @@ class WorkerExtension:
             self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """Load the staged `version`. The engine must be paused."""
+        """Load the staged `version`, and stamp with it from now on."""
         assert self.rl_staging is not None
+        self.rl_version = version
         self._rl_load(self.rl_staging.weights(version))
+
+    def rl_stamp(self, version: int) -> None:
+        """Stamp what is sampled from now on with `version`."""
+        self.rl_version = version
 
     def rl_load_folder(self, folder: str) -> None:
         """Load the weights of a Hugging Face folder. The engine must be paused."""
