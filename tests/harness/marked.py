@@ -1,8 +1,9 @@
 """A real vLLM under swaps at every step, whose weights mark each log-probability with their version.
 
-Run as a process of its own, which prints what it found as JSON: `python -m tests.harness.marked <folder> <scene>`. The
-scenes: `synchronous`; `asynchronous`, as on a GPU, which vLLM does not do on a CPU by itself; and `late`, the same
-with a worker that makes the mistake of reading the version when a step's output is taken.
+Run as a process of its own, which prints what it found as JSON: `python -m tests.harness.marked <folder> <scene>
+<tensor_parallel> <enough>`, where `enough` says how often what has to happen. The scenes: `synchronous`;
+`asynchronous`, which vLLM does not do on a CPU by itself; `late`, the same with a worker that makes the mistake of
+reading the version when a step's output is taken; and `cuda`.
 
 In the model every hidden state is the same vector, and the last norm's weight picks column v % 64 of the head: version
 v gives token k the log-probability `TABLE[v % 64, k]`, whatever the prompt.
@@ -30,10 +31,10 @@ from rollout.engine.vllm_engine import Engine
 from rollout.engine.worker import StampedOutput, WorkerExtension
 
 HIDDEN, VOCABULARY, SCALE = 64, 512, 2.0
-HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(3))
+HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16().float()
 TABLE = torch.log_softmax(SCALE * HEAD.T, -1)
-ASKERS, STOPS, BLOCKS = 24, (7, 8, 9), 80
-SECONDS = 8.0
+ASKERS, STOPS, BLOCKS = 24, (7, 8, 9), 40
+LONGEST_S = 90.0
 
 
 class MarkedWorker(WorkerExtension):
@@ -121,29 +122,31 @@ def write_model(folder):
     model.save_pretrained(folder)
 
 
-def arguments(folder, scene):
+def arguments(folder, scene, tensor_parallel):
+    cpu = scene != "cuda"
     config = Config.model_validate(
         {
-            "model": {"path": str(folder), "dtype": "float32"},
+            "model": {"path": str(folder), "dtype": "float32" if cpu else "bfloat16"},
             "data": {"train": "train.parquet", "max_prompt_tokens": 320},
             "reward": {"function": "countdown"},
             "sampling": {"max_tokens": 400},
-            "rollout": {"device": "cpu"},
+            "rollout": {"device": "cpu" if cpu else "cuda", "tensor_parallel": tensor_parallel},
         }
     )
-    for key, value in environment(cpu=True).items():
+    for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
     given = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": BLOCKS, "block_size": 32}
     worker = "LateWorker" if scene == "late" else "MarkedWorker"
     changed = {"load_format": "auto", "worker_extension_cls": f"tests.harness.marked.{worker}"}
-    return engine_arguments(config, 1, cpu=True) | given | changed
+    return engine_arguments(config, 1, cpu) | given | changed
 
 
 class Scene:
     """Many sequences on one engine; `found` counts what was seen of them."""
 
-    def __init__(self, engine):
-        self.engine, self.draw, self.found, self.over = engine, random.Random(1), Counter(), False
+    def __init__(self, engine, enough):
+        self.engine, self.enough = engine, enough
+        self.draw, self.found, self.over = random.Random(1), Counter(), False
 
     async def ask(self, aborts):
         """One sequence, judged by its log-probabilities; one of ten is given up if `aborts`."""
@@ -154,7 +157,7 @@ class Scene:
         if aborts and draw.random() < 0.1:
             await asyncio.wait([asked], timeout=0.3 * draw.random())
             found["aborted"] += asked.cancel()
-            await asyncio.wait([asked])
+        await asyncio.wait([asked])
         if asked.cancelled():
             return
         got = asked.result()
@@ -174,19 +177,17 @@ class Scene:
 
     async def play(self):
         asking = [asyncio.create_task(self.keep_asking()) for _ in range(ASKERS)]
-        ends, version, calls = time.monotonic() + SECONDS, 0, []
-        while time.monotonic() < ends:
-            version, started = version + 1, time.monotonic()
+        ends = time.monotonic() + LONGEST_S
+        while any(self.found[key] < least for key, least in self.enough.items()) and time.monotonic() < ends:
+            version = self.found["swaps"] = self.found["swaps"] + 1
             await self.engine.collective("rl_swap", version, timeout_s=60)
-            calls.append(time.monotonic() - started)
             self.engine.version = version
+            self.found["preempted"] = int(self.engine.stats()["preempted"])
             if version % 20 == 0:
-                time.sleep(0.1)  # noqa: ASYNC251 - a front process that does not come to read
+                time.sleep(0.1)  # a front process that does not come to read
         self.over = True
         await asyncio.gather(*asking)
-        counts = await self.count()
-        stats = {key: round(value, 4) for key, value in self.engine.stats().items()}
-        return {**self.found, **counts, "swaps": version, "call_s": sorted(calls)[len(calls) // 2], "stats": stats}
+        return {**self.found, **await self.count()}
 
     async def count(self):
         """Whether vLLM's process counts the tokens that arrive, where none is given up."""
@@ -198,23 +199,25 @@ class Scene:
 
     async def idle(self):
         while (stats := self.engine.stats())["running"] or stats["waiting"]:
-            self.found["stall_ms"] = max(self.found["stall_ms"], int(1e3 * stats["stall_s"]))
             await asyncio.sleep(0.01)
 
 
-async def main(folder, scene):
+async def main(folder, scene, tensor_parallel, enough):
     write_model(folder)
-    engine = await Engine.launch(arguments(folder, scene))
+    engine = await Engine.launch(arguments(folder, scene, tensor_parallel))
     try:
         if scene == "late":
             await engine.collective("rl_spoil", timeout_s=60)
         asynchronous = engine._llm.vllm_config.scheduler_config.async_scheduling
-        return {"asynchronous": asynchronous, "room": engine.sequences_by_kv(40), **await Scene(engine).play()}
+        return {"asynchronous": asynchronous, "room": engine.sequences_by_kv(40), **await Scene(engine, enough).play()}
     finally:
         await engine.close()
 
 
-if sys.argv[-1] in ("asynchronous", "late"):  # in the processes that vLLM spawns too
+if {"asynchronous", "late"} & {*sys.argv}:  # in the processes that vLLM spawns too
     schedule_asynchronously()
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))), flush=True)
+    print(
+        json.dumps(asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])))),
+        flush=True,
+    )
