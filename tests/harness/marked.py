@@ -176,11 +176,12 @@ class Scene:
             await self.ask(aborts=True)
 
     async def play(self):
+        await self.ask(aborts=False)  # the first steps compile
         asking = [asyncio.create_task(self.keep_asking()) for _ in range(ASKERS)]
         ends = time.monotonic() + LONGEST_S
         while any(self.found[key] < least for key, least in self.enough.items()) and time.monotonic() < ends:
             version = self.found["swaps"] = self.found["swaps"] + 1
-            await self.engine.collective("rl_swap", version, timeout_s=60)
+            await self.engine.collective("rl_swap", version, timeout_s=LONGEST_S)
             self.engine.version = version
             self.found["preempted"] = int(self.engine.stats()["preempted"])
             if version % 20 == 0:

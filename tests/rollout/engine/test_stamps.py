@@ -21,7 +21,7 @@ from rollout.engine.worker import StampedOutput, WorkerExtension
 from rollout.errors import EngineError, EpisodeError
 
 SCENE_S = 280
-ENOUGH = {"swaps": 60, "done": 80, "crossed": 30, "aborted": 1, "stopped": 5, "preempted": 2}
+ENOUGH = {"swaps": 60, "done": 50, "crossed": 20, "aborted": 1, "stopped": 5, "preempted": 2}
 """How often each of these has to happen for the scene to end."""
 
 
