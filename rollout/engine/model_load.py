@@ -1,0 +1,120 @@
+"""How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
+
+Held by each worker (`worker.py`), whose calls come between two engine steps, or from the staging's thread where the
+engine is paused.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from learner.weights.channel import ChannelError
+
+RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
+
+
+class ModelLoad:
+    """Loads weights into `model`, a worker's part of vLLM's model on `device`."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self.model: Any = model
+        self.vllm_config, self.device = vllm_config, device
+
+    def load_folder(self, folder: Path) -> None:
+        """Load the weights of a Hugging Face folder. The engine must be paused."""
+        self.load(tensors_in(files_in(folder)))
+
+    def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
+
+        Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
+        """
+        if loads_plainly(self.model, self.vllm_config, self.device):
+            self.load(weights)
+            return
+        try:
+            # cloned, because vLLM keeps them until a layer is complete
+            self.load((name, tensor.clone()) for name, tensor in weights)
+        except ChannelError as error:
+            raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load all `weights` of a policy. Raises ValueError if some of the model's are not among them."""
+        model, model_config = self.model, self.vllm_config.model_config
+        expected = {name for name, _ in model.named_parameters()}
+        with ExitStack() as stack:
+            stack.enter_context(set_current_vllm_config(self.vllm_config))
+            stack.enter_context(torch.device(self.device))
+            if loads_plainly(model, self.vllm_config, self.device):
+                loaded = model.load_weights(iter(weights))
+            else:
+                initialize_layerwise_reload(model)
+                loaded = model.load_weights(iter(weights))
+                finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
+                repack_head(model)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        check_complete(expected, loaded, model_config)
+
+
+def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
+    """Whether `load_weights` may overwrite the weights in place. Otherwise vLLM's layerwise reload is needed.
+
+    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
+    a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
+    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The
+    rule looks at the loaded model's own layers, and every update is verified by checksums before and by the probe
+    after.
+    """
+    if device.type != "cuda" or vllm_config.quant_config is not None:
+        return False
+    modules = list(model.modules())
+    methods = {type(method).__name__ for m in modules if (method := getattr(m, "quant_method", None)) is not None}
+    return methods <= set(PLAIN_METHODS) and not any("MLA" in type(module).__name__ for module in modules)
+
+
+def repack_head(model: torch.nn.Module) -> None:
+    """Pack a tied head on a CPU anew: it holds a packed copy of the embedding that vLLM's reload does not update."""
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and type(layer).__name__ == "ParallelLMHead":
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def check_complete(expected: set[str], loaded: object, model_config: Any) -> None:
+    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
+    pass."""
+    if not isinstance(loaded, set) or model_config.quantization is not None:
+        return
+    missing = expected - loaded
+    if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+        missing = {name for name in missing if not name.endswith("lm_head.weight")}
+    if missing:
+        raise ValueError(f"{len(missing)} weights of vLLM's model were not received, {min(missing)} among them")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The safetensors files of `folder`. Raises FileNotFoundError if there are none, before anything is loaded."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no .safetensors file in it")
+    return files
+
+
+def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of `files` by name."""
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
