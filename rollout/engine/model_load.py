@@ -1,11 +1,11 @@
 """How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
-Held by each worker (`worker.py`), whose calls come between two engine steps, or from the staging's thread where the
-engine is paused.
+Held by each worker (`worker.py`), which calls it between two engine steps; `stream` runs in the staging's thread while
+the engine is paused. Nothing waits for the GPU: loads are queued on the current stream, which is that of the steps.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from learner.weights.channel import ChannelError
+from rollout.engine.recorded_copies import RecordedCopies
 
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
 
 class ModelLoad:
@@ -29,10 +31,20 @@ class ModelLoad:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
+        self._copies = RecordedCopies(model)
+
+    def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load all `weights`, views of the staging copy. Raises ValueError if some of the model's are not among
+        them."""
+        self._load(weights, self._copies.load)
+
+    def forget_staged(self) -> None:
+        """Let go of the staging copy, which is about to be allocated anew."""
+        self._copies.forget()
 
     def load_folder(self, folder: Path) -> None:
-        """Load the weights of a Hugging Face folder. The engine must be paused."""
-        self.load(tensors_in(files_in(folder)))
+        """Load the weights of a Hugging Face folder. Raises ValueError as `load_staged` does."""
+        self._load(tensors_in(files_in(folder)), self.model.load_weights)
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
@@ -40,31 +52,29 @@ class ModelLoad:
         Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
         if loads_plainly(self.model, self.vllm_config, self.device):
-            self.load(weights)
+            self._load(weights, self.model.load_weights)
             return
         try:
             # cloned, because vLLM keeps them until a layer is complete
-            self.load((name, tensor.clone()) for name, tensor in weights)
+            self._load(((name, tensor.clone()) for name, tensor in weights), self.model.load_weights)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all `weights` of a policy. Raises ValueError if some of the model's are not among them."""
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], plainly: Load) -> None:
+        """`plainly` loads them where they may be loaded in place."""
         model, model_config = self.model, self.vllm_config.model_config
         expected = {name for name, _ in model.named_parameters()}
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
             if loads_plainly(model, self.vllm_config, self.device):
-                loaded = model.load_weights(iter(weights))
+                loaded = plainly(weights)
             else:
                 initialize_layerwise_reload(model)
-                loaded = model.load_weights(iter(weights))
+                loaded = model.load_weights(weights)
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
                 repack_head(model)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         check_complete(expected, loaded, model_config)
 
 

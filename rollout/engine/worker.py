@@ -2,7 +2,7 @@
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
 between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`,
-so as not to shadow vLLM's. Only `rl_load` waits, for the GPU.
+so as not to shadow vLLM's. None waits for the GPU.
 """
 
 import time
@@ -43,6 +43,7 @@ class WorkerExtension:
         """Allocate a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""
         if self.rl_staging is None:
             self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream)
+        self.rl_model.forget_staged()  # its memory may be needed for another one
         return self.rl_staging.prepare(welcome, staging)
 
     def rl_receive(self, go: bytes, notify: str) -> None:
@@ -56,10 +57,12 @@ class WorkerExtension:
             self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """Load the staged `version`. The engine must be paused."""
+        """Load the staged `version` behind the step under way, without waiting for either."""
         assert self.rl_staging is not None
-        self.rl_model.load(self.rl_staging.weights(version))
+        self.rl_model.load_staged(self.rl_staging.weights(version))
+        if self.device.type == "cuda":
+            self.rl_staging.read_until(torch.cuda.current_stream(self.device).record_event())
 
     def rl_load_folder(self, folder: str) -> None:
-        """Load the weights of a Hugging Face folder. The engine must be paused."""
+        """Load the weights of a Hugging Face folder."""
         self.rl_model.load_folder(Path(folder))
