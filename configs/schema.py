@@ -7,7 +7,7 @@ sections. Models are frozen and refuse unknown keys. This package imports no oth
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -15,6 +15,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[
     str, Field(pattern=r"^tcp://(\*|[^:/]+|\[[0-9a-fA-F:.]+\]):(\*|\d{1,5})$", examples=["tcp://127.0.0.1:5600"])
 ]
+QUANTISED_PROBE_TOLERANCE = 0.5
 
 
 class Section(BaseModel):
@@ -258,7 +259,8 @@ class WeightsConfig(Section):
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] = 0.05
     """Largest mean absolute difference of those log-probabilities, in nats. Correct weights in bfloat16 differ by about
-    0.01, those of a large random model by 0.05; in float32 set 1e-3."""
+    0.01, those of a large random model by 0.05; in float32 set 1e-3. With `rollout.engine.quantization` the default is
+    0.5: rounding to FP8 changes log-probabilities by tenths, wrong weights by several nats."""
 
 
 class BufferConfig(Section):
@@ -299,3 +301,14 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     buffer: BufferConfig = BufferConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _quantised_probe(cls, given: Any) -> Any:
+        """The default of `weights.probe_tolerance` where the servers quantise."""
+        match given:
+            case {"rollout": {"engine": {"quantization": str()}}}:
+                weights = given.get("weights", {})
+                if isinstance(weights, dict):
+                    return {**given, "weights": {"probe_tolerance": QUANTISED_PROBE_TOLERANCE, **weights}}
+        return given

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from learner.weights.channel import ChannelError
 from rollout.engine.recorded_copies import RecordedCopies
@@ -22,6 +24,7 @@ RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise
 RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
+ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
 
@@ -63,19 +66,21 @@ class ModelLoad:
     @torch.no_grad()
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]], plainly: Load) -> None:
         """`plainly` loads them where they may be loaded in place."""
-        model, model_config = self.model, self.vllm_config.model_config
-        expected = {name for name, _ in model.named_parameters()}
+        model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
             if loads_plainly(model, self.vllm_config, self.device):
+                expected = names(model)
                 loaded = plainly(weights)
             else:
-                initialize_layerwise_reload(model)
+                initialize_layerwise_reload(model)  # the parameters are those of the file now, not the quantised ones
+                expected = names(model)
                 loaded = model.load_weights(weights)
+                partial = partly_loaded(model)
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
                 repack_head(model)
-        check_complete(expected, loaded, model_config)
+        check_complete(expected, loaded, partial, model_config)
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
@@ -102,14 +107,24 @@ def repack_head(model: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def check_complete(expected: set[str], loaded: object, model_config: Any) -> None:
+def names(model: torch.nn.Module) -> set[str]:
+    """Weights that a policy has to bring. Scales of attention layers, which FP8 adds, stay at 1 without calibration."""
+    return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
+
+
+def partly_loaded(model: torch.nn.Module) -> set[str]:
+    """Linear layers of which an unfinished layerwise reload lacks a part, such as one of query, key and value."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LinearBase))
+    return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
+
+
+def check_complete(expected: set[str], loaded: object, partial: set[str], model_config: Any) -> None:
     """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
-    pass."""
-    if not isinstance(loaded, set) or model_config.quantization is not None:
-        return
-    missing = expected - loaded
+    pass, unless a layer was loaded in part."""
+    missing = expected - loaded if isinstance(loaded, set) else set()
     if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
         missing = {name for name in missing if not name.endswith("lm_head.weight")}
+    missing |= partial
     if missing:
         raise ValueError(f"{len(missing)} weights of vLLM's model were not received, {min(missing)} among them")
 

@@ -1,5 +1,7 @@
-"""Recorded copies against `load_weights`: that of vLLM's models, before its CPU backend packs them, and other ways to load
-a tiny one."""
+"""Recorded copies against `load_weights`: that of vLLM's models, before its CPU backend packs them, and others.
+
+Then a layerwise reload of the packed models: it has to bring every weight.
+"""
 
 import json
 import os
@@ -12,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
 from rollout.engine.recorded_copies import RecordedCopies, joined
+
+LAYER = "model.layers.1."
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -96,7 +100,7 @@ def made(request, distributed, tmp_path_factory):
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in theirs.named_parameters()]
     arguments = EngineArgs(str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
-                           kv_cache_memory_bytes=1 << 26, max_model_len=128)  # fmt: skip
+                           kv_cache_memory_bytes=1 << 26, max_model_len=128, load_format="dummy")  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups._TP, "world_size", parallel)
         patch.setattr(groups._TP, "rank_in_group", rank)
@@ -104,7 +108,7 @@ def made(request, distributed, tmp_path_factory):
         torch.set_default_dtype(torch.bfloat16)
         try:
             with set_current_vllm_config(vllm_config):
-                yield SimpleNamespace(model=initialize_model(vllm_config), specs=specs)
+                yield SimpleNamespace(model=initialize_model(vllm_config), specs=specs, vllm_config=vllm_config)
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -121,6 +125,30 @@ def test_repeated_copies_are_bit_equal_to_load_weights(made):
         refill(staged, made.specs, seed)
         assert copies.load(staged.views()) is None
         assert equal(state(made.model), expected(made.model, staged.views()))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("made", [CASES["llama"]], indirect=True)
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [
+        ("self_attn.k_proj.weight", "self_attn.qkv_proj"),  # a part of a layer
+        ("mlp.down_proj.weight", "mlp.down_proj.weight"),
+        ("input_layernorm.weight", "input_layernorm.weight"),
+    ],
+)
+def test_a_layerwise_reload_that_misses_a_weight_fails(made, left_out, named):
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from rollout.engine.model_load import ModelLoad
+
+    made.vllm_config.compilation_config.static_forward_context.clear()
+    model = get_model_loader(made.vllm_config.load_config).load_model(made.vllm_config, made.vllm_config.model_config)
+    load, weights = ModelLoad(model, made.vllm_config, CPU), dict(policy(made.specs, 0).views())
+    load.load_staged(iter(weights.items()))
+    del weights[LAYER + left_out]
+    with pytest.raises(ValueError, match=rf"^1 weights of vLLM's model were not received, {LAYER + named} among them"):
+        load.load_staged(iter(weights.items()))
 
 
 class Tiny(torch.nn.Module):
