@@ -282,4 +282,4 @@ def test_a_wrong_entry_of_a_list_is_named() -> None:
     ],
 )
 def test_a_quantised_server_may_differ_more_from_the_learner(options: list[str], tolerance: float) -> None:
-    assert load([], [*REQUIRED, *options]).weights.probe_tolerance == tolerance
+    assert load([*NEEDED, *(f"--{option}" for option in options)]).weights.tolerance == tolerance

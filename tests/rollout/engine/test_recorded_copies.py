@@ -100,7 +100,7 @@ def made(request, distributed, tmp_path_factory):
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in theirs.named_parameters()]
     arguments = EngineArgs(str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
-                           kv_cache_memory_bytes=1 << 26, max_model_len=128, load_format="dummy")  # fmt: skip
+                           kv_cache_memory_bytes=1 << 26, max_model_len=128)  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups._TP, "world_size", parallel)
         patch.setattr(groups._TP, "rank_in_group", rank)
@@ -138,12 +138,13 @@ def test_repeated_copies_are_bit_equal_to_load_weights(made):
     ],
 )
 def test_a_layerwise_reload_that_misses_a_weight_fails(made, left_out, named):
-    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
     from rollout.engine.model_load import ModelLoad
 
     made.vllm_config.compilation_config.static_forward_context.clear()
-    model = get_model_loader(made.vllm_config.load_config).load_model(made.vllm_config, made.vllm_config.model_config)
+    model = initialize_model(made.vllm_config)
+    process_weights_after_loading(model, made.vllm_config.model_config, CPU)
     load, weights = ModelLoad(model, made.vllm_config, CPU), dict(policy(made.specs, 0).views())
     load.load_staged(iter(weights.items()))
     del weights[LAYER + left_out]
