@@ -3,6 +3,7 @@
 Then a layerwise reload of the packed models: it has to bring every weight.
 """
 
+import importlib
 import json
 import os
 from types import SimpleNamespace
@@ -88,13 +89,15 @@ def distributed(tmp_path_factory):
 def made(request, distributed, tmp_path_factory):
     """vLLM's model, or one shard of it, and the names, shapes and dtypes that a learner publishes."""
     import vllm.distributed.parallel_state as groups
-    from vllm import EngineArgs
+    from vllm import EngineArgs, ModelRegistry
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
     architecture, tied, parallel, rank = request.param
     folder = tmp_path_factory.mktemp("model")
     kind = architecture.removesuffix("ForCausalLM").lower()
+    vllm_class = getattr(importlib.import_module(f"vllm.model_executor.models.{kind}"), architecture)
+    ModelRegistry.register_model(architecture, vllm_class)  # else vLLM imports itself in a process, to look at it
     config = {**SHAPE, "model_type": kind, "architectures": [architecture], "tie_word_embeddings": tied}
     (folder / "config.json").write_text(json.dumps(config))
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
@@ -114,6 +117,7 @@ def made(request, distributed, tmp_path_factory):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 def test_repeated_copies_are_bit_equal_to_load_weights(made):
     """Also the rows that pad the vocabulary, and the slices of a shard."""
     staged, copies = policy(made.specs, 0), RecordedCopies(made.model)
@@ -128,6 +132,7 @@ def test_repeated_copies_are_bit_equal_to_load_weights(made):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("made", [CASES["llama"]], indirect=True)
 @pytest.mark.parametrize(
     ("left_out", "named"),
