@@ -45,6 +45,9 @@ ENGINE_KEYS_SET = (
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
+QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
+"""Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
+
 
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
@@ -142,6 +145,20 @@ def _engine(config: Config) -> Iterator[str]:
         if name in given and given[name] != value:
             yield f"rollout.engine.{name}: {given[name]} contradicts {ours} {value}; remove it and set {ours}"
     yield from (f"rollout.engine.{name}: Headrace sets it; remove the key" for name in ENGINE_KEYS_SET if name in given)
+    yield from _quantization(config)
+
+
+def _quantization(config: Config) -> Iterator[str]:
+    value = config.rollout.engine.get("quantization")
+    key = f"rollout.engine.quantization: {value}"
+    if value is None:
+        return
+    if value not in QUANTIZATIONS:
+        yield f"{key} does not quantise each policy as it is loaded; set one of {', '.join(QUANTIZATIONS)}"
+    if config.rollout.device == "cpu":
+        yield f"{key} needs a GPU, but rollout.device is cpu; remove the key"
+    if config.model.dtype == "float32":
+        yield f"{key} quantises bfloat16, but model.dtype is float32; set model.dtype: bfloat16 or remove the key"
 
 
 def _addresses(config: Config) -> Iterator[str]:

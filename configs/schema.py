@@ -7,7 +7,7 @@ sections. Models are frozen and refuse unknown keys. This package imports no oth
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -15,6 +15,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[
     str, Field(pattern=r"^tcp://(\*|[^:/]+|\[[0-9a-fA-F:.]+\]):(\*|\d{1,5})$", examples=["tcp://127.0.0.1:5600"])
 ]
+PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.5
 
 
 class Section(BaseModel):
@@ -256,9 +257,15 @@ class WeightsConfig(Section):
     rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
-    probe_tolerance: Annotated[float, Field(gt=0)] = 0.05
-    """Largest mean absolute difference of those log-probabilities, in nats. Correct weights in bfloat16 differ by about
-    0.01, those of a large random model by 0.05; in float32 set 1e-3."""
+    probe_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 0.5 with
+    `rollout.engine.quantization`. Correct weights in bfloat16 differ by about 0.01, those of a large random model by
+    0.05, rounded to FP8 by tenths, and wrong ones by several nats; in float32 set 1e-3."""
+
+    @property
+    def tolerance(self) -> float:
+        """`probe_tolerance`, or its default; `Config` sets that of quantised servers."""
+        return self.probe_tolerance or PROBE_TOLERANCE
 
 
 class BufferConfig(Section):
@@ -299,3 +306,12 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     buffer: BufferConfig = BufferConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _quantised_probe(cls, given: Any) -> Any:
+        """The default of `weights.probe_tolerance` where the servers quantise. `load` names every key."""
+        match given:
+            case {"rollout": {"engine": {"quantization": str()}}, "weights": {"probe_tolerance": None, **rest}}:
+                return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
+        return given

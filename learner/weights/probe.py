@@ -35,7 +35,7 @@ class Prober:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
             tokens = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        self._tokens, self._every, self._tolerance = list(tokens), config.probe_every, config.probe_tolerance
+        self._tokens, self._every, self._tolerance = list(tokens), config.probe_every, config.tolerance
         self._first = True
 
     def due(self, version: int) -> bool:

@@ -64,12 +64,22 @@ def vllm_fields() -> Iterator[str]:
 
 
 def on_cpu(config: Config) -> bool:
-    """Whether this server runs on the CPU. Raises ConfigError if it needs a GPU and there is none."""
+    """Whether this server runs on the CPU. Raises ConfigError if it needs a GPU and there is none that will do."""
     import torch  # takes seconds to import
 
     if config.rollout.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(["rollout.device: cuda, but torch sees no GPU; set it to cpu or auto"])
+    if (quantization := config.rollout.engine.get("quantization")) and not can_fp8():
+        problem = "needs a GPU that computes in FP8 (H100, L40S or newer), and vLLM sees none"
+        raise ConfigError([f"rollout.engine.quantization: {quantization} {problem}; remove the key"])
     return config.rollout.device == "cpu" or not torch.cuda.is_available()
+
+
+def can_fp8() -> bool:
+    """Whether vLLM sees a GPU that multiplies in FP8. Asks the driver: torch would create a context in this process."""
+    from vllm.platforms import current_platform  # takes seconds to import
+
+    return bool(current_platform.supports_fp8())
 
 
 def environment(cpu: bool) -> dict[str, str]:

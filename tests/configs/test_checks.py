@@ -100,6 +100,20 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "rollout.engine.dtype: half contradicts model.dtype bfloat16; remove it and set model.dtype",
         ),
         (
+            ["rollout.engine.quantization=awq"],
+            "rollout.engine.quantization: awq does not quantise each policy as it is loaded; "
+            "set one of fp8, fp8_per_tensor, fp8_per_block, fp8_per_channel",
+        ),
+        (
+            ["rollout.engine.quantization=fp8", "rollout.device=cpu"],
+            "rollout.engine.quantization: fp8 needs a GPU, but rollout.device is cpu; remove the key",
+        ),
+        (
+            ["rollout.engine.quantization=fp8_per_block", "model.dtype=float32"],
+            "rollout.engine.quantization: fp8_per_block quantises bfloat16, but model.dtype is float32; "
+            "set model.dtype: bfloat16 or remove the key",
+        ),
+        (
             ["rollout.engine.skip_tokenizer_init=true"],
             "rollout.engine.skip_tokenizer_init: Headrace sets it; remove the key",
         ),

@@ -270,3 +270,16 @@ def test_a_wrong_entry_of_a_list_is_named() -> None:
     assert refused(*NEEDED, "--log.trackers=[wandb, mlflow]").startswith(
         'log.trackers: "mlflow" in ["wandb", "mlflow"] is'
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ([], 0.05),
+        (["rollout.engine.quantization=fp8"], 0.5),
+        (["rollout.engine.quantization=fp8", "weights.probe_every=1"], 0.5),
+        (["rollout.engine.quantization=fp8", "weights.probe_tolerance=0.2"], 0.2),
+    ],
+)
+def test_a_quantised_server_may_differ_more_from_the_learner(options: list[str], tolerance: float) -> None:
+    assert load([*NEEDED, *(f"--{option}" for option in options)]).weights.tolerance == tolerance

@@ -36,6 +36,7 @@ class Staging:
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
         self._version: int | None = None
+        self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str]:
         """Allocate room for the plan in `welcome`, a packed ServerWelcome; returns the plan's digest, and `full` or
@@ -79,6 +80,10 @@ class Staging:
             raise ValueError(f"version {version} is not staged; {self._version} is")
         return self._buckets.views()
 
+    def read_until(self, event: torch.cuda.Event) -> None:
+        """The GPU reads the staged version until `event`; the next one is received into its place only then."""
+        self._read = event
+
     def _rotating(self, plan: Plan, wanted: str) -> bool:
         if wanted == "bucket" or self.device.type != "cuda":
             return wanted == "bucket"
@@ -111,6 +116,8 @@ class Staging:
         sums, reason, fatal = list[int](), "", False
         try:
             with own_stream(self.device):
+                if self._read:
+                    torch.cuda.current_stream(self.device).wait_event(self._read)
                 sums = self._take(go, weights, channel)
         except ChannelError as error:
             reason = str(error)

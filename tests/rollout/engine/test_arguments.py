@@ -8,7 +8,7 @@ import torch
 from configs.checks import check
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import engine_arguments, on_cpu, problems, vllm_fields
+from rollout.engine.arguments import can_fp8, engine_arguments, on_cpu, problems, vllm_fields
 
 UNKNOWN = "rollout.engine.{}: vLLM's AsyncEngineArgs has no such field"
 
@@ -101,3 +101,12 @@ def test_a_gpu_that_is_not_there_is_refused():
         with pytest.raises(ConfigError, match=r"rollout\.device: cuda, but torch sees no GPU"):
             on_cpu(config("cuda"))
     assert on_cpu(config("cpu"))
+
+
+@pytest.mark.vllm
+def test_fp8_without_a_gpu_that_computes_in_it_is_refused():
+    if can_fp8():
+        assert not on_cpu(config("auto", quantization="fp8"))
+    else:
+        with pytest.raises(ConfigError, match=r"rollout\.engine\.quantization: fp8 needs a GPU"):
+            on_cpu(config("auto", quantization="fp8"))

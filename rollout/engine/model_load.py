@@ -1,0 +1,145 @@
+"""How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
+
+Held by each worker (`worker.py`), which calls it between two engine steps; `stream` runs in the staging's thread while
+the engine is paused. Nothing waits for the GPU: loads are queued on the current stream, which is that of the steps.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from learner.weights.channel import ChannelError
+from rollout.engine.recorded_copies import RecordedCopies
+
+RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+"""Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
+ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
+
+
+class ModelLoad:
+    """Loads weights into `model`, a worker's part of vLLM's model on `device`."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
+        self.model: Any = model
+        self.vllm_config, self.device = vllm_config, device
+        self._copies = RecordedCopies(model)
+
+    def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load all `weights`, views of the staging copy. Raises ValueError if some of the model's are not among
+        them."""
+        self._load(weights, self._copies.load)
+
+    def forget_staged(self) -> None:
+        """Let go of the staging copy, which is about to be allocated anew."""
+        self._copies.forget()
+
+    def load_folder(self, folder: Path) -> None:
+        """Load the weights of a Hugging Face folder. Raises ValueError as `load_staged` does."""
+        self._load(tensors_in(files_in(folder)), self.model.load_weights)
+
+    def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
+
+        Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
+        """
+        if loads_plainly(self.model, self.vllm_config, self.device):
+            self._load(weights, self.model.load_weights)
+            return
+        try:
+            # cloned, because vLLM keeps them until a layer is complete
+            self._load(((name, tensor.clone()) for name, tensor in weights), self.model.load_weights)
+        except ChannelError as error:
+            raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
+
+    @torch.no_grad()
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], plainly: Load) -> None:
+        """`plainly` loads them where they may be loaded in place."""
+        model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
+        with ExitStack() as stack:
+            stack.enter_context(set_current_vllm_config(self.vllm_config))
+            stack.enter_context(torch.device(self.device))
+            if loads_plainly(model, self.vllm_config, self.device):
+                expected = names(model)
+                loaded = plainly(weights)
+            else:
+                initialize_layerwise_reload(model)  # the parameters are those of the file now, not the quantised ones
+                expected = names(model)
+                loaded = model.load_weights(weights)
+                partial = partly_loaded(model)
+                finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
+                repack_head(model)
+        check_complete(expected, loaded, partial, model_config)
+
+
+def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
+    """Whether `load_weights` may overwrite the weights in place. Otherwise vLLM's layerwise reload is needed.
+
+    Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
+    a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
+    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The
+    rule looks at the loaded model's own layers, and every update is verified by checksums before and by the probe
+    after.
+    """
+    if device.type != "cuda" or vllm_config.quant_config is not None:
+        return False
+    modules = list(model.modules())
+    methods = {type(method).__name__ for m in modules if (method := getattr(m, "quant_method", None)) is not None}
+    return methods <= set(PLAIN_METHODS) and not any("MLA" in type(module).__name__ for module in modules)
+
+
+def repack_head(model: torch.nn.Module) -> None:
+    """Pack a tied head on a CPU anew: it holds a packed copy of the embedding that vLLM's reload does not update."""
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and type(layer).__name__ == "ParallelLMHead":
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def names(model: torch.nn.Module) -> set[str]:
+    """Weights that a policy has to bring. Scales of attention layers, which FP8 adds, stay at 1 without calibration."""
+    return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
+
+
+def partly_loaded(model: torch.nn.Module) -> set[str]:
+    """Linear layers of which an unfinished layerwise reload lacks a part, such as one of query, key and value."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LinearBase))
+    return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
+
+
+def check_complete(expected: set[str], loaded: object, partial: set[str], model_config: Any) -> None:
+    """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
+    pass, unless a layer was loaded in part."""
+    missing = expected - loaded if isinstance(loaded, set) else set()
+    if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+        missing = {name for name in missing if not name.endswith("lm_head.weight")}
+    missing |= partial
+    if missing:
+        raise ValueError(f"{len(missing)} weights of vLLM's model were not received, {min(missing)} among them")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The safetensors files of `folder`. Raises FileNotFoundError if there are none, before anything is loaded."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no .safetensors file in it")
+    return files
+
+
+def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of `files` by name."""
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)

@@ -1,0 +1,146 @@
+"""Loads policies from a staging copy by the copies that vLLM's first load of the model made, without vLLM's loaders.
+
+The first load runs `model.load_weights` and records every copy from the staging copy to a parameter as a pair of views.
+Where these copies are the whole load, each later policy is loaded by repeating them, a few fused calls in all. Held by
+`ModelLoad`. Nothing waits: the copies are queued on the current stream.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+log = logging.getLogger(__name__)
+Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets in the parameters, and for each its source in the staging copy."""
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""vLLM zeroes the rows by which it pads a vocabulary. Zeroed once, they stay so."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The copies from one staging copy into a model whose parameters lie at `addresses`."""
+
+    source: torch.Tensor
+    """A view of the staging copy, which it keeps in memory: so nothing else can come to lie at its address."""
+    addresses: list[int]
+    groups: list[Pairs]
+    problem: str
+    """Why the copies are not the whole load; empty if they are."""
+
+
+class RecordedCopies:
+    """Loads policies into `model`, whose weights must be loadable in place (`loads_plainly`)."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.recording: Recording | None = None
+
+    def forget(self) -> None:
+        """Let go of the staging copy; the next load is recorded anew."""
+        self.recording = None
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> object:
+        """Load `weights`, views of one staging copy. Returns what `load_weights` returned, None if it was not needed.
+
+        The load is recorded again where the staging copy or a parameter has moved.
+        """
+        first = next(weights)
+        weights = chain([first], weights)
+        parameters = list(self._model.parameters())
+        addresses = [parameter.data_ptr() for parameter in parameters]
+        known = self.recording
+        if known is None or storage(known.source) != storage(first[1]) or known.addresses != addresses:
+            recorder = Recorder(first[1], parameters)
+            with recorder:
+                loaded = self._model.load_weights(weights)
+            problem = recorder.problem(parameters)
+            self.recording = Recording(first[1], addresses, grouped(recorder.copies), problem)
+            if problem:
+                log.warning("weights: vLLM's loaders load every policy, which takes longer: %s", problem)
+            return loaded
+        if known.problem:
+            return self._model.load_weights(weights)
+        for targets, sources in known.groups:
+            torch._foreach_copy_(targets, sources)
+        return None
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what operations do with the storages of `staged`, a view of the staging copy, and of `parameters`."""
+
+    def __init__(self, staged: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._staged, self._parameters = storage(staged), {storage(parameter) for parameter in parameters}
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._filled: list[torch.Tensor] = []
+        self._odd: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        touched = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if func._schema.is_mutable and touched & self._parameters:
+            if func in FILLS:
+                self._filled.append(args[0].detach())
+            elif func is torch.ops.aten.copy_.default and self._is_load(*args[:2]):
+                self.copies.append((args[0].detach(), args[1].detach()))
+            else:
+                self._odd.append(str(func))
+        elif self._staged in touched and not func.is_view:
+            self._odd.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def problem(self, parameters: Iterable[torch.Tensor]) -> str:
+        """Why the copies are not the whole load: an operation of another kind, or a byte of a parameter that is not
+        written exactly once. Empty if they are."""
+        if self._odd:
+            return f"load_weights also runs {self._odd[0]}"
+        written = [*(target for target, _ in self.copies), *self._filled]
+        if not all(tensor.is_contiguous() for tensor in (*written, *parameters)):
+            return "some weights are not contiguous"
+        if joined(map(span, written)) != joined(set(map(span, parameters))):
+            return "some weights are not written, or written twice"
+        return ""
+
+    def _is_load(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        return storage(target) in self._parameters and storage(source) == self._staged
+
+
+def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
+    """The copies as arguments of `_foreach_copy_`, which fuses a list on a GPU only if all of it has one pair of dtypes
+    and equal, dense strides: so the slices of row-parallel layers, which are strided, have lists of their own."""
+    groups: dict[tuple[Any, ...], Pairs] = {}
+    for target, source in copies:
+        dense = target.is_contiguous() and source.is_contiguous()
+        if dense:
+            target, source = target.view(-1), source.view(-1)
+        targets, sources = groups.setdefault((target.dtype, source.dtype, dense), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(groups.values())
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Address of the memory that `tensor` is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and of the one behind its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`spans` in order, without empty ones, neighbours made one; those that overlap stay: `(2, 4), (0, 2) -> (0, 4)`"""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if found and start == found[-1][1]:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return found

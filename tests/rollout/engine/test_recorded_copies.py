@@ -1,0 +1,296 @@
+"""Recorded copies against `load_weights`: that of vLLM's models, before its CPU backend packs them, and others.
+
+Then a layerwise reload of the packed models: it has to bring every weight.
+"""
+
+import importlib
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from learner.weights.buckets import Buckets
+from learner.weights.plan import Plan, Spec
+from rollout.engine.recorded_copies import RecordedCopies, joined
+
+LAYER = "model.layers.1."
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 520, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+CASES = {
+    "qwen2-tied": ("Qwen2ForCausalLM", True, 1, 0),
+    "qwen2-tied-second-of-two": ("Qwen2ForCausalLM", True, 2, 1),
+    "qwen2-second-of-two": ("Qwen2ForCausalLM", False, 2, 1),
+    "qwen3-second-of-two": ("Qwen3ForCausalLM", True, 2, 1),
+    "llama": ("LlamaForCausalLM", False, 1, 0),
+}
+"""Architecture, tied embeddings, tensor parallelism and the rank in it."""
+
+
+def policy(specs, seed):
+    """Random weights in a staging copy."""
+    buckets, draw = Buckets(Plan.of(specs, 1 << 16), CPU), torch.Generator().manual_seed(seed)
+    buckets.fill((name, torch.randn(shape, generator=draw).to(dtype)) for name, shape, dtype in specs)
+    return buckets
+
+
+def refill(buckets, specs, seed):
+    """Other random weights in the same place, as the next policy."""
+    buckets.fill(policy(specs, seed).views())
+
+
+def zero(model):
+    for parameter in model.parameters():
+        parameter.data.zero_()
+
+
+def state(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def expected(model, weights):
+    """What `load_weights` makes of `weights`."""
+    zero(model)
+    with torch.no_grad():
+        model.load_weights(iter(weights))
+    return state(model)
+
+
+def equal(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    """vLLM's process groups, of this process alone."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('store') / 'store'}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def made(request, distributed, tmp_path_factory):
+    """vLLM's model, or one shard of it, and the names, shapes and dtypes that a learner publishes."""
+    import vllm.distributed.parallel_state as groups
+    from vllm import EngineArgs, ModelRegistry
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    architecture, tied, parallel, rank = request.param
+    folder = tmp_path_factory.mktemp("model")
+    kind = architecture.removesuffix("ForCausalLM").lower()
+    vllm_class = getattr(importlib.import_module(f"vllm.model_executor.models.{kind}"), architecture)
+    ModelRegistry.register_model(architecture, vllm_class)  # else vLLM imports itself in a process, to look at it
+    config = {**SHAPE, "model_type": kind, "architectures": [architecture], "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in theirs.named_parameters()]
+    arguments = EngineArgs(str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
+                           kv_cache_memory_bytes=1 << 26, max_model_len=128)  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups._TP, "world_size", parallel)
+        patch.setattr(groups._TP, "rank_in_group", rank)
+        vllm_config = arguments.create_engine_config()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with set_current_vllm_config(vllm_config):
+                yield SimpleNamespace(model=initialize_model(vllm_config), specs=specs, vllm_config=vllm_config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_repeated_copies_are_bit_equal_to_load_weights(made):
+    """Also the rows that pad the vocabulary, and the slices of a shard."""
+    staged, copies = policy(made.specs, 0), RecordedCopies(made.model)
+    zero(made.model)
+    assert isinstance(copies.load(staged.views()), set)
+    assert copies.recording.problem == ""
+    assert equal(state(made.model), expected(made.model, staged.views()))
+    for seed in (1, 2, 3):
+        refill(staged, made.specs, seed)
+        assert copies.load(staged.views()) is None
+        assert equal(state(made.model), expected(made.model, staged.views()))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("made", [CASES["llama"]], indirect=True)
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [
+        ("self_attn.k_proj.weight", "self_attn.qkv_proj"),  # a part of a layer
+        ("mlp.down_proj.weight", "mlp.down_proj.weight"),
+        ("input_layernorm.weight", "input_layernorm.weight"),
+    ],
+)
+def test_a_layerwise_reload_that_misses_a_weight_fails(made, left_out, named):
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+    from rollout.engine.model_load import ModelLoad
+
+    made.vllm_config.compilation_config.static_forward_context.clear()
+    model = initialize_model(made.vllm_config)
+    process_weights_after_loading(model, made.vllm_config.model_config, CPU)
+    load, weights = ModelLoad(model, made.vllm_config, CPU), dict(policy(made.specs, 0).views())
+    load.load_staged(iter(weights.items()))
+    del weights[LAYER + left_out]
+    with pytest.raises(ValueError, match=rf"^1 weights of vLLM's model were not received, {LAYER + named} among them"):
+        load.load_staged(iter(weights.items()))
+
+
+class Tiny(torch.nn.Module):
+    """Two matrices and a buffer, loaded by `put(parameter, tensor, model)`."""
+
+    def __init__(self, put, dtype=torch.float32):
+        super().__init__()
+        self.one, self.two = (torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype)) for _ in range(2))
+        self.register_buffer("seen", torch.zeros(4, 4))
+        self.put, self.loads = put, 0
+
+    def load_weights(self, weights):
+        self.loads += 1
+        for name, tensor in weights:
+            self.put(getattr(self, name), tensor, self)
+        return {"one", "two"}
+
+
+def put(parameter, tensor, model):
+    parameter.data.copy_(tensor)
+
+
+def put_in_halves(parameter, tensor, model):
+    parameter.data[:2].copy_(tensor[:2])
+    parameter.data.narrow(0, 2, 2).copy_(tensor.narrow(0, 2, 2))
+
+
+def put_transposed(parameter, tensor, model):
+    parameter.data.copy_(tensor.t())
+
+
+def put_padded(parameter, tensor, model):
+    parameter.data[:3].copy_(tensor[:3])
+    parameter.data[3:].fill_(0)
+
+
+def put_a_clone(parameter, tensor, model):
+    parameter.data.copy_(tensor.clone())
+
+
+def put_a_sum(parameter, tensor, model):
+    parameter.data.copy_(tensor)
+    parameter.data.add_(1)
+
+
+def put_half(parameter, tensor, model):
+    parameter.data[:2].copy_(tensor[:2])
+
+
+def put_twice(parameter, tensor, model):
+    parameter.data.copy_(tensor)
+    parameter.data[0].copy_(tensor[1])
+
+
+def put_columns(parameter, tensor, model):
+    for column in range(4):
+        parameter.data[:, column].copy_(tensor[:, column])
+
+
+def put_elsewhere_too(parameter, tensor, model):
+    parameter.data.copy_(tensor)
+    model.seen.copy_(tensor)
+
+
+SPECS = [Spec(name, (4, 4), torch.float32) for name in ("one", "two")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["same", "cast"])
+@pytest.mark.parametrize("way", [put, put_in_halves, put_transposed, put_padded])
+def test_copies_views_casts_and_padding_are_repeated(way, dtype):
+    model = Tiny(way, dtype)
+    staged, copies = policy(SPECS, 0), RecordedCopies(model)
+    for seed in range(20):
+        refill(staged, SPECS, seed)
+        copies.load(staged.views())
+        assert equal(state(model), expected(Tiny(way, dtype), staged.views()))
+    assert model.loads == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        (put_a_clone, "clone"),
+        (put_a_sum, "add_"),
+        (put_half, "not written"),
+        (put_twice, "written twice"),
+        (put_columns, "contiguous"),
+        (put_elsewhere_too, "copy_"),
+    ],
+)
+def test_any_other_load_is_left_to_load_weights(way, words, caplog):
+    model = Tiny(way)
+    staged, copies = policy(SPECS, 0), RecordedCopies(model)
+    for seed in range(3):
+        refill(staged, SPECS, seed)
+        assert copies.load(staged.views()) == {"one", "two"}
+        assert equal(state(model), expected(Tiny(way), staged.views()))
+    assert model.loads == 3 and len(caplog.records) == 1 and words in caplog.text
+
+
+def test_a_weight_that_is_not_sent_is_left_to_load_weights():
+    model = Tiny(put)
+    staged, copies = policy(SPECS[:1], 0), RecordedCopies(model)
+    for _ in range(2):
+        copies.load(staged.views())
+    assert model.loads == 2
+
+
+def test_it_records_again_where_something_moved():
+    """A staging copy that was allocated anew, a parameter that was replaced, a copy that was let go."""
+    model = Tiny(put)
+    staged, copies = policy(SPECS, 0), RecordedCopies(model)
+
+    def load():
+        copies.load(staged.views())
+        assert equal(state(model), expected(Tiny(put), staged.views()))
+        return model.loads
+
+    assert [load(), load()] == [1, 1]
+    staged = policy(SPECS, 1)
+    assert [load(), load()] == [2, 2]
+    model.one = torch.nn.Parameter(torch.zeros(4, 4))
+    assert [load(), load()] == [3, 3]
+    copies.forget()
+    assert [load(), load()] == [4, 4]
+
+
+def test_strided_slices_do_not_keep_the_rest_from_one_fused_copy():
+    def of_shard(parameter, tensor, model):
+        parameter.data.copy_(tensor if parameter is model.one else tensor.t())
+
+    copies = RecordedCopies(Tiny(of_shard))
+    copies.load(policy(SPECS, 0).views())
+    assert [len(targets) for targets, _ in copies.recording.groups] == [1, 1]
+
+
+def test_spans_are_joined():
+    assert joined([(4, 6), (0, 2), (2, 4), (9, 9), (8, 9)]) == [(0, 6), (8, 9)]
+    assert joined([(0, 4), (2, 6)]) != joined([(0, 6)])
