@@ -226,10 +226,11 @@ class Handlers:
         return protocol.Ack()
 
     def _heartbeat(self, peer: Peer, number: int, beat: protocol.Heartbeat, now: float) -> Message:
-        if number < peer.beat:
-            return protocol.Revoked(revoked=[])
-        peer.beat, peer.stats = number, beat.stats
-        return protocol.Revoked(revoked=self.ledger.heartbeat(peer.key, beat.version, beat.holding, now))
+        revoked: list[int] = []
+        if number >= peer.beat:
+            peer.beat, peer.stats = number, beat.stats
+            revoked = self.ledger.heartbeat(peer.key, beat.version, beat.holding, now)
+        return protocol.News(revoked=revoked, learner_waits=self.learner_waiting)
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         return protocol.Rewound(replay=self.ledger.rewind(rewind.version))

@@ -203,7 +203,13 @@ class Engine:
         self._last_stats = (now, tokens)
         running = sum(request.num_tokens() > 0 for request in self._requests)
         rate = (tokens - before) / max(now - then, 1e-9)
-        return {"running": float(running), "waiting": float(len(self._requests) - running), "tokens_per_s": rate}
+        waiting = float(len(self._requests) - running)
+        return {"running": float(running), "waiting": waiting, "tokens_per_s": rate, "preempted": 0.0}
+
+    def sequences_by_kv(self, mean_tokens: float) -> int:
+        """How many sequences of so many tokens the KV cache holds."""
+        cache = self._llm.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size / mean_tokens)
 
     async def close(self) -> None:
         """End vLLM's process."""

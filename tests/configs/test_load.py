@@ -53,9 +53,9 @@ def test_overrides_have_yaml_types() -> None:
 
 
 def test_interpolation_reaches_keys_and_defaults(tmp_path: Path) -> None:
-    path = file(tmp_path, "run: {versions: '${batch.samples}'}\nrollout:\n  groups_in_flight: ${batch.groups}\n")
+    path = file(tmp_path, "run: {versions: '${batch.samples}'}\nrollout:\n  sequences: ${batch.groups}\n")
     config = load([path, *NEEDED, "--batch.groups=7"])
-    assert (config.rollout.groups_in_flight, config.run.versions) == (7, 8)
+    assert (config.rollout.sequences, config.run.versions) == (7, 8)
     assert "run.name" in refused(*NEEDED, "--run.name=${batch.nothing}")
     assert "--run.name" in refused(*NEEDED, "--run.name=${batch")
 

@@ -133,6 +133,26 @@ async def test_leases_are_held_from_work_to_stored_and_revoked_once():
 
 
 @in_loop
+async def test_a_heartbeat_is_told_whether_the_learner_waits_for_a_batch():
+    async with (
+        buffer(make_requests()) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        items = await samples.ask(2)
+        await samples.beat({})
+        assert not samples.learner_waits
+        taking = asyncio.create_task(learner.expect(Take(version=0, rank=0, world=1), Part))
+        while not samples.learner_waits:
+            await samples.beat({})
+        for item in items:
+            await samples.put(item, group(item.item))
+        await taking
+        await samples.beat({})
+        assert not samples.learner_waits
+
+
+@in_loop
 async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
     stats: list[float] = []
     async with buffer(make_requests(lease_s=4.0)) as it, rollout(it.address) as samples:

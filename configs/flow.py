@@ -1,0 +1,149 @@
+"""How many sequences run at a time, what limits them, and what age and speed that brings: for `explain.py` and rollout.
+
+`simulate` plays a run in milliseconds: no clock, no files, the same numbers each time. Nothing is known of lengths and
+speeds before a run, so they are assumed, by the constants below, and `explain.py` says so.
+"""
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil, inf, log
+
+from configs.checks import max_sample_tokens
+from configs.schema import Config
+
+MEAN_SHARE = 1 / 4
+"""Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
+LEARNER_SHARE = 1 / 2
+"""Time in which the learner trains a batch, as a share of the time in which full servers generate one."""
+STEP_COST = 126
+"""What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
+GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
+"""How many sequences `rollout.sequences: auto` may reach on a server. By the cost of a step, 512 are nine tenths as fast
+as 1,024, with half the CUDA graphs to capture and half the logits (0.6 MB a sequence in float32, of which the sampler
+makes copies), which a GPU of 16 GiB has no room for. A server whose share of a batch is more gets up to 1,024."""
+SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
+"""Samples of a version at most, larger batches are scaled down; versions that are measured, and before that at most."""
+
+
+def share_of_batch(config: Config) -> int:
+    """Samples of a batch that one server makes, in whole groups."""
+    return ceil(config.batch.groups / config.rollout.servers) * config.batch.samples
+
+
+def max_sequences(config: Config, cpu: bool) -> int:
+    """vLLM's `max_num_seqs`: as the run file has it, or the sequences rounded up to 16, for which there is a CUDA graph."""
+    given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
+    if isinstance(given, int):
+        return given
+    if wanted == "auto":
+        wanted = CPU_SEQUENCES if cpu else min(max(GPU_SEQUENCES, share_of_batch(config)), MOST_GPU_SEQUENCES)
+    return ceil(wanted / 16) * 16
+
+
+def places(config: Config) -> int:
+    """Sequences that one server has places for; with `auto`, at most."""
+    most = max_sequences(config, config.rollout.device == "cpu")
+    return most if config.rollout.sequences == "auto" else config.rollout.sequences
+
+
+def mean_tokens(config: Config) -> float:
+    """Tokens of a sample, prompt included, as assumed before any is finished."""
+    return MEAN_SHARE * max_sample_tokens(config)
+
+
+def admitted_staleness(config: Config) -> int:
+    """The bound that admission keeps."""
+    target = config.batch.target_staleness
+    return config.batch.max_staleness if target is None else target
+
+
+def open_groups(config: Config) -> int:
+    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
+    return (admitted_staleness(config) + 1) * config.batch.groups
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A run in steady state."""
+
+    running: float
+    """Sequences that run at a time on all servers, in the mean."""
+    age: float
+    """Mean age of the groups, in versions."""
+    speed: float
+    """Versions in a unit of time, which is the same for all simulations of one run."""
+
+
+def expected(config: Config, staleness: int) -> Flow:
+    """The run as simulated, with this bound on age."""
+    batch, servers = config.batch, config.rollout.servers
+    scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
+    groups = max(1, round(batch.groups / scale))
+    answer = max_sample_tokens(config) - config.data.max_prompt_tokens
+    num_places = max(1, round(servers * places(config) * groups / batch.groups))
+    flow = simulate(groups, batch.samples, num_places, num_places / places(config), staleness, answer)
+    return Flow(flow.running * batch.groups / groups, flow.age, flow.speed)
+
+
+def simulate(groups: int, samples: int, places: int, servers: float, staleness: int, longest: int) -> Flow:
+    """A run of batches of `groups` x `samples`, with `places` on `servers` servers together, answers up to `longest`.
+
+    The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
+    """
+    draw, mean = random.Random(0), MEAN_SHARE * longest
+    learner = LEARNER_SHARE * groups * samples * mean / places * (STEP_COST + places / servers)
+    now, steps, version, trained, done = 0.0, 0, 0, inf, 0
+    running: list[tuple[int, int]] = []  # (step of the end, group)
+    waiting: list[tuple[int, int]] = []  # (length, group)
+    left: list[int] = []  # samples that a group waits for
+    dates: list[int] = []  # version under which a group was dispatched
+    opened: Counter[int] = Counter()  # open groups by date
+    stored: list[tuple[int, int]] = []  # (date, group)
+    ages: list[int] = []
+    warm = min(2 * staleness + 4, MOST_WARM)
+    area = since = 0.0
+    while done < warm + SIMULATED_VERSIONS:
+        while len(running) + len(waiting) < places and feasible(opened, done, version, groups, staleness):
+            opened[done] += 1
+            dates.append(done)
+            left.append(samples)
+            for _ in range(samples):
+                length = 1 + int(log(1 - draw.random()) / log(1 - 1 / max(mean, 2)))
+                waiting.append((min(longest, length), len(left) - 1))
+        while waiting and len(running) < places:
+            length, group = waiting.pop(0)
+            heapq.heappush(running, (steps + length, group))
+        if trained == inf and len(stored) >= groups:
+            stored.sort()
+            batch, rest = stored[:groups], opened - Counter(date for date, _ in stored[:groups])
+            if feasible(rest, None, version + 1, groups, staleness):
+                stored, opened, trained = stored[groups:], rest, now + learner
+                ages += [version - date for date, _ in batch] if version >= warm else []
+                version += 1
+                continue  # admission may have opened
+        step = STEP_COST + len(running) / servers
+        ahead = min(running[0][0] - steps if running else inf, ceil((trained - now) / step) if trained < inf else inf)
+        if done >= warm:
+            area += len(running) * ahead * step
+        now, steps = (now + ahead * step, steps + int(ahead)) if running else (trained, steps)
+        while running and running[0][0] <= steps:
+            _, group = heapq.heappop(running)
+            left[group] -= 1
+            if not left[group]:
+                stored.append((dates[group], group))
+        if trained <= now:
+            done, trained = done + 1, inf
+            since = now if done == warm else since
+    return Flow(area / (now - since), sum(ages) / max(1, len(ages)), SIMULATED_VERSIONS / (now - since))
+
+
+def feasible(opened: Counter[int], another: int | None, version: int, groups: int, staleness: int) -> bool:
+    """Whether no open group, with `another` of that date, will be too old, if `version` is the next batch."""
+    before = 0
+    for date in sorted({*opened, *([] if another is None else [another])}):
+        before += opened[date] + (date == another)
+        if before and date + staleness < version + (before - 1) // groups:
+            return False
+    return True
