@@ -266,6 +266,18 @@ def test_renamed_keys_are_old_and_their_new_names_exist() -> None:
     assert not set(RENAMED_KEYS) & set(keys())
 
 
+def test_groups_in_flight_are_taken_times_the_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file(tmp_path, "batch:\n  groups: 6\nrollout:\n  groups_in_flight: ${batch.groups}\n")
+    assert load([path, *NEEDED, "--batch.samples=4"]).rollout.sequences == 24
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"rollout.groups_in_flight ({path}:4) is now rollout.sequences: taken as such, times batch.samples; rename it"
+    )
+    assert load([path, *NEEDED, "--rollout.sequences=auto"]).rollout.sequences == "auto"
+    assert load([*NEEDED, "--rollout.sequences=auto", "--rollout.groups_in_flight=3"]).rollout.sequences == 24
+    assert refused(*NEEDED, "--rollout.groups_in_flight=few").startswith('rollout.sequences: "few" in ')
+
+
 def test_a_wrong_entry_of_a_list_is_named() -> None:
     assert refused(*NEEDED, "--log.trackers=[wandb, mlflow]").startswith(
         'log.trackers: "mlflow" in ["wandb", "mlflow"] is'

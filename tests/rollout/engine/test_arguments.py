@@ -68,7 +68,7 @@ def with_sequences(sequences, device="auto", **keys):
         (8000, {}, "rollout.sequences 8000 is more than the largest CUDA graph, 2048"),
         (512, {"cudagraph_capture_sizes": [1, 512]}, "22,900 tokens/s instead of 26,800"),
         (512, {"max_num_batched_tokens": 8192}, "24,800 tokens/s instead of 26,800"),
-        (512, {"max_num_batched_tokens": 560}, "512 sequences that decode and a prompt of 64 need 576"),
+        (512, {"max_num_batched_tokens": 560}, "512 sequences that decode and a prompt of 100 need 612"),
         (512, {"max_num_seqs": 256}, "max_num_seqs 256 is below rollout.sequences 512: the other 256 wait inside vLLM"),
         ("auto", {"max_num_seqs": 500}, "max_num_seqs 500 is no multiple of 16"),
         ("auto", {"max_num_seqs": 100}, "max_num_seqs 100 is no multiple of 8"),
@@ -76,7 +76,7 @@ def with_sequences(sequences, device="auto", **keys):
     ],
 )
 def test_a_cliff_is_named_with_its_price(sequences, keys, words):
-    """`config` has prompts of up to 64 tokens."""
+    """`config` has prompts of up to 100 tokens."""
     (line,) = cliffs(with_sequences(sequences, **keys))
     assert words in line
     assert not list(cliffs(with_sequences(sequences, "cpu", **keys)))
