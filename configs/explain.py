@@ -24,6 +24,7 @@ from configs.schema import Config
 NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
 
+
 def explain(config: Config, problems: int | None = None) -> list[str]:
     """The run in lines for people; `problems` is the number of rows in data.train, where known."""
     flow = expected(config, admitted_staleness(config))
@@ -136,7 +137,9 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator
         yield "staleness 0 is synchronous: the servers wait while the learner trains, it waits while they generate"
     elif flow.running < NEARLY_FULL * most and config.rollout.sequences != "auto":
         empty = f"the bound on age leaves {1 - flow.running / most:.0%} of the places empty"
-        why = f"most samples of the {open_groups(config):,} open groups have ended, and the groups wait for their longest"
+        why = (
+            f"most samples of the {open_groups(config):,} open groups have ended, and the groups wait for their longest"
+        )
         fewer = max(1, round(0.75 * flow.running / config.rollout.servers / 16)) * 16
         remedy = f"raise batch.max_staleness ({2 * staleness}) or batch.groups ({2 * groups})"
         yield f"{empty}: {why}; {remedy}, or set rollout.sequences to {fewer}, which is as fast"

@@ -36,9 +36,9 @@ from configs.schema import Config
 from rollout import evaluate
 from rollout.concurrency import start
 from rollout.drain import FORCED, Drain
+from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
 from rollout.episodes.setup import RolloutSetup, check_server
-from rollout.engine.arguments import on_cpu
 from rollout.errors import EngineDead, first_error
 from rollout.loop import PolicyUpdates, follow, roll
 

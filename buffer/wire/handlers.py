@@ -245,8 +245,10 @@ class Handlers:
         if self._split is None or self._split[0] != key:
             groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             totals = self.ledger.state.totals
-            failures = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
-            self._split = key, parts(*key, groups, failures)
+            counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+            for name in ("running", "places"):
+                counts[name] = int(sum(peer.stats.get(name, 0) for peer in self.peers.values()))
+            self._split = key, parts(*key, groups, counts)
         return self._split[1][take.rank]
 
     def _finished(self) -> protocol.Finished | None:

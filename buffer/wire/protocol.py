@@ -13,7 +13,7 @@ Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, ve
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
@@ -102,7 +102,7 @@ class Heartbeat(Message):
 
     version: Count
     holding: list[Count]
-    stats: dict[str, float] = Field(default_factory=dict)
+    stats: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Figures to display: tokens/s, running and waiting sequences, places for them and what bounds their number."""
 
 
@@ -211,6 +211,10 @@ class Part(Message):
     """Groups of the run so far that were not made at the first attempt."""
     generated: Count = 0
     """Groups made in the run so far."""
+    running: Count = 0
+    """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
+    places: Count = 0
+    """Sequences that they had places for."""
 
     def size_hint(self) -> int:
         """Of its samples, which are megabytes."""

@@ -85,9 +85,11 @@ def cliffs(config: Config) -> Iterator[str]:
         price = "steps with more run eagerly: 17,900 tokens/s instead of 34,700"
         problem = f"rollout.sequences {sequences} is more than the largest CUDA graph, {graphs} tokens; {price}"
         yield f"{problem}; lower it to {graphs * 7 // 8 // 16 * 16}, which leaves room for prompts"
-    elif sequences == graphs or (GRAPH_KEYS | {"max_cudagraph_capture_size"}) & given.keys() and graphs < tokens:
+    elif sequences == graphs or ((GRAPH_KEYS | {"max_cudagraph_capture_size"}) & given.keys() and graphs < tokens):
         price = "a step that admits a prompt runs eagerly: 22,900 tokens/s instead of 26,800"
-        problem = f"the largest CUDA graph has {graphs} tokens, and {sequences} sequences decode beside prompts; {price}"
+        problem = (
+            f"the largest CUDA graph has {graphs} tokens, and {sequences} sequences decode beside prompts; {price}"
+        )
         yield f"{problem}; set rollout.engine.max_cudagraph_capture_size and max_num_batched_tokens to {2 * sequences}"
     elif "max_num_batched_tokens" in given and tokens > graphs:
         price = "24,800 tokens/s instead of 26,800 with 8,192 above graphs of 1,024"

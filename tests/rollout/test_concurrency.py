@@ -201,7 +201,11 @@ def test_a_number_is_what_the_run_file_says():
     ("keys", "cpu", "limits"),
     [
         ([], False, {"limit_learner": 256, "limit_graphs": 512, "limit_kv": 100}),
-        (["batch.groups=300", "rollout.servers=4"], False, {"limit_learner": 600, "limit_graphs": 608, "limit_kv": 100}),
+        (
+            ["batch.groups=300", "rollout.servers=4"],
+            False,
+            {"limit_learner": 600, "limit_graphs": 608, "limit_kv": 100},
+        ),
         (["batch.groups=1"], True, {"limit_learner": 8, "limit_graphs": 256, "limit_kv": 100}),
         (["rollout.engine.max_num_seqs=300"], False, {"limit_learner": 256, "limit_graphs": 300, "limit_kv": 100}),
         (["rollout.sequences=77"], False, {"limit_sequences": 77}),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
+from buffer.wire.protocol import Part, Take
 from configs.entrypoint import PROGRESS, made_progress
 from tests.harness.buffer_process import Buffer, buffer, client, free_port, group, in_loop, make_requests, rollout
 
@@ -140,14 +141,15 @@ async def test_a_heartbeat_is_told_whether_the_learner_waits_for_a_batch():
         client(it.address, "learner-0", "learner") as learner,
     ):
         items = await samples.ask(2)
-        await samples.beat({})
+        await samples.beat({"running": 12.0, "places": 16.0})
         assert not samples.learner_waits
         taking = asyncio.create_task(learner.expect(Take(version=0, rank=0, world=1), Part))
         while not samples.learner_waits:
-            await samples.beat({})
+            await samples.beat({"running": 12.0, "places": 16.0})
         for item in items:
             await samples.put(item, group(item.item))
-        await taking
+        part = await taking
+        assert (part.running, part.places) == (12, 16)
         await samples.beat({})
         assert not samples.learner_waits
 
