@@ -8,16 +8,8 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
-from configs.flow import (
-    LEARNER_SHARE,
-    MEAN_SHARE,
-    Flow,
-    admitted_staleness,
-    expected,
-    open_groups,
-    places,
-    share_of_batch,
-)
+from configs.flow.sequences import MEAN_SHARE, admitted_staleness, open_groups, places, share_of_batch
+from configs.flow.simulation import LEARNER_SHARE, Flow, expected
 from configs.model_facts import checkpoint_bytes, model_facts
 from configs.schema import Config
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from configs.flow import max_sequences, mean_tokens, share_of_batch
+from configs.flow.sequences import max_sequences, mean_tokens, share_of_batch
 from configs.schema import Config
 from rollout.tasks.trajectory import Trajectory
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from configs.entrypoint import DONE, split_flags
-from configs.flow import max_sequences
+from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
 from configs.schema import Config
 from rollout.concurrency import Places

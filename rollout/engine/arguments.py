@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
-from configs.flow import max_sequences, places
+from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
 from configs.schema import Config
 
@@ -28,6 +28,8 @@ block a sequence, and a larger one would share fewer prompts.
 """
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
 """They say which CUDA graphs are captured, and vLLM takes one word on that only."""
+USUAL_PROMPT = 128
+"""Tokens of the prompts with which the price of graphs without room for them was measured."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -85,7 +87,7 @@ def cliffs(config: Config) -> Iterator[str]:
         price = "steps with more run eagerly: 17,900 tokens/s instead of 34,700"
         problem = f"rollout.sequences {sequences} is more than the largest CUDA graph, {graphs} tokens; {price}"
         yield f"{problem}; lower it to {graphs * 7 // 8 // 16 * 16}, which leaves room for prompts"
-    elif sequences == graphs or ((GRAPH_KEYS | {"max_cudagraph_capture_size"}) & given.keys() and graphs < tokens):
+    elif graphs < sequences + min(prompt, USUAL_PROMPT):
         price = "a step that admits a prompt runs eagerly: 22,900 tokens/s instead of 26,800"
         problem = (
             f"the largest CUDA graph has {graphs} tokens, and {sequences} sequences decode beside prompts; {price}"
@@ -104,9 +106,11 @@ def cliffs(config: Config) -> Iterator[str]:
             f"rollout.engine.max_num_seqs {most} is below rollout.sequences {sequences}: the other {sequences - most} "
             "wait inside vLLM and only get older; set both to one number"
         )
-    if most % (8 if most <= 256 else 16):
-        problem = f"rollout.engine.max_num_seqs {most} is no multiple of {8 if most <= 256 else 16}"
-        yield f"{problem}: the fullest steps run in pieces instead of as one CUDA graph; set it to {-(-most // 16) * 16}"
+    multiple = 8 if most <= 256 else 16
+    if most % multiple:
+        problem = f"rollout.engine.max_num_seqs {most} is no multiple of {multiple}"
+        remedy = f"set it to {-(-most // multiple) * multiple}"
+        yield f"{problem}: the fullest steps run in pieces instead of as one CUDA graph; {remedy}"
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
@@ -114,7 +118,7 @@ def largest_graph(arguments: Mapping[str, Any]) -> int:
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
-    return min(max(said.get("cudagraph_capture_sizes") or [size]), arguments["max_num_batched_tokens"])
+    return int(min(max(said.get("cudagraph_capture_sizes") or [size]), arguments["max_num_batched_tokens"]))
 
 
 def on_cpu(config: Config) -> bool:

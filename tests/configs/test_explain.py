@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from configs.__main__ import count_rows, main
 from configs.checks import check
 from configs.explain import explain
-from configs.flow import expected, open_groups
+from configs.flow.sequences import open_groups
+from configs.flow.simulation import expected
 from configs.load import load
 from configs.model_facts import ModelFacts, model_facts
 from configs.schema import Config

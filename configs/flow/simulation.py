@@ -1,7 +1,7 @@
-"""How many sequences run at a time, what limits them, and what age and speed that brings: for `explain.py` and rollout.
+"""How many sequences will run at a time, at what age and speed: a run played in milliseconds, for `explain.py`.
 
-`simulate` plays a run in milliseconds: no clock, no files, the same numbers each time. Nothing is known of lengths and
-speeds before a run, so they are assumed, by the constants below, and `explain.py` says so.
+No clock, no files, the same numbers each time. Nothing is known of lengths and speeds before a run, so they are assumed,
+by the constants below and `MEAN_SHARE`, and `explain.py` says so.
 """
 
 import heapq
@@ -11,57 +11,15 @@ from dataclasses import dataclass
 from math import ceil, inf, log
 
 from configs.checks import max_sample_tokens
+from configs.flow.sequences import MEAN_SHARE, places
 from configs.schema import Config
 
-MEAN_SHARE = 1 / 4
-"""Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
 LEARNER_SHARE = 1 / 2
 """Time in which the learner trains a batch, as a share of the time in which full servers generate one."""
 STEP_COST = 126
 """What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
-GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""How many sequences `rollout.sequences: auto` may reach on a server. By the cost of a step, 512 are nine tenths as fast
-as 1,024, with half the CUDA graphs to capture and half the logits (0.6 MB a sequence in float32, of which the sampler
-makes copies), which a GPU of 16 GiB has no room for. A server whose share of a batch is more gets up to 1,024."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
 """Samples of a version at most, larger batches are scaled down; versions that are measured, and before that at most."""
-
-
-def share_of_batch(config: Config) -> int:
-    """Samples of a batch that one server makes, in whole groups."""
-    return ceil(config.batch.groups / config.rollout.servers) * config.batch.samples
-
-
-def max_sequences(config: Config, cpu: bool) -> int:
-    """vLLM's `max_num_seqs`: as the run file has it, or the sequences rounded up to 16, for which there is a CUDA graph."""
-    given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
-    if isinstance(given, int):
-        return given
-    if wanted == "auto":
-        wanted = CPU_SEQUENCES if cpu else min(max(GPU_SEQUENCES, share_of_batch(config)), MOST_GPU_SEQUENCES)
-    return ceil(wanted / 16) * 16
-
-
-def places(config: Config) -> int:
-    """Sequences that one server has places for; with `auto`, at most."""
-    most = max_sequences(config, config.rollout.device == "cpu")
-    return most if config.rollout.sequences == "auto" else config.rollout.sequences
-
-
-def mean_tokens(config: Config) -> float:
-    """Tokens of a sample, prompt included, as assumed before any is finished."""
-    return MEAN_SHARE * max_sample_tokens(config)
-
-
-def admitted_staleness(config: Config) -> int:
-    """The bound that admission keeps."""
-    target = config.batch.target_staleness
-    return config.batch.max_staleness if target is None else target
-
-
-def open_groups(config: Config) -> int:
-    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
-    return (admitted_staleness(config) + 1) * config.batch.groups
 
 
 @dataclass(frozen=True)
@@ -87,13 +45,13 @@ def expected(config: Config, staleness: int) -> Flow:
     return Flow(flow.running * batch.groups / groups, flow.age, flow.speed)
 
 
-def simulate(groups: int, samples: int, places: int, servers: float, staleness: int, longest: int) -> Flow:
-    """A run of batches of `groups` x `samples`, with `places` on `servers` servers together, answers up to `longest`.
+def simulate(groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int) -> Flow:
+    """A run of batches of `groups` x `samples`, with `num_places` on `servers` servers together, answers up to `longest`.
 
     The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
     """
     draw, mean = random.Random(0), MEAN_SHARE * longest
-    learner = LEARNER_SHARE * groups * samples * mean / places * (STEP_COST + places / servers)
+    learner = LEARNER_SHARE * groups * samples * mean / num_places * (STEP_COST + num_places / servers)
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
     running: list[tuple[int, int]] = []  # (step of the end, group)
     waiting: list[tuple[int, int]] = []  # (length, group)
@@ -105,14 +63,14 @@ def simulate(groups: int, samples: int, places: int, servers: float, staleness: 
     warm = min(2 * staleness + 4, MOST_WARM)
     area = since = 0.0
     while done < warm + SIMULATED_VERSIONS:
-        while len(running) + len(waiting) < places and feasible(opened, done, version, groups, staleness):
+        while len(running) + len(waiting) < num_places and feasible(opened, done, version, groups, staleness):
             opened[done] += 1
             dates.append(done)
             left.append(samples)
             for _ in range(samples):
                 length = 1 + int(log(1 - draw.random()) / log(1 - 1 / max(mean, 2)))
                 waiting.append((min(longest, length), len(left) - 1))
-        while waiting and len(running) < places:
+        while waiting and len(running) < num_places:
             length, group = waiting.pop(0)
             heapq.heappush(running, (steps + length, group))
         if trained == inf and len(stored) >= groups:
