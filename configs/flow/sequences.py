@@ -24,7 +24,7 @@ def share_of_batch(config: Config) -> int:
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """vLLM's `max_num_seqs`: as the run file has it, or the sequences rounded up to 16: there is a CUDA graph of that."""
+    """vLLM's `max_num_seqs`: as the run file has it, or the sequences rounded up to 16, as CUDA graphs are."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given

@@ -1,7 +1,7 @@
 """How many sequences will run at a time, at what age and speed: a run played in milliseconds, for `explain.py`.
 
-No clock, no files, the same numbers each time. Nothing is known of lengths and speeds before a run, so they are assumed,
-by the constants below and `MEAN_SHARE`, and `explain.py` says so.
+No clock, no files, the same numbers each time. Nothing is known of lengths and speeds before a run, so they are
+assumed, by the constants below and `MEAN_SHARE`, and `explain.py` says so.
 """
 
 import heapq
@@ -46,7 +46,7 @@ def expected(config: Config, staleness: int) -> Flow:
 
 
 def simulate(groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int) -> Flow:
-    """A run of batches of `groups` x `samples`, with `num_places` on `servers` servers together, answers up to `longest`.
+    """A run of batches of `groups` x `samples`, `num_places` on `servers` servers together, answers up to `longest`.
 
     The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
     """

@@ -83,6 +83,10 @@ def cliffs(config: Config) -> Iterator[str]:
     prompt = min(config.data.max_prompt_tokens, tokens)
     if given.get("enforce_eager"):
         yield "rollout.engine.enforce_eager: steps run without CUDA graphs, at about half the speed; remove it"
+    elif "max_num_batched_tokens" in given and tokens < sequences + prompt:
+        need = f"{sequences} sequences that decode and a prompt of {prompt} need {sequences + prompt}"
+        problem = f"rollout.engine.max_num_batched_tokens {tokens}: {need}; prompts are admitted piece by piece"
+        yield f"{problem}, and the places of sequences that ended stay empty meanwhile; remove it"
     elif sequences > graphs:
         price = "steps with more run eagerly: 17,900 tokens/s instead of 34,700"
         problem = f"rollout.sequences {sequences} is more than the largest CUDA graph, {graphs} tokens; {price}"
@@ -97,10 +101,6 @@ def cliffs(config: Config) -> Iterator[str]:
         price = "24,800 tokens/s instead of 26,800 with 8,192 above graphs of 1,024"
         problem = f"rollout.engine.max_num_batched_tokens {tokens} is more than the largest CUDA graph, {graphs} tokens"
         yield f"{problem}: a step with many prompts runs eagerly; {price}; remove it"
-    if "max_num_batched_tokens" in given and tokens < sequences + prompt:
-        need = f"{sequences} sequences that decode and a prompt of {prompt} need {sequences + prompt}"
-        problem = f"rollout.engine.max_num_batched_tokens {tokens}: {need}; prompts are admitted piece by piece"
-        yield f"{problem}, and the places of sequences that ended stay empty meanwhile; remove it"
     if most < sequences:
         yield (
             f"rollout.engine.max_num_seqs {most} is below rollout.sequences {sequences}: the other {sequences - most} "
