@@ -18,7 +18,7 @@ LENGTHS = 512
 GROWTH_PER_S = 1 / 16
 """From 32 to 512 sequences in three quarters of a minute of waiting."""
 NEARLY = 7 / 8
-"""Share of the places that are taken at least where none are wanting; and that a cut leaves at least, if they run."""
+"""Share of the places from which on they count as all taken; and that a cut leaves at least."""
 RETRY_S = 60.0
 """Seconds without a preemption after which one more group is tried."""
 
@@ -105,7 +105,8 @@ class Auto:
        grows while the learner waits for a batch and all places are taken: more sequences only make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. What the KV cache holds of sequences of the mean length (`by_kv`).
-    4. What ran when vLLM last preempted sequences, which it has to compute again, and a group more each minute since.
+    4. After vLLM has preempted sequences, which it has to compute again: that many fewer, an eighth at most at a time
+       and not what ran by then, which may be the tail of a batch; and a group more each minute without another.
     """
 
     wanted: float
@@ -135,7 +136,7 @@ class Auto:
         if learner_waits and full and wanted < min(limits.values()):
             self.wanted *= 1 + seconds * GROWTH_PER_S
         if new > 0:
-            self._fits = min(engine["running"], max(places.limit - new, places.limit * NEARLY))
+            self._fits = max(places.limit - new, places.limit * NEARLY)
         elif self._fits is not None:
             self._fits += places.samples * seconds / RETRY_S
         places.limit = min(self.limits(places).values())

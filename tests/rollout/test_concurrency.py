@@ -182,13 +182,15 @@ def test_auto_has_no_more_places_than_the_kv_cache_holds():
 def test_auto_is_cut_by_preemptions_and_comes_back_slowly():
     rule, places = begun()
     beat(rule, places, 60)
-    assert beat(rule, places, 2, preempted=3.0, running=448.0) == 448
-    assert beat(rule, places, 60, preempted=3.0) == 448 + 16
+    assert beat(rule, places, 2, preempted=3.0, running=40.0) == 509, "as many fewer, also in the tail of a batch"
+    assert beat(rule, places, 2, preempted=64.0) == 448
+    assert beat(rule, places, 60, preempted=64.0) == 448 + 16
     assert rule.limits(places)["limit_preempted"] == 464
-    assert beat(rule, places, 2, preempted=4.0) == 463, "vLLM runs what it preempted again: one fewer"
-    assert beat(rule, places, 2, preempted=900.0) == int(463 * 7 / 8), "at most an eighth at a time"
-    assert beat(rule, places, 2, preempted=900.0, running=3.0) == 405
-    assert beat(rule, places, 2, preempted=901.0, running=3.0) == 16
+    assert beat(rule, places, 2, preempted=900.0) == 464 * 7 / 8, "at most an eighth at a time"
+    for _ in range(60):
+        beat(rule, places, 2, preempted=900.0 + _)
+        beat(rule, places, 2, preempted=9000.0 + 100 * _)
+    assert places.limit == 16, "one group at least"
 
 
 def test_a_number_is_what_the_run_file_says():
