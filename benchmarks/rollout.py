@@ -42,7 +42,7 @@ def config_of(args: argparse.Namespace, folder: Path) -> Config:
         "reward": {"function": "countdown"},
         "sampling": {"max_tokens": args.length},
         "batch": {"samples": 16},
-        "rollout": {"groups_in_flight": max(1, args.running // 16), "engine": args.engine},
+        "rollout": {"sequences": args.running, "engine": args.engine},
     })  # fmt: skip
 
 

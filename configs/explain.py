@@ -8,38 +8,29 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
+from configs.flow.sequences import MEAN_SHARE, admitted_staleness, open_groups, places, share_of_batch
+from configs.flow.simulation import LEARNER_SHARE, Flow, expected
 from configs.model_facts import checkpoint_bytes, model_facts
 from configs.schema import Config
+
+NEARLY_FULL = 0.85
+"""Share of its places with sequences from which on a server counts as full."""
 
 
 def explain(config: Config, problems: int | None = None) -> list[str]:
     """The run in lines for people; `problems` is the number of rows in data.train, where known."""
-    notes = (*_notes_on_flow(config, problems), *_notes_on_learning(config), *_notes_on_addresses(config))
+    flow = expected(config, admitted_staleness(config))
+    notes = (*_notes_on_flow(config, problems, flow), *_notes_on_learning(config), *_notes_on_addresses(config))
     return [
-        *_batch(config), *_data(config, problems), *_staleness(config), *_machines(config), *_disk(config),
+        *_batch(config), *_data(config, problems), *_flow(config, flow), *_machines(config), *_disk(config),
         *(f"note: {line}" for line in notes),
     ]  # fmt: skip
-
-
-def open_groups(config: Config) -> int:
-    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
-    return (_admitted_staleness(config) + 1) * config.batch.groups
-
-
-def in_flight(config: Config) -> int:
-    """How many groups all servers together generate at once, if admission lets them."""
-    return config.rollout.servers * config.rollout.groups_in_flight
 
 
 def disk_bytes(config: Config) -> int | None:
     """Disk that the checkpoints of a run fill, one being written included; None for a model that is not in a folder."""
     parameters = model_facts(config.model.path).parameters
     return None if parameters is None else parameters * (_kept(config) * _each(config) + _last_export(config))
-
-
-def _admitted_staleness(config: Config) -> int:
-    target = config.batch.target_staleness
-    return config.batch.max_staleness if target is None else target
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -64,16 +55,25 @@ def _data(config: Config, problems: int | None) -> Iterator[str]:
     yield f"data: {problems:,} problems make {problems / groups:,.1f} batches per epoch; {epochs}"
 
 
-def _staleness(config: Config) -> Iterator[str]:
-    rollout, groups, staleness = config.rollout, config.batch.groups, _admitted_staleness(config)
-    flying, admitted = in_flight(config), min(in_flight(config), open_groups(config))
+def _flow(config: Config, flow: Flow) -> Iterator[str]:
+    rollout, staleness, each = config.rollout, admitted_staleness(config), places(config)
     bound = f"no group older than {config.batch.max_staleness} versions is trained"
-    product = f"({staleness} + 1) x {groups} = {open_groups(config):,} groups"
+    product = f"({staleness} + 1) x {config.batch.groups} = {open_groups(config):,} groups"
     yield f"staleness: {bound}; {product} may be open at once, generating or stored"
-    product = f"{rollout.servers} x {rollout.groups_in_flight} = {flying:,} groups"
-    yield f"servers: {product} ({flying * config.batch.samples:,} sequences) in flight, {admitted:,} of them admitted"
-    usual = f"about {min(float(staleness), admitted / groups):.1f} versions while the servers are the slower side"
-    yield f"mean age to expect: {usual}, up to {staleness} when the learner is"
+    product = f"{rollout.servers} x {each:,} = {rollout.servers * each:,} at a time"
+    how = "rollout.sequences, as far as the KV cache holds them"
+    if rollout.sequences == "auto":
+        start = min(share_of_batch(config), each)
+        how = f"at most: rollout.sequences auto begins with {start:,} a server and adds some while the learner waits"
+    yield f"sequences: {product}, {how}"
+    full = flow.running > NEARLY_FULL * rollout.servers * each
+    limit = "the places" if full else "the bound on age (batch.max_staleness, batch.groups)"
+    gain = flow.speed / expected(config, 0).speed
+    running = f"{flow.running:,.0f} of {rollout.servers * each:,} sequences run at a time, limited by {limit}"
+    yield f"to expect: {running}; mean age {flow.age:.1f}, {gain:.1f} times the versions of staleness 0"
+    answer = max_sample_tokens(config) - config.data.max_prompt_tokens
+    lengths = f"answers of {MEAN_SHARE * answer:,.0f} tokens in the mean, {MEAN_SHARE:g} of the longest, and geometric"
+    yield f"assumed for that: {lengths}; a learner that takes {LEARNER_SHARE:g} of the time of full servers for a batch"
 
 
 def _machines(config: Config) -> Iterator[str]:
@@ -123,14 +123,18 @@ def _disk(config: Config) -> Iterator[str]:
     yield f"buffer: a batch takes at most {_with_prefix(batch)}B of the {limit:g} GiB that may be stored untrained"
 
 
-def _notes_on_flow(config: Config, problems: int | None) -> Iterator[str]:
-    flying, may, groups = in_flight(config), open_groups(config), config.batch.groups
-    if _admitted_staleness(config) == 0:
+def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator[str]:
+    groups, staleness, most = config.batch.groups, admitted_staleness(config), config.rollout.servers * places(config)
+    if staleness == 0:
         yield "staleness 0 is synchronous: the servers wait while the learner trains, it waits while they generate"
-    if flying > may:
-        problem = f"servers have room for {flying:,} groups but only {may:,} may be open: the rest stays idle"
-        lower = f"lower rollout.groups_in_flight to {max(1, may // config.rollout.servers)}"
-        yield f"{problem}; raise batch.max_staleness or batch.groups, or {lower}"
+    elif flow.running < NEARLY_FULL * most and config.rollout.sequences != "auto":
+        empty = f"the bound on age leaves {1 - flow.running / most:.0%} of the places empty"
+        why = (
+            f"most samples of the {open_groups(config):,} open groups have ended, and the groups wait for their longest"
+        )
+        fewer = max(1, round(0.75 * flow.running / config.rollout.servers / 16)) * 16
+        remedy = f"raise batch.max_staleness ({2 * staleness}) or batch.groups ({2 * groups})"
+        yield f"{empty}: {why}; {remedy}, or set rollout.sequences to {fewer}, which is as fast"
     if problems and problems < groups:
         yield f"{problems:,} problems are fewer than batch.groups {groups:,}: a batch has a problem more than once"
 

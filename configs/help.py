@@ -20,8 +20,11 @@ EXAMPLES = {
 }
 """Example values of the required keys."""
 
-RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s"}
+RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_flight": "rollout.sequences"}
 """Old keys of the run file, which are accepted with a warning, and their new names."""
+
+FACTORS = {"rollout.groups_in_flight": "batch.samples"}
+"""Old keys whose value times that of another key is the new one's."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",

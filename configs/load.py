@@ -22,10 +22,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, RENAMED_KEYS, TYPES, keys, sections, show, suggest, text
+from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, keys, sections, show, suggest, text
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
+TIMES = "times"
+"""Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
 
 
@@ -64,12 +66,15 @@ class MergedTree:
             problem = f"{old}{self.where(old)} is now {new}"
             if self.where(new):
                 raise ConfigError([f"{problem}{self.where(new)}, and both are set; remove {old}"])
-            log.warning("%s: taken as such; rename it", problem)
-            _lay(self.tree, {new_section: {new_leaf: below.pop(leaf)}})
+            value, place = below.pop(leaf), new
+            if factor := FACTORS.get(old):  # known once everything is merged and resolved
+                value, place = {TIMES: [value, f"${{{factor}}}"]}, f"{new}.{TIMES}"
+            log.warning("%s: taken as such%s; rename it", problem, f", times {factor}" if factor else "")
+            _lay(self.tree, {new_section: {new_leaf: value}})
             if not below:
                 del self.tree[section]
             for key in [key for key in self.places if f"{key}.".startswith(f"{old}.")]:
-                self.places[new + key.removeprefix(old)] = self.places.pop(key)
+                self.places[place + key.removeprefix(old)] = self.places.pop(key)
 
 
 def load(argv: Sequence[str]) -> Config:
@@ -225,7 +230,19 @@ def _resolve(merged: MergedTree) -> dict[str, Any]:
         key, reason = error.full_key or "the run file", str(error).splitlines()[0]
         remedy = "${section.key} must name a key that has a value"
         raise ConfigError([f"{key}: {reason}{merged.where(str(key))}; {remedy}"]) from None
-    return {str(key): value for key, value in resolved.items()}
+    return {str(key): _multiplied(value) for key, value in resolved.items()}
+
+
+def _multiplied(section: Any) -> Any:
+    """`section` with its products worked out; what is no whole number stays, to be refused as such."""
+    if not isinstance(section, dict):
+        return section
+    section = dict(section)
+    for leaf, value in section.items():
+        if isinstance(value, dict) and set(value) == {TIMES}:
+            one, other = value[TIMES]
+            section[leaf] = one * other if isinstance(one, int) and isinstance(other, int) else one
+    return section
 
 
 def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.help import RENAMED_KEYS, show
+from configs.help import FACTORS, RENAMED_KEYS, show
 from configs.load import ConfigError, load
 from configs.schema import Config
 
@@ -26,7 +26,7 @@ CHANGEABLE = (
     *("learner.ranks", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
     *("learner.tokens_per_microbatch", "learner.head_chunk_tokens", "learner.activation_checkpointing"),
     *("learner.cpu_offload", "learner.timeout_s", "learner.checkpoint_every", "learner.keep_*", "learner.export_every"),
-    *("rollout.servers", "rollout.tensor_parallel", "rollout.device", "rollout.groups_in_flight", "rollout.attempts"),
+    *("rollout.servers", "rollout.tensor_parallel", "rollout.device", "rollout.sequences", "rollout.attempts"),
     *("rollout.heartbeat_s", "rollout.engine", "rollout.max_failed_share"),
     *("rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
@@ -77,7 +77,10 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
     """
     if before is None:
         return []
-    renamed = {RENAMED_KEYS.get(key, key): value for key, value in before.items()}
+    renamed = {
+        RENAMED_KEYS.get(key, key): value * before[FACTORS[key]] if key in FACTORS else value
+        for key, value in before.items()
+    }
     sections = {name: section.annotation.model_construct() for name, section in Config.model_fields.items()}  # type: ignore[union-attr]
     known = dict(_flat({name: section.model_dump(mode="json") for name, section in sections.items()})) | renamed
     found = [Change(key, known.get(key), value) for key, value in settings(config).items() if known.get(key) != value]

@@ -215,8 +215,10 @@ class RolloutConfig(Section):
     """GPUs per server."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
-    groups_in_flight: Positive = 16
-    """Groups that one server generates concurrently."""
+    sequences: Literal["auto"] | Positive = "auto"
+    """Samples that one server generates at a time, each until its task has ended; groups are asked for while there is a
+    place. `auto` begins with the server's share of a batch and takes more while the learner waits, as far as the KV
+    cache and CUDA graphs reach. More are faster, and older when they are trained."""
     task: str = "single_turn"
     """A built-in task (`single_turn`) or your own, as `path/to/file.py:function`."""
     max_sample_tokens: Positive | None = None

@@ -9,6 +9,7 @@ policies until the buffer has no more problems and the last policy has arrived. 
 import asyncio
 import logging
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +34,9 @@ from configs.load import read
 from configs.resume import fingerprint
 from configs.schema import Config
 from rollout import evaluate
+from rollout.concurrency import start
 from rollout.drain import FORCED, Drain
+from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
 from rollout.episodes.setup import RolloutSetup, check_server
 from rollout.errors import EngineDead, first_error
@@ -114,8 +117,13 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
     revoke = partial(episodes.abandon, failure=REVOKED)
     drain.episodes = episodes
 
+    places, rule = start(config, on_cpu(config), engine.sequences_by_kv)
+
     def stats() -> dict[str, float]:
-        return {**engine.stats(), **episodes.stages.stats()}
+        measured = engine.stats()
+        rule.adapt(time.monotonic(), places, measured, buffer.learner_waits and engine.version > 0)
+        numbers = {"places": places.limit, "places_taken": places.taken, **rule.limits(places)}
+        return {**measured, **episodes.stages.stats(), **numbers}
 
     async with asyncio.TaskGroup() as tasks:
         others = [
@@ -127,7 +135,7 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
             last := tasks.create_task(updates.last.wait()),
         ]
         await drain.wait(first)
-        await roll(partial(drain.ask, buffer), buffer, episodes, config.rollout.groups_in_flight)
+        await roll(partial(drain.ask, buffer), buffer, episodes, places)
         if buffer.finished:
             log.info("%s", buffer.finished.why)
         if buffer.finished and buffer.finished.outcome == "versions":

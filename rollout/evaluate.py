@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from configs.entrypoint import DONE, split_flags
+from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
 from configs.schema import Config
+from rollout.concurrency import Places
+from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup, check_server
 
@@ -81,28 +84,29 @@ async def evaluate_models(
 ) -> list[dict[str, Any]]:
     """One record per model, printed as soon as it is known."""
     episodes = setup.episodes(config, engine, temperature=0.0, samples=1)
+    at_once = config.rollout.sequences
+    places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     width = max(len(str(model)) for model in models)
     print(f"{'model':<{width}}  problems  reward  solved  failed", flush=True)
     results = []
     for model in models:
         await engine.load_folder(model)
-        record = summary(str(model), await answer_all(episodes, rows, config.rollout.groups_in_flight), rows)
+        record = summary(str(model), await answer_all(episodes, rows, places), rows)
         numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
         print(f"{record['model']:<{width}}  {numbers}", flush=True)
         results.append(record)
     return results
 
 
-async def answer_all(episodes: Episodes, rows: list[dict[str, Any]], at_once: int) -> list[Group | Failure]:
-    """An answer to each row, or why there is none; `at_once` at a time."""
-    places = asyncio.Semaphore(at_once)
-
-    async def answer(row: dict[str, Any]) -> Group | Failure:
-        async with places:
-            return await episodes.attempt(row)
-
+async def answer_all(episodes: Episodes, rows: list[dict[str, Any]], places: Places) -> list[Group | Failure]:
+    """An answer to each row, or why there is none; as many at a time as there are places."""
     async with asyncio.TaskGroup() as tasks:
-        answering = [tasks.create_task(answer(row)) for row in rows]
+        answering = []
+        for row in rows:
+            await places.room()
+            held = places.take()
+            answering.append(tasks.create_task(episodes.attempt(row, held.free_one)))
+            answering[-1].add_done_callback(held.free_all)
     return [task.result() for task in answering]
 
 

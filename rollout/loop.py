@@ -1,7 +1,7 @@
 """The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. Run by `rollout/__main__.py`.
 
-`roll` waits for the buffer, which hands out work as the learner advances, and while `groups_in_flight` groups are being
-made. `follow` waits for the learner to publish. If either fails, the process ends with the cause.
+`roll` waits for the buffer, which hands out work as the learner advances, and while all places for sequences are taken.
+`follow` waits for the learner to publish. If either fails, the process ends with the cause.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import WorkItem
+from rollout.concurrency import GroupPlaces, Places
 from rollout.episodes.episode import Episodes
 
 if TYPE_CHECKING:
@@ -25,20 +26,19 @@ Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
 """Gives at most this many items to make groups of, at least one; None: there will be no more."""
 
 
-async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, groups_in_flight: int) -> None:
-    """Ask for as many items as there is room for and make each a group, until there are no more."""
-    in_flight: set[asyncio.Task[None]] = set()
-    async with asyncio.TaskGroup() as tasks:
-        while (items := await ask(groups_in_flight - len(in_flight))) is not None:
-            in_flight |= {tasks.create_task(make_group(item, buffer, episodes)) for item in items}
-            if len(in_flight) >= groups_in_flight:
-                await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
-            in_flight = {task for task in in_flight if not task.done()}
+async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Places) -> None:
+    """Ask for as many items as there are places for and make each a group, until there are no more."""
+    async with asyncio.TaskGroup() as groups:
+        while (items := await ask(await places.room())) is not None:
+            for item in items:
+                held = places.take()
+                group = groups.create_task(make_group(item, buffer, episodes, held))
+                group.add_done_callback(held.free_all)
 
 
-async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes) -> None:
+async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, held: GroupPlaces) -> None:
     """Deliver the item's group, or report its failure."""
-    outcome = await episodes.run(item)
+    outcome = await episodes.run(item, held.free_one)
     await outcome.deliver(buffer, item)
 
 

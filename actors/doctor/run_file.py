@@ -24,6 +24,8 @@ from configs.explain import disk_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
+from rollout.engine.arguments import cliffs
+from rollout.engine.arguments import problems as engine_problems
 
 ROWS = 1000
 """Rows of data.train that are made prompts."""
@@ -74,9 +76,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
                 continue
             if path == config.data.train:
                 rows, judgement.rows = rows_to_try(problems), len(problems)
+    judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
-        from rollout.engine.arguments import problems as engine_problems
-
         further += engine_problems(config.rollout.engine, config)
     if not live:
         further += _port(config.buffer.address)

@@ -128,6 +128,10 @@ def summary(report: Report) -> Iterator[str]:
         yield f"\nreward: first {len(first)} versions {fmean(first):.3f}, last {len(last)} versions {fmean(last):.3f}"
     if ages := report.records.column("age/max")[1]:
         yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"
+    running, places = (report.records.column(f"servers/{name}")[1] for name in ("running", "places"))
+    if sum(places):
+        share = f"{sum(running) / sum(places):.0%} of their places (rollout.sequences)"
+        yield f"the servers ran {fmean(running):,.0f} sequences at a time in the mean, {share}"
     if report.failures:
         yield report.failures
     if report.models:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from actors.process import Event, Process
 from actors.watch.metrics_log import Record, Records
-from actors.watch.run_state import failures, silent, waits
+from actors.watch.run_state import failures, fullness, silent, waits
 from buffer.curve import client_keys_for
 from buffer.wire.connection import Connection
 from buffer.wire.protocol import State, Status
@@ -28,8 +28,8 @@ ANSWER_S = 3.0
 """A buffer that takes longer to answer is shown as not answering."""
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 KIND_STYLES = {"started": "green", "ended": "dim"}
-MOST_WAITS = 6
-"""Waits that the panel has room for."""
+MOST_WAITS, MOST_SERVERS = 6, 4
+"""Waits and servers that the panel has room for."""
 OUR_ROUTINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO) ")
 VLLM_ROUTINE = re.compile(
     r"^\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING) vllm|^\(\w+ pid=\d+\) (INFO|WARNING) |^\[W\d+ |^Triton is installed"
@@ -143,12 +143,17 @@ class Display:
         return [(name, value) for name, value in wanted if value and "?" not in value]
 
     def servers(self) -> str:
-        """Servers that the buffer hears from, or without the buffer those that run, of the number in the run file."""
+        """Servers that the buffer hears from, or without the buffer those that run, of the number in the run file; and
+        the sequences that they run."""
+        running = ""
         if self.state is not None:
             alive = len(self.state.servers) - len(silent(self.state, self.config))
+            known = [server["stats"] for server in self.state.servers.values() if "places" in server.get("stats", {})]
+            totals = [sum(stats[key] for stats in known) for key in ("running", "places")]
+            running = f", running {totals[0]:.0f} of {totals[1]:.0f}" if known else ""
         else:
             alive = sum(kind == "started" for name, kind in self.processes.items() if name.startswith("rollout"))
-        return f"{alive}/{self.config.rollout.servers} alive"
+        return f"{alive}/{self.config.rollout.servers} alive{running}"
 
     def panel(self) -> Panel:
         """The panel of a terminal."""
@@ -157,6 +162,9 @@ class Display:
         rows = self.figures(records[-1]) if records else [("version", f"0/{self.config.run.versions}")]
         if self.state and (line := failures(self.state)):
             rows.append(("failures", line))
+        if self.state:
+            full = [(name, fullness(self.state, name)) for name in self.state.servers]
+            rows += [row for row in full if row[1]][:MOST_SERVERS]
         rows += [("waits", line) for line in waiting(waits(self.state, self.config) if self.state else None)]
         for name, value in rows:
             table.add_row(Text(name, style="dim"), Text(value))

@@ -30,6 +30,14 @@ CULPRITS = {
     "engine": "vLLM, which fails",
 }
 """Whom a batch waits for where attempts fail, by kind of failure."""
+LIMITS = {
+    "limit_sequences": "rollout.sequences",
+    "limit_learner": "more once the learner waits",
+    "limit_graphs": "max_num_seqs, the captured CUDA graphs",
+    "limit_kv": "the KV cache holds no more of this mean length",
+    "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",
+}
+"""What bounds a server's places, by the number of its heartbeats that says so; the smallest one does."""
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 
@@ -119,6 +127,23 @@ def waits(state: State, config: Config) -> list[str]:
         f"{waiter.who} for {servers if waiter.kind == 'Take' else 'the learner'}, {waiter.seconds:.1f} s: {waiter.why}"
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
     ]
+
+
+def fullness(state: State, name: str) -> str:
+    """How many sequences a server runs, and why not more; nothing before it has said so.
+
+    Example: `"running 384 of 448: the KV cache was full, 3 preemptions"`
+    """
+    stats = state.servers[name].get("stats", {})
+    limits = {limit: stats[limit] for limit in LIMITS if limit in stats}
+    if not limits or "running" not in stats:
+        return ""
+    why = LIMITS[min(limits, key=lambda limit: limits[limit])].format(preempted=stats.get("preempted", 0))
+    if any((waiter.who, waiter.kind) == (name, "Ask") for waiter in state.waiters):
+        why = "no more work is admitted"
+    elif stats.get("task", 0) > stats["places"] / 8:
+        why = f"{stats['task']:.0f} samples are in their task"
+    return f"running {stats['running']:.0f} of {stats['places']:.0f}: {why}"
 
 
 def silent(state: State, config: Config) -> list[str]:

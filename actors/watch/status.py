@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.watch.metrics_log import Records
-from actors.watch.run_state import ask, find_run, ledger_lines, silent, stored, waits
+from actors.watch.run_state import LIMITS, ask, find_run, fullness, ledger_lines, silent, stored, waits
 from buffer.store.past import history
 from buffer.store.sqlite import StoreError, reading
 from buffer.wire.protocol import State
@@ -24,6 +24,8 @@ from configs.schema import Config
 
 SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "time/wait_s", "time/version_s")
 """Metrics of the last record."""
+IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
+"""Figures of a server that `fullness` puts into words."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,11 +114,15 @@ def _last_log_lines(run: Path) -> Iterator[str]:
 
 
 def _servers_table(state: State, config: Config) -> Table:
-    table = Table("server", "version", "leases", "last message", "figures", box=None, header_style="bold")
+    columns = ("server", "version", "leases", "last message", "sequences", "figures")
+    table = Table(*columns, box=None, header_style="bold")
     gone = silent(state, config)
     for name, server in state.servers.items():
-        stats = "  ".join(f"{key} {value:.4g}" for key, value in server.get("stats", {}).items())
+        shown = {key: value for key, value in server.get("stats", {}).items() if key not in IN_WORDS}
+        stats = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
         silent_s = server.get("silent_s")
         heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + " (leases ended)" * (name in gone)
-        table.add_row(name, str(server.get("version", "?")), str(server.get("leases", "?")), heard, stats)
+        table.add_row(
+            name, str(server.get("version", "?")), str(server.get("leases", "?")), heard, fullness(state, name), stats
+        )
     return table

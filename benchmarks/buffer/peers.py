@@ -22,7 +22,7 @@ from buffer.wire.sample import Sample
 
 SAMPLES, TOKENS, GROUPS = 8, 1000, 128
 IN_FLIGHT = 32
-"""Groups in flight per server, as `rollout.groups_in_flight`."""
+"""Groups in flight per server."""
 
 
 @cache

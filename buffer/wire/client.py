@@ -38,6 +38,8 @@ class RolloutClient:
         """Set it to have `heartbeats` send one at once, as after a policy swap."""
         self.finished: protocol.Finished | None = None
         """How the run ended, once `ask` has returned None."""
+        self.learner_waits = False
+        """The learner waited for a batch when the last heartbeat was answered."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
@@ -92,9 +94,10 @@ class RolloutClient:
         """Tell the buffer that the server is alive and which version it runs; returns leases to abort, each once."""
         holding, version = sorted(self.holding), self._version()
         beat = protocol.Heartbeat(version=version, holding=holding, stats=dict(stats))
-        revoked = (await self.client.expect(beat, protocol.Revoked)).revoked
-        self.holding.difference_update(revoked)
-        return revoked
+        news = await self.client.expect(beat, protocol.News)
+        self.learner_waits = news.learner_waits
+        self.holding.difference_update(news.revoked)
+        return news.revoked
 
     async def where(self, known: str | None) -> str:
         """Address of the learner's weights wire; waits until there is one other than `known`."""

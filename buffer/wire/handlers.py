@@ -226,10 +226,11 @@ class Handlers:
         return protocol.Ack()
 
     def _heartbeat(self, peer: Peer, number: int, beat: protocol.Heartbeat, now: float) -> Message:
-        if number < peer.beat:
-            return protocol.Revoked(revoked=[])
-        peer.beat, peer.stats = number, beat.stats
-        return protocol.Revoked(revoked=self.ledger.heartbeat(peer.key, beat.version, beat.holding, now))
+        revoked: list[int] = []
+        if number >= peer.beat:
+            peer.beat, peer.stats = number, beat.stats
+            revoked = self.ledger.heartbeat(peer.key, beat.version, beat.holding, now)
+        return protocol.News(revoked=revoked, learner_waits=self.learner_waiting)
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         return protocol.Rewound(replay=self.ledger.rewind(rewind.version))
@@ -244,8 +245,10 @@ class Handlers:
         if self._split is None or self._split[0] != key:
             groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             totals = self.ledger.state.totals
-            failures = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
-            self._split = key, parts(*key, groups, failures)
+            counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+            for name in ("running", "places"):
+                counts[name] = int(sum(peer.stats.get(name, 0) for peer in self.peers.values()))
+            self._split = key, parts(*key, groups, counts)
         return self._split[1][take.rank]
 
     def _finished(self) -> protocol.Finished | None:

@@ -4,7 +4,7 @@ How a message travels is in `message.py`. Each request is idempotent: a client t
 same `id`, as often as it likes. A request that cannot be answered yet is parked by the buffer, never polled for.
 
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
-              Heartbeat -> Revoked
+              Heartbeat -> News
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
@@ -13,13 +13,13 @@ Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, ve
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 3
+PROTOCOL = 4
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 
@@ -102,8 +102,8 @@ class Heartbeat(Message):
 
     version: Count
     holding: list[Count]
-    stats: dict[str, float] = Field(default_factory=dict)
-    """Engine figures to display: tokens/s, running and waiting sequences."""
+    stats: dict[str, FiniteFloat] = Field(default_factory=dict)
+    """Figures to display: tokens/s, running and waiting sequences, places for them and what bounds their number."""
 
 
 class Rewind(Message):
@@ -158,10 +158,13 @@ class Ack(Message):
     pass
 
 
-class Revoked(Message):
-    """`revoked`: leases that are over; the server may abort their generations."""
+class News(Message):
+    """What a server should know by now."""
 
     revoked: list[Count]
+    """Leases that are over; the server may abort their generations."""
+    learner_waits: bool
+    """A Take is parked: more sequences at a time would bring the next batch sooner."""
 
 
 class Rewound(Message):
@@ -208,6 +211,10 @@ class Part(Message):
     """Groups of the run so far that were not made at the first attempt."""
     generated: Count = 0
     """Groups made in the run so far."""
+    running: Count = 0
+    """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
+    places: Count = 0
+    """Sequences that they had places for."""
 
     def size_hint(self) -> int:
         """Of its samples, which are megabytes."""
@@ -271,6 +278,6 @@ REQUESTS: dict[str, type[Message]] = {
 ANSWERS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
-        Welcome, WeightsAddress, Work, Stored, Ack, Revoked, Rewound, Part, Finished, State, Refused, NotRegistered
+        Welcome, WeightsAddress, Work, Stored, Ack, News, Rewound, Part, Finished, State, Refused, NotRegistered
     )
 }  # fmt: skip

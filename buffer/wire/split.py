@@ -44,8 +44,8 @@ def sample_rows(groups: Groups) -> SampleRows:
     )
 
 
-def parts(version: int, world: int, groups: Groups, failures: Mapping[str, int] | None = None) -> list[Part]:
-    """The parts of batch `version`; `failures`: the counts `failed`, `dropped`, `retried`, `generated` of the run."""
+def parts(version: int, world: int, groups: Groups, counts: Mapping[str, int] | None = None) -> list[Part]:
+    """The parts of batch `version`; `counts`: `failed` ... `places`, as in `Part`."""
     samples = [data for *_, group in groups for data, _ in group]
     rows = sample_rows(groups)
     return [
@@ -56,7 +56,7 @@ def parts(version: int, world: int, groups: Groups, failures: Mapping[str, int] 
             rows=rows,
             positions=Array.of(np.array(positions, np.int64)),
             samples=[samples[position] for position in positions],
-            **(failures or {}),
+            **(counts or {}),
         )
         for rank, positions in enumerate(cut(rows.tokens.numpy().tolist(), world))
     ]

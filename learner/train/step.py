@@ -66,6 +66,7 @@ class Algorithm:
         times.append(time.perf_counter())
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried")}
+        metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
         metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
         lengths = zip(batch.rows.tokens.numpy().tolist(), batch.rows.sampled.numpy().tolist(), strict=True)
         return metrics | {"flops": policy.costs.total(lengths)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
+from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
 from configs.schema import Config
 
@@ -22,9 +23,14 @@ MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 """On a GPU a step may have twice as many tokens as sequences: all that generate, and as many tokens of prompts. Steps
 of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left more than half of an H200 idle:
 15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md).
+Scheduling is asynchronous by vLLM's own default, which adapts to the device; its block of 16 tokens wastes half a
+block a sequence, and a larger one would share fewer prompts.
 """
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
 """They say which CUDA graphs are captured, and vLLM takes one word on that only."""
+USUAL_PROMPT = 128
+"""Tokens of the prompts with which the price of graphs without room for them was measured."""
+SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -63,6 +69,58 @@ def vllm_fields() -> Iterator[str]:
                     yield line.target.id
 
 
+def cliffs(config: Config) -> Iterator[str]:
+    """A line for each setting of the run file that makes a GPU several times slower, with its price and the remedy.
+
+    The prices are those of a 1.5B model on an H200 (docs/benchmarks.md).
+    """
+    given = config.rollout.engine
+    if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):
+        return
+    arguments = engine_arguments(config, 0, cpu=False)
+    sequences, most = places(config), arguments["max_num_seqs"]
+    tokens, graphs = arguments["max_num_batched_tokens"], largest_graph(arguments)
+    prompt = min(config.data.max_prompt_tokens, tokens)
+    if given.get("enforce_eager"):
+        yield "rollout.engine.enforce_eager: steps run without CUDA graphs, at about half the speed; remove it"
+    elif "max_num_batched_tokens" in given and tokens < sequences + prompt:
+        need = f"{sequences} sequences that decode and a prompt of {prompt} need {sequences + prompt}"
+        problem = f"rollout.engine.max_num_batched_tokens {tokens}: {need}; prompts are admitted piece by piece"
+        yield f"{problem}, and the places of sequences that ended stay empty meanwhile; remove it"
+    elif sequences > graphs:
+        price = "steps with more run eagerly: 17,900 tokens/s instead of 34,700"
+        problem = f"rollout.sequences {sequences} is more than the largest CUDA graph, {graphs} tokens; {price}"
+        yield f"{problem}; lower it to {graphs * 7 // 8 // 16 * 16}, which leaves room for prompts"
+    elif graphs < sequences + min(prompt, USUAL_PROMPT):
+        price = "a step that admits a prompt runs eagerly: 22,900 tokens/s instead of 26,800"
+        problem = (
+            f"the largest CUDA graph has {graphs} tokens, and {sequences} sequences decode beside prompts; {price}"
+        )
+        yield f"{problem}; set rollout.engine.max_cudagraph_capture_size and max_num_batched_tokens to {2 * sequences}"
+    elif "max_num_batched_tokens" in given and tokens > graphs:
+        price = "24,800 tokens/s instead of 26,800 with 8,192 above graphs of 1,024"
+        problem = f"rollout.engine.max_num_batched_tokens {tokens} is more than the largest CUDA graph, {graphs} tokens"
+        yield f"{problem}: a step with many prompts runs eagerly; {price}; remove it"
+    if most < sequences:
+        yield (
+            f"rollout.engine.max_num_seqs {most} is below rollout.sequences {sequences}: the other {sequences - most} "
+            "wait inside vLLM and only get older; set both to one number"
+        )
+    multiple = 8 if most <= 256 else 16
+    if most % multiple:
+        problem = f"rollout.engine.max_num_seqs {most} is no multiple of {multiple}"
+        remedy = f"set it to {-(-most // multiple) * multiple}"
+        yield f"{problem}: the fullest steps run in pieces instead of as one CUDA graph; {remedy}"
+
+
+def largest_graph(arguments: Mapping[str, Any]) -> int:
+    """Tokens of the largest step that vLLM captures as a CUDA graph."""
+    inside = arguments.get("compilation_config")
+    said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
+    size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
+    return int(min(max(said.get("cudagraph_capture_sizes") or [size]), arguments["max_num_batched_tokens"]))
+
+
 def on_cpu(config: Config) -> bool:
     """Whether this server runs on the CPU. Raises ConfigError if it needs a GPU and there is none that will do."""
     import torch  # takes seconds to import
@@ -99,14 +157,11 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "max_logprobs": 1,
     }
-    in_flight = config.rollout.groups_in_flight * config.batch.samples
+    sequences = defaults["max_num_seqs"] = max_sequences(config, cpu)
     if cpu:
-        defaults |= {"enforce_eager": True, "max_num_seqs": min(in_flight + 1, 256)}
-        defaults |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
+        defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES}
     else:
-        sequences = given.get("max_num_seqs", -(-in_flight // 16) * 16)  # CUDA graphs are for multiples of 16
-        tokens = max(2 * sequences, MIN_STEP_TOKENS)
-        defaults |= {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        tokens = defaults["max_num_batched_tokens"] = max(2 * sequences, MIN_STEP_TOKENS)
         if not GRAPH_KEYS & given.keys():
             defaults["max_cudagraph_capture_size"] = min(tokens, MAX_GRAPH_TOKENS)
     ours = {field: attrgetter(key)(config) for field, key in ENGINE_KEYS_ELSEWHERE.items()} | {

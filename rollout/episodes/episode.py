@@ -6,7 +6,7 @@ When the buffer takes a lease back, its generation is aborted.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -25,6 +25,12 @@ from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import Problem, Task, Trajectory
 
 REASON_CHARS = 300
+Ended = Callable[["asyncio.Task[Trajectory]"], object]
+"""Called with the task of each sample once that has ended, however it did: the sample needs no place any more."""
+
+
+def uncounted(sample: "asyncio.Task[Trajectory]") -> None:
+    """For who counts no places."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,10 @@ class Episodes:
     stages: Stages = field(default_factory=Stages)
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
-    async def run(self, item: WorkItem) -> Group | Failure:
+    async def run(self, item: WorkItem, ended: Ended = uncounted) -> Group | Failure:
         """Make one item a group. Raises only what the server cannot survive, such as EngineDead."""
         abandoned = self._open[item.lease] = asyncio.get_running_loop().create_future()
-        work = asyncio.create_task(self.attempt(item.problem))
+        work = asyncio.create_task(self.attempt(item.problem, ended))
         try:
             await asyncio.wait({work, abandoned}, return_when=asyncio.FIRST_COMPLETED)
             return work.result() if work.done() else abandoned.result()
@@ -86,10 +92,10 @@ class Episodes:
         """End every episode."""
         self.abandon(list(self._open), failure)
 
-    async def attempt(self, row: dict[str, Any]) -> Group | Failure:
+    async def attempt(self, row: dict[str, Any], ended: Ended = uncounted) -> Group | Failure:
         """A group from a row of the data set; a failure is logged too."""
         try:
-            return Group(await self._play(row))
+            return Group(await self._play(row, ended))
         except* EpisodeError as errors:
             found = [error for error in all_errors(errors) if isinstance(error, EpisodeError)]
             error = min(found, key=lambda error: error.returned)  # the sample that ended a worker, not one beside it
@@ -98,11 +104,13 @@ class Episodes:
             failure = Failure(reason, error.kind, error.permanent, error.returned)
         return failure
 
-    async def _play(self, row: dict[str, Any]) -> list[Sample]:
+    async def _play(self, row: dict[str, Any], ended: Ended) -> list[Sample]:
         """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
         problem = self.sampler.problem(row)
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
+            for sample in playing:
+                sample.add_done_callback(ended)
         trajectories = [task.result() for task in playing]
         answers = [self._answer(trajectory, row) for trajectory in trajectories]
         with self.stages("scoring", len(answers)):

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.__main__ import count_rows, main
 from configs.checks import check
-from configs.explain import explain, in_flight, open_groups
+from configs.explain import explain
+from configs.flow.sequences import open_groups
+from configs.flow.simulation import expected
 from configs.load import load
 from configs.model_facts import ModelFacts, model_facts
 from configs.schema import Config
@@ -24,15 +28,16 @@ def test_the_arithmetic_of_a_run(model: Path) -> None:
         *(f"model.path={model}", "run.versions=50", "batch.groups=12", "batch.samples=4", "batch.max_staleness=3"),
         *("data.max_prompt_tokens=100", "sampling.max_tokens=400", "learner.ranks=2", "learner.device=cuda"),
         *("learner.tokens_per_microbatch=1000", "rollout.servers=3", "rollout.tensor_parallel=2"),
-        *("rollout.groups_in_flight=6", "rollout.device=cuda", "learner.export_every=20"),
+        *("rollout.sequences=12", "rollout.device=cuda", "learner.export_every=20"),
     )
     text = "\n".join(explain(run, problems=100))
     assert "12 groups x 4 samples = 48 samples; at most 24,000 tokens (100 of prompt + 400 of answer each)" in text
     assert "19,200 of them sampled" in text
     assert "100 problems make 8.3 batches per epoch; the run trains 600 groups = 6.00 epochs" in text
     assert "(3 + 1) x 12 = 48 groups may be open at once" in text
-    assert "3 x 6 = 18 groups (72 sequences) in flight, 18 of them admitted" in text
-    assert "about 1.5 versions while the servers are the slower side, up to 3 when the learner is" in text
+    assert "sequences: 3 x 12 = 36 at a time, rollout.sequences, as far as the KV cache holds them" in text
+    assert "of 36 sequences run at a time, limited by the places; mean age" in text
+    assert "assumed for that: answers of 100 tokens in the mean, 0.25 of the longest" in text
     assert "GPUs: learner 2 ranks + 3 servers x tensor parallel 2 = 8" in text
     assert "a rank trains about 24 samples per version, packed into forward passes, 12 of 1,000 tokens if" in text
     assert "1.1 k parameters x (3 x 14 + 2 bytes) = 48.4 kB of disk" in text
@@ -52,11 +57,50 @@ def test_a_microbatch_holds_whole_samples() -> None:
 
 
 def test_target_staleness_decides_what_may_be_open() -> None:
-    run = config("batch.groups=10", "batch.max_staleness=4", "batch.target_staleness=1", "rollout.groups_in_flight=30")
-    assert (open_groups(run), in_flight(run)) == (20, 30)
-    text = explain(run)
-    assert any("about 1.0 versions while the servers are the slower side, up to 1 when" in line for line in text)
-    assert any(line.startswith("note: servers have room for 30 groups but only 20 may be open") for line in text)
+    run = config("batch.groups=10", "batch.max_staleness=4", "batch.target_staleness=1", "rollout.sequences=480")
+    assert open_groups(run) == 20 and expected(run, 1).age <= 1
+    assert any(line.startswith("note: the bound on age leaves") for line in explain(run))
+
+
+LONG_TAIL = ("batch.groups=16", "batch.samples=16", "sampling.max_tokens=4096", "rollout.device=cuda")
+
+
+def test_a_bound_that_empties_the_servers_is_noted_with_a_remedy_that_helps() -> None:
+    """The long tail that was simulated apart from this: fill 0.67 at staleness 4, 0.14 at 0, 0.96 at 8."""
+    full = config(*LONG_TAIL, "rollout.sequences=512")
+    (note,) = [line for line in explain(full) if "bound on age leaves" in line]
+    assert "the 80 open groups" in note
+    assert "raise batch.max_staleness (8) or batch.groups (32), or set rollout.sequences to 256" in note
+    assert expected(full, 0).running / 512 == pytest.approx(0.14, abs=0.01)
+    assert expected(full, 4).running / 512 == pytest.approx(0.67, abs=0.03)
+    assert 2.2 < expected(full, 4).speed / expected(full, 0).speed < 2.7
+    for remedy in ("batch.max_staleness=8", "batch.groups=32", "rollout.sequences=256"):
+        remedied = config(*LONG_TAIL, "rollout.sequences=512", remedy)
+        assert not any("bound on age leaves" in line for line in explain(remedied))
+
+
+def test_auto_says_with_how_many_it_begins_and_where_it_ends() -> None:
+    auto = "256 a server and adds some while the learner waits"
+    text = "\n".join(explain(config(*LONG_TAIL)))
+    assert "1 x 512 = 512 at a time, at most: rollout.sequences auto begins with " + auto in text
+    assert "limited by the bound on age (batch.max_staleness, batch.groups); mean age 4.0" in text
+
+
+@given(
+    groups=st.integers(1, 40),
+    samples=st.integers(2, 16),
+    sequences=st.integers(1, 600),
+    servers=st.integers(1, 8),
+    staleness=st.integers(0, 9),
+)
+@settings(max_examples=20, deadline=None)
+def test_what_is_expected_keeps_the_bounds(
+    groups: int, samples: int, sequences: int, servers: int, staleness: int
+) -> None:
+    keys = (f"batch.groups={groups}", f"batch.samples={samples}", f"rollout.sequences={sequences}")
+    run = config(*keys, f"rollout.servers={servers}", f"batch.max_staleness={staleness}")
+    flow = expected(run, staleness)
+    assert 0 < flow.running <= 1.1 * servers * sequences and 0 <= flow.age <= staleness and flow.speed > 0
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def test_overrides_have_yaml_types() -> None:
 
 
 def test_interpolation_reaches_keys_and_defaults(tmp_path: Path) -> None:
-    path = file(tmp_path, "run: {versions: '${batch.samples}'}\nrollout:\n  groups_in_flight: ${batch.groups}\n")
+    path = file(tmp_path, "run: {versions: '${batch.samples}'}\nrollout:\n  sequences: ${batch.groups}\n")
     config = load([path, *NEEDED, "--batch.groups=7"])
-    assert (config.rollout.groups_in_flight, config.run.versions) == (7, 8)
+    assert (config.rollout.sequences, config.run.versions) == (7, 8)
     assert "run.name" in refused(*NEEDED, "--run.name=${batch.nothing}")
     assert "--run.name" in refused(*NEEDED, "--run.name=${batch")
 
@@ -264,6 +264,18 @@ def test_a_key_may_be_renamed_into_another_section_with_all_below_it(caplog: pyt
 def test_renamed_keys_are_old_and_their_new_names_exist() -> None:
     assert set(RENAMED_KEYS.values()) <= set(keys())
     assert not set(RENAMED_KEYS) & set(keys())
+
+
+def test_groups_in_flight_are_taken_times_the_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file(tmp_path, "batch:\n  groups: 6\nrollout:\n  groups_in_flight: ${batch.groups}\n")
+    assert load([path, *NEEDED, "--batch.samples=4"]).rollout.sequences == 24
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"rollout.groups_in_flight ({path}:4) is now rollout.sequences: taken as such, times batch.samples; rename it"
+    )
+    assert load([path, *NEEDED, "--rollout.sequences=auto"]).rollout.sequences == "auto"
+    assert load([*NEEDED, "--rollout.sequences=auto", "--rollout.groups_in_flight=3"]).rollout.sequences == 24
+    assert refused(*NEEDED, "--rollout.groups_in_flight=few").startswith('rollout.sequences: "few" in ')
 
 
 def test_a_wrong_entry_of_a_list_is_named() -> None:

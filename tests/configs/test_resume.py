@@ -76,3 +76,13 @@ def test_a_written_config_has_the_same_settings(tmp_path: Path) -> None:
     assert written(tmp_path) is None
     write(config, tmp_path / "config.yaml")
     assert written(tmp_path) == settings(config)
+
+
+def test_a_run_of_a_release_with_groups_in_flight_goes_on() -> None:
+    """They may have changed, and never were part of the fingerprint."""
+    before, now = settings(load([*NEEDED, "--batch.samples=4"])), load([*NEEDED, "--batch.samples=4"])
+    del before["rollout.sequences"]
+    before["rollout.groups_in_flight"] = 16
+    assert [str(change) for change in changes(before, now)] == ['rollout.sequences: 64 -> "auto"']
+    assert fingerprint(now) == fingerprint(load([*NEEDED, "--batch.samples=4", "--rollout.groups_in_flight=16"]))
+    assert changes(before, load([*NEEDED, "--batch.samples=4", "--rollout.sequences=64"])) == []

@@ -158,4 +158,4 @@ def test_the_quickstart_s_run_file_fits_its_model_and_its_answers():
     longest = tokenizer.encode("9 9 9=27\n")
     assert len(longest) <= config.data.max_prompt_tokens
     assert len(tokenizer.encode("<answer>9+9+9</answer>")) < config.sampling.max_tokens
-    assert config.rollout.engine["max_num_seqs"] == config.rollout.groups_in_flight * config.batch.samples
+    assert config.rollout.engine["max_num_seqs"] == config.rollout.sequences

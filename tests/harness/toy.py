@@ -50,7 +50,7 @@ class Toy:
             f"--buffer.address=tcp://127.0.0.1:{free_port()}",
             "--batch.groups=4",
             "--batch.samples=4",
-            "--rollout.groups_in_flight=8",
+            "--rollout.sequences=32",
             "--rollout.engine.max_num_seqs=32",
             "--weights.probe_every=1",
             "--buffer.keep=all",

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from buffer.wire.protocol import WorkItem
+from rollout.concurrency import Places
 from rollout.episodes.episode import Episodes
 from rollout.errors import EngineDead
 from rollout.loop import follow, roll
@@ -34,17 +35,17 @@ async def test_every_item_becomes_a_group_until_the_buffer_has_no_more():
     buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
     buffer.end()
     _, episodes = parts()
-    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, 2), 5)
+    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(6, 3)), 5)
     assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
     assert all(len(group) == 3 for group in buffer.put_groups.values())
     assert max(buffer.rooms) == 2 and buffer.failures == {}
 
 
-async def test_no_more_than_groups_in_flight_are_made_at_a_time():
+async def test_no_more_groups_are_made_at_a_time_than_there_are_places_for():
     buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
     engine, episodes = parts()
     engine.gate.clear()
-    rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, 2))
+    rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, Places(6, 3)))
     await asyncio.sleep(0.05)
     assert engine.running == 2 * 3 and len(buffer.items) == 3
     engine.gate.set()
@@ -56,7 +57,7 @@ async def test_no_more_than_groups_in_flight_are_made_at_a_time():
 async def test_it_asks_for_as_many_items_as_there_is_room_for():
     buffer = FakeBuffer(items("a"))
     _, episodes = parts()
-    rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, 4))
+    rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, Places(12, 3)))
     await asyncio.sleep(0.05)
     assert buffer.rooms[:2] == [4, 3]
     buffer.add(*items("b"))
@@ -69,7 +70,7 @@ async def test_a_permanent_failure_is_reported_and_the_rest_goes_on():
     buffer = FakeBuffer(items("a", "x" * 21, "b"))
     buffer.end()
     _, episodes = parts()
-    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, 3), 5)
+    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(9, 3)), 5)
     assert buffer.failures == {1: ("prompt", "prompt of 21 tokens", True)}
     assert sorted(buffer.put_groups) == [0, 2]
 
@@ -81,7 +82,7 @@ async def test_a_dead_engine_ends_the_loop_with_its_cause():
     episodes = episodes_of(FakeEngine(die))
     buffer = FakeBuffer(items("a"))
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(roll(buffer.ask, buffer, episodes, 1), 5)
+        await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(3, 3)), 5)
     assert caught.group_contains(EngineDead, match="vLLM died")
     assert buffer.failures == {} and buffer.put_groups == {}
 

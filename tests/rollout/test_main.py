@@ -14,6 +14,7 @@ from buffer.wire.protocol import WorkItem
 from configs.entrypoint import StopSignals
 from examples.countdown.make_model import make_tokenizer
 from rollout.__main__ import main
+from rollout.concurrency import Places
 from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
 from rollout.loop import PolicyUpdates, follow, roll
@@ -81,7 +82,7 @@ async def test_draining_finishes_what_is_in_flight_and_returns_what_still_comes(
     engine, episodes = parts()
     engine.gate.clear()
     drain = draining(episodes)
-    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, 4))
+    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, Places(8, 2)))
     await settle()
     drain.begin(signal.SIGTERM)
     await settle()
@@ -103,7 +104,7 @@ async def test_what_outlasts_the_drain_is_given_back():
     engine, episodes = parts()
     engine.gate.clear()
     drain = draining(episodes, drain_s=0.05)
-    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, 1))
+    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, Places(2, 2)))
     await settle()
     drain.begin(signal.SIGTERM)
     await asyncio.wait_for(rolling, 5)
@@ -116,7 +117,7 @@ async def test_a_finished_buffer_ends_without_a_drain():
     buffer.end()
     _, episodes = parts()
     drain = draining(episodes)
-    await asyncio.wait_for(roll(partial(drain.ask, buffer), buffer, episodes, 1), 5)
+    await asyncio.wait_for(roll(partial(drain.ask, buffer), buffer, episodes, Places(2, 2)), 5)
     assert list(buffer.put_groups) == [1]
     assert isinstance(await episodes.run(item(2)), Group)
 

@@ -22,6 +22,7 @@ from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
 from configs.entrypoint import configure_logging
 from configs.resume import fingerprint
+from rollout.concurrency import start
 from rollout.episodes.episode import Episodes, Failure
 from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError
@@ -140,7 +141,7 @@ async def main(run: Run, name: str) -> None:
                 tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, dict, revoke)),
             ]
             await engine.first.wait()
-            await roll(buffer.ask, buffer, episodes, config.rollout.groups_in_flight)
+            await roll(buffer.ask, buffer, episodes, start(config, True, lambda tokens: 64)[0])
             for other in others:
                 other.cancel()
 

@@ -119,7 +119,7 @@ def sections(folder: Path, variant: Variant, groups: int, seed: int) -> dict[str
             "skip_zero_variance": variant.skip_zero_variance,
         },
         "learner": {"checkpoint_every": 5},
-        "rollout": {"groups_in_flight": 4, "attempts": 4, "heartbeat_s": 0.4},
+        "rollout": {"sequences": 4 * variant.samples, "attempts": 4, "heartbeat_s": 0.4},
         "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "keep": "all", "max_gib": variant.max_gib},
     }
 

@@ -42,7 +42,10 @@ def run(tmp_path: Path) -> Path:
         {"version": v, "reward/mean": v / 40, "length/mean": 9.0, "age/mean": 1.0, "age/max": v % 3}
         for v in range(1, 30)
     ]
-    rows += [{"version": v, "reward/mean": 0.5 + v / 80, "age/max": 2} for v in range(21, 41)]
+    rows += [
+        {"version": v, "reward/mean": 0.5 + v / 80, "age/max": 2, "servers/running": 60 + v, "servers/places": 120.0}
+        for v in range(21, 41)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"version": 41, "rew')
     (folder / "checkpoints" / "v000020" / "state").mkdir(parents=True)
     exported = folder / "checkpoints" / "v000040" / "huggingface"
@@ -88,6 +91,7 @@ def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: p
         "before (batch 0, reward 0.00): 8 6 4=2" in said and "after (batch 39, reward 1.00): What <b> is 1+1?" in said
     )
     assert "first 5 versions 0.075" in said and "last 20 versions 0.881" in said
+    assert "the servers ran 90 sequences at a time in the mean, 75% of their places" in said
     assert "largest age 2 (batch.max_staleness 3)" in said
     failures = "reward failed 100 % of 7 attempts, most often KeyError (7); 2 items dropped, most often x (2)"
     assert failures in said and failures in html

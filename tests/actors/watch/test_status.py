@@ -12,12 +12,13 @@ import pytest
 import zmq
 
 from actors.watch import status
-from actors.watch.run_state import ask, failures, silent, waits
+from actors.watch.run_state import LIMITS, ask, failures, fullness, silent, waits
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.message import pack, unpack
 from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome
 from configs.load import load, write
 from configs.schema import Config
+from rollout.concurrency import Auto, Fixed, Places
 
 WELCOME = Welcome(max_message=1 << 20)
 WAITERS = [
@@ -108,6 +109,48 @@ def test_a_line_says_what_samples_wait_for_and_whom_a_failure_is_to_be_blamed_on
     recent = {"reward: KeyError": 11, "reward: ValueError": 10, "prompt: too long": 15}
     now = now.model_copy(update={"recent_failed": recent})
     assert waits(now, settings)[0].startswith("learner for reward.function, which fails, 3.2 s:")
+
+
+FULL = {"running": 384.0, "waiting": 2.0, "places": 448.0, "places_taken": 440.0, "preempted": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "stats", "words"),
+    [
+        ("rollout-0", {"limit_sequences": 448.0}, "running 384 of 448: rollout.sequences"),
+        (
+            "rollout-0",
+            {"limit_learner": 600.0, "limit_graphs": 512.0, "limit_kv": 2000.0, "limit_preempted": 448.0},
+            "running 384 of 448: the KV cache was full, 3 preemptions",
+        ),
+        (
+            "rollout-0",
+            {"limit_learner": 600.0, "limit_graphs": 512.0, "limit_kv": 448.0},
+            "running 384 of 448: the KV cache holds no more of this mean length",
+        ),
+        ("rollout-0", {"limit_graphs": 448.0}, "running 384 of 448: max_num_seqs, the captured CUDA graphs"),
+        (
+            "rollout-0",
+            {"limit_learner": 448.0, "limit_graphs": 512.0},
+            "running 384 of 448: more once the learner waits",
+        ),
+        ("rollout-0", {"limit_sequences": 448.0, "task": 60.0}, "running 384 of 448: 60 samples are in their task"),
+        ("rollout-1", {"limit_sequences": 448.0}, "running 384 of 448: no more work is admitted"),
+        ("rollout-0", {}, ""),
+    ],
+)
+def test_a_server_says_how_full_it_is_and_why_not_fuller(name: str, stats: dict[str, float], words: str) -> None:
+    now = state(WAITERS)
+    now.servers[name]["stats"] = FULL | stats
+    assert fullness(now, name) == words
+
+
+def test_all_limits_that_a_server_names_have_words() -> None:
+    places = Places(16, 16)
+    auto = Auto(16, 16, int)
+    auto.adapt(1.0, places, FULL, False)
+    named = {*auto.limits(places), *Fixed(16).limits(places)}
+    assert named == set(LIMITS)
 
 
 def test_failures_are_shares_of_all_attempts() -> None:

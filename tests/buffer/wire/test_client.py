@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
+from buffer.wire.protocol import Part, Take
 from configs.entrypoint import PROGRESS, made_progress
 from tests.harness.buffer_process import Buffer, buffer, client, free_port, group, in_loop, make_requests, rollout
 
@@ -130,6 +131,27 @@ async def test_leases_are_held_from_work_to_stored_and_revoked_once():
         assert await samples.beat({}) == []
         late = await samples.put(items[2], group(items[2].item))
         assert not late.accepted and late.reason
+
+
+@in_loop
+async def test_a_heartbeat_is_told_whether_the_learner_waits_for_a_batch():
+    async with (
+        buffer(make_requests()) as it,
+        rollout(it.address) as samples,
+        client(it.address, "learner-0", "learner") as learner,
+    ):
+        items = await samples.ask(2)
+        await samples.beat({"running": 12.0, "places": 16.0})
+        assert not samples.learner_waits
+        taking = asyncio.create_task(learner.expect(Take(version=0, rank=0, world=1), Part))
+        while not samples.learner_waits:
+            await samples.beat({"running": 12.0, "places": 16.0})
+        for item in items:
+            await samples.put(item, group(item.item))
+        part = await taking
+        assert (part.running, part.places) == (12, 16)
+        await samples.beat({})
+        assert not samples.learner_waits
 
 
 @in_loop

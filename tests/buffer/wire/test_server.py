@@ -27,11 +27,11 @@ from buffer.wire.protocol import (
     Finished,
     Heartbeat,
     Hello,
+    News,
     NotRegistered,
     Part,
     Put,
     Refused,
-    Revoked,
     Rewind,
     Rewound,
     State,
@@ -202,7 +202,7 @@ async def test_a_heartbeat_with_a_new_version_wakes_the_parked_ask_with_that_ver
         assert await wire.silent()
         await wire.say(6, Heartbeat(version=1, holding=[]))
         answers = dict([await wire.hear(), await wire.hear()])
-        assert answers[6] == Revoked(revoked=[])
+        assert answers[6] == News(revoked=[], learner_waits=False)
         assert [item.version for item in answers[5].items] == [1, 1]
 
 

@@ -8,7 +8,7 @@ import torch
 from configs.checks import check
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import can_fp8, engine_arguments, on_cpu, problems, vllm_fields
+from rollout.engine.arguments import can_fp8, cliffs, engine_arguments, on_cpu, problems, vllm_fields
 
 UNKNOWN = "rollout.engine.{}: vLLM's AsyncEngineArgs has no such field"
 
@@ -36,24 +36,56 @@ def test_the_run_file_decides_and_defaults_give_way():
 
 
 @pytest.mark.parametrize(
-    ("groups", "keys", "sizes"),
+    ("sequences", "keys", "sizes"),
     [
-        (32, {}, (256, 1024, 1024)),
-        (128, {}, (1024, 2048, 2048)),
-        (1000, {}, (8000, 16000, 2048)),
-        (3, {}, (32, 1024, 1024)),
-        (32, {"max_num_seqs": 700}, (700, 1400, 1400)),
-        (32, {"max_num_batched_tokens": 300}, (256, 300, 1024)),  # vLLM cuts the graphs to it
-        (32, {"compilation_config": {"max_cudagraph_capture_size": 64}}, (256, 1024, None)),
+        (256, {}, (256, 1024, 1024)),
+        (1020, {}, (1024, 2048, 2048)),
+        (8000, {}, (8000, 16000, 2048)),
+        (24, {}, (32, 1024, 1024)),
+        ("auto", {}, (512, 1024, 1024)),
+        (256, {"max_num_seqs": 700}, (700, 1400, 1400)),
+        (256, {"max_num_batched_tokens": 300}, (256, 300, 1024)),  # vLLM cuts the graphs to it
+        (256, {"compilation_config": {"max_cudagraph_capture_size": 64}}, (256, 1024, None)),
     ],
 )
-def test_a_gpu_runs_all_sequences_in_flight_in_steps_that_are_captured(groups, keys, sizes):
-    """With 8 samples a group."""
-    wanted = config(**keys)
-    rollout = wanted.rollout.model_copy(update={"groups_in_flight": groups})
-    arguments = engine_arguments(wanted.model_copy(update={"rollout": rollout}), 0, cpu=False)
+def test_a_gpu_runs_all_sequences_in_steps_that_are_captured(sequences, keys, sizes):
+    arguments = engine_arguments(with_sequences(sequences, **keys), 0, cpu=False)
     names = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
     assert tuple(arguments.get(name) for name in names) == sizes
+
+
+def with_sequences(sequences, device="auto", **keys):
+    wanted = config(device, **keys)
+    rollout = wanted.rollout.model_copy(update={"sequences": sequences})
+    return wanted.model_copy(update={"rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("sequences", "keys", "words"),
+    [
+        (1024, {"max_cudagraph_capture_size": 512}, "rollout.sequences 1024 is more than the largest CUDA graph, 512"),
+        (1024, {"compilation_config": {"mode": 3}}, "17,900 tokens/s instead of 34,700; lower it to 448"),
+        (8000, {}, "rollout.sequences 8000 is more than the largest CUDA graph, 2048"),
+        (512, {"cudagraph_capture_sizes": [1, 512]}, "22,900 tokens/s instead of 26,800"),
+        (512, {"max_num_batched_tokens": 8192}, "24,800 tokens/s instead of 26,800"),
+        (512, {"max_num_batched_tokens": 560}, "512 sequences that decode and a prompt of 100 need 612"),
+        (512, {"max_num_seqs": 256}, "max_num_seqs 256 is below rollout.sequences 512: the other 256 wait inside vLLM"),
+        ("auto", {"max_num_seqs": 500}, "max_num_seqs 500 is no multiple of 16"),
+        ("auto", {"max_num_seqs": 100}, "max_num_seqs 100 is no multiple of 8"),
+        ("auto", {"enforce_eager": True}, "at about half the speed; remove it"),
+    ],
+)
+def test_a_cliff_is_named_with_its_price(sequences, keys, words):
+    """`config` has prompts of up to 100 tokens."""
+    (line,) = cliffs(with_sequences(sequences, **keys))
+    assert words in line
+    assert not list(cliffs(with_sequences(sequences, "cpu", **keys)))
+
+
+@pytest.mark.parametrize("sequences", ["auto", 5, 77, 512, 1024, 1500])
+def test_what_headrace_chooses_is_no_cliff(sequences):
+    assert list(cliffs(with_sequences(sequences))) == []
+    assert list(cliffs(with_sequences(sequences, max_num_seqs="many"))) == []  # vLLM refuses it
 
 
 def test_logits_are_not_rounded_unless_the_run_file_says_so():
@@ -66,7 +98,7 @@ def test_logits_are_not_rounded_unless_the_run_file_says_so():
     ("key", "lines"),
     [
         ("gpu_memory_utilisation", [f"{UNKNOWN}; did you mean rollout.engine.gpu_memory_utilization?"]),
-        ("groups_in_flight", [f"{UNKNOWN}; did you mean rollout.groups_in_flight?"]),
+        ("sequence", [f"{UNKNOWN}; did you mean rollout.sequences?"]),
         ("zzz", [UNKNOWN]),
         ("max_num_seqs", []),
         ("hf_overrides", []),

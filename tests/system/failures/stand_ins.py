@@ -38,6 +38,7 @@ def learn(config: Config) -> int:
 async def roll_out(config: Config) -> int:
     """Make groups until the buffer has no more work."""
     from rollout.cage.user_task import UserTask
+    from rollout.concurrency import start
     from rollout.episodes.episode import Failure
     from rollout.episodes.setup import RolloutSetup
     from rollout.loop import follow, roll
@@ -59,7 +60,7 @@ async def roll_out(config: Config) -> int:
                 tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, episodes.stages.stats, revoke)),
             ]
             await engine.first.wait()
-            await roll(buffer.ask, buffer, episodes, config.rollout.groups_in_flight)
+            await roll(buffer.ask, buffer, episodes, start(config, True, lambda tokens: 64)[0])
             for other in others:
                 other.cancel()
     return DONE

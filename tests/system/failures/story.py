@@ -65,7 +65,7 @@ def run_file(case: Case, folder: Path) -> Config:
         "sampling": {"max_tokens": 8},
         "batch": {"groups": 8, "samples": 2},
         "learner": {"device": "cpu"},
-        "rollout": {"groups_in_flight": 8, "heartbeat_s": 0.5, "device": "cpu"},
+        "rollout": {"sequences": 16, "heartbeat_s": 0.5, "device": "cpu"},
         "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "fsync": False},
         "log": {"display": "plain"},
     }

@@ -1,0 +1,55 @@
+"""How many sequences a server may work on at a time, and how many groups of a run may be open: by the run file alone.
+
+Pure functions, for `explain.py` and `simulation.py`, and for the server, which has them at its start.
+"""
+
+from math import ceil
+
+from configs.checks import max_sample_tokens
+from configs.schema import Config
+
+MEAN_SHARE = 1 / 4
+"""Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
+GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
+"""How many sequences `rollout.sequences: auto` may reach on a server. By the cost of a step (`simulation.STEP_COST`),
+512 are nine tenths as fast as 1,024, with half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in
+float32, of which the sampler makes copies, and a GPU of 16 GiB has no room for more. A server whose share of a batch is
+more gets up to 1,024.
+"""
+
+
+def share_of_batch(config: Config) -> int:
+    """Samples of a batch that one server makes, in whole groups."""
+    return ceil(config.batch.groups / config.rollout.servers) * config.batch.samples
+
+
+def max_sequences(config: Config, cpu: bool) -> int:
+    """vLLM's `max_num_seqs`: as the run file has it, or the sequences rounded up to 16, as CUDA graphs are."""
+    given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
+    if isinstance(given, int):
+        return given
+    on_gpu = min(max(GPU_SEQUENCES, share_of_batch(config)), MOST_GPU_SEQUENCES)
+    most = (CPU_SEQUENCES if cpu else on_gpu) if wanted == "auto" else wanted
+    return ceil(most / 16) * 16
+
+
+def places(config: Config) -> int:
+    """Sequences that one server has places for; with `auto`, at most."""
+    most = max_sequences(config, config.rollout.device == "cpu")
+    return most if config.rollout.sequences == "auto" else config.rollout.sequences
+
+
+def mean_tokens(config: Config) -> float:
+    """Tokens of a sample, prompt included, as assumed before any is finished."""
+    return MEAN_SHARE * max_sample_tokens(config)
+
+
+def admitted_staleness(config: Config) -> int:
+    """The bound that admission keeps."""
+    target = config.batch.target_staleness
+    return config.batch.max_staleness if target is None else target
+
+
+def open_groups(config: Config) -> int:
+    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
+    return (admitted_staleness(config) + 1) * config.batch.groups

@@ -1,0 +1,107 @@
+"""How many sequences will run at a time, at what age and speed: a run played in milliseconds, for `explain.py`.
+
+No clock, no files, the same numbers each time. Nothing is known of lengths and speeds before a run, so they are
+assumed, by the constants below and `MEAN_SHARE`, and `explain.py` says so.
+"""
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil, inf, log
+
+from configs.checks import max_sample_tokens
+from configs.flow.sequences import MEAN_SHARE, places
+from configs.schema import Config
+
+LEARNER_SHARE = 1 / 2
+"""Time in which the learner trains a batch, as a share of the time in which full servers generate one."""
+STEP_COST = 126
+"""What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
+SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
+"""Samples of a version at most, larger batches are scaled down; versions that are measured, and before that at most."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A run in steady state."""
+
+    running: float
+    """Sequences that run at a time on all servers, in the mean."""
+    age: float
+    """Mean age of the groups, in versions."""
+    speed: float
+    """Versions in a unit of time, which is the same for all simulations of one run."""
+
+
+def expected(config: Config, staleness: int) -> Flow:
+    """The run as simulated, with this bound on age."""
+    batch, servers = config.batch, config.rollout.servers
+    scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
+    groups = max(1, round(batch.groups / scale))
+    answer = max_sample_tokens(config) - config.data.max_prompt_tokens
+    num_places = max(1, round(servers * places(config) * groups / batch.groups))
+    flow = simulate(groups, batch.samples, num_places, num_places / places(config), staleness, answer)
+    return Flow(flow.running * batch.groups / groups, flow.age, flow.speed)
+
+
+def simulate(groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int) -> Flow:
+    """A run of batches of `groups` x `samples`, `num_places` on `servers` servers together, answers up to `longest`.
+
+    The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
+    """
+    draw, mean = random.Random(0), MEAN_SHARE * longest
+    learner = LEARNER_SHARE * groups * samples * mean / num_places * (STEP_COST + num_places / servers)
+    now, steps, version, trained, done = 0.0, 0, 0, inf, 0
+    running: list[tuple[int, int]] = []  # (step of the end, group)
+    waiting: list[tuple[int, int]] = []  # (length, group)
+    left: list[int] = []  # samples that a group waits for
+    dates: list[int] = []  # version under which a group was dispatched
+    opened: Counter[int] = Counter()  # open groups by date
+    stored: list[tuple[int, int]] = []  # (date, group)
+    ages: list[int] = []
+    warm = min(2 * staleness + 4, MOST_WARM)
+    area = since = 0.0
+    while done < warm + SIMULATED_VERSIONS:
+        while len(running) + len(waiting) < num_places and feasible(opened, done, version, groups, staleness):
+            opened[done] += 1
+            dates.append(done)
+            left.append(samples)
+            for _ in range(samples):
+                length = 1 + int(log(1 - draw.random()) / log(1 - 1 / max(mean, 2)))
+                waiting.append((min(longest, length), len(left) - 1))
+        while waiting and len(running) < num_places:
+            length, group = waiting.pop(0)
+            heapq.heappush(running, (steps + length, group))
+        if trained == inf and len(stored) >= groups:
+            stored.sort()
+            batch, rest = stored[:groups], opened - Counter(date for date, _ in stored[:groups])
+            if feasible(rest, None, version + 1, groups, staleness):
+                stored, opened, trained = stored[groups:], rest, now + learner
+                ages += [version - date for date, _ in batch] if version >= warm else []
+                version += 1
+                continue  # admission may have opened
+        step = STEP_COST + len(running) / servers
+        ahead = min(running[0][0] - steps if running else inf, ceil((trained - now) / step) if trained < inf else inf)
+        if done >= warm:
+            area += len(running) * ahead * step
+        now, steps = (now + ahead * step, steps + int(ahead)) if running else (trained, steps)
+        while running and running[0][0] <= steps:
+            _, group = heapq.heappop(running)
+            left[group] -= 1
+            if not left[group]:
+                stored.append((dates[group], group))
+        if trained <= now:
+            done, trained = done + 1, inf
+            since = now if done == warm else since
+    return Flow(area / (now - since), sum(ages) / max(1, len(ages)), SIMULATED_VERSIONS / (now - since))
+
+
+def feasible(opened: Counter[int], another: int | None, version: int, groups: int, staleness: int) -> bool:
+    """Whether no open group, with `another` of that date, will be too old, if `version` is the next batch."""
+    before = 0
+    for date in sorted({*opened, *([] if another is None else [another])}):
+        before += opened[date] + (date == another)
+        if before and date + staleness < version + (before - 1) // groups:
+            return False
+    return True

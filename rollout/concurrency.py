@@ -1,0 +1,154 @@
+"""How many sequences a rollout server works on at a time: `Places` counts them, one for each sample.
+
+A sample holds a place from when its item arrives until its task has ended. Scoring and storing hold none, and neither
+does a group that waits for its longest sample. `loop.roll` takes the places and waits for free ones. How many there are
+is the run file's number (`Fixed`), or what the server finds out (`Auto`), once a heartbeat.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from configs.flow.sequences import max_sequences, mean_tokens, share_of_batch
+from configs.schema import Config
+from rollout.tasks.trajectory import Trajectory
+
+LENGTHS = 512
+"""Samples over which the mean length is taken, about: each one finished moves it by this part of the difference."""
+GROWTH_PER_S = 1 / 16
+"""From 32 to 512 sequences in three quarters of a minute of waiting."""
+NEARLY = 7 / 8
+"""Share of the places from which on they count as all taken; and that a cut leaves at least."""
+RETRY_S = 60.0
+"""Seconds without a preemption after which one more group is tried."""
+
+
+class Places:
+    """`limit` places for groups of `samples` samples; the limit may change at any time. Example: `Places(512, 16)`.
+
+    `mean_tokens`: tokens of a whole sample, first as expected, then the mean of those that finished last.
+    """
+
+    def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
+        self.samples, self.mean_tokens, self.taken = samples, mean_tokens, 0
+        self._limit, self._changed = limit, asyncio.Event()
+
+    @property
+    def limit(self) -> int:
+        """Samples that may have a place. A lower limit ends no sample that has one."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
+        self._changed.set()
+
+    async def room(self) -> int:
+        """Wait until a place is free. How many groups the free ones are for, the last of them perhaps in part: so at
+        most `samples - 1` more than `limit` are taken, and those wait in vLLM."""
+        while self.taken >= self._limit:
+            self._changed.clear()
+            await self._changed.wait()
+        return -(-(self._limit - self.taken) // self.samples)
+
+    def take(self) -> "GroupPlaces":
+        """The places of one group."""
+        self.taken += self.samples
+        return GroupPlaces(self)
+
+    def free(self, count: int) -> None:
+        """Give `count` places back."""
+        self.taken -= count
+        self._changed.set()
+
+
+class GroupPlaces:
+    """The places of a group. Each is given back once, by whatever comes first; both methods are callbacks of tasks."""
+
+    def __init__(self, places: Places) -> None:
+        self._places, self._held = places, places.samples
+
+    def free_one(self, sample: "asyncio.Task[Trajectory]") -> None:
+        """One sample's task has ended, however it did."""
+        places = self._places
+        if not sample.cancelled() and not sample.exception():
+            places.mean_tokens += (len(sample.result().tokens) - places.mean_tokens) / LENGTHS
+        if self._held:
+            self._held -= 1
+            places.free(1)
+
+    def free_all(self, group: "asyncio.Task[object]") -> None:
+        """The group's task has ended: samples that never began hold nothing any more."""
+        self._places.free(self._held)
+        self._held = 0
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """`rollout.sequences` is a number: that is the limit, whatever happens."""
+
+    sequences: int
+
+    def limits(self, places: Places) -> dict[str, int]:
+        """What bounds the number of places, by name; the smallest counts. Read by `actors.watch.run_state.fullness`."""
+        return {"limit_sequences": self.sequences}
+
+    def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
+        """There is nothing to adapt."""
+
+
+@dataclass
+class Auto:
+    """`rollout.sequences: auto`. The limit is the smallest of four numbers:
+
+    1. `wanted`, which begins with this server's share of a batch, so that a synchronous batch is made all at once, and
+       grows while the learner waits for a batch and all places are taken: more sequences only make older samples.
+    2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
+    3. What the KV cache holds of sequences of the mean length (`by_kv`).
+    4. After vLLM has preempted sequences, which it has to compute again: that many fewer, an eighth at most at a time
+       and not what ran by then, which may be the tail of a batch; and a group more each minute without another.
+    """
+
+    wanted: float
+    max_num_seqs: int
+    by_kv: Callable[[float], int]
+    _fits: float | None = None
+    _preempted: float = 0.0
+    _seen_at: float | None = None
+
+    def limits(self, places: Places) -> dict[str, int]:
+        """As `Fixed.limits`; at least one group."""
+        limits = {
+            "limit_learner": int(self.wanted),
+            "limit_graphs": self.max_num_seqs,
+            "limit_kv": self.by_kv(places.mean_tokens),
+        }
+        if self._fits is not None:
+            limits["limit_preempted"] = int(self._fits)
+        return {name: max(limit, places.samples) for name, limit in limits.items()}
+
+    def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
+        """Look at the engine's figures at `now` seconds. `learner_waits`: for a batch, and not for the run's first."""
+        seconds, new = now - (self._seen_at or now), engine["preempted"] - self._preempted
+        self._seen_at, self._preempted = now, engine["preempted"]
+        limits = self.limits(places)
+        full, wanted = places.taken >= places.limit * NEARLY, limits.pop("limit_learner")
+        if learner_waits and full and wanted < min(limits.values()):
+            self.wanted *= 1 + seconds * GROWTH_PER_S
+        if new > 0:
+            self._fits = max(places.limit - new, places.limit * NEARLY)
+        elif self._fits is not None:
+            self._fits += places.samples * seconds / RETRY_S
+        places.limit = min(self.limits(places).values())
+
+
+def start(config: Config, cpu: bool, by_kv: Callable[[float], int]) -> tuple[Places, Fixed | Auto]:
+    """The places of a server at its start, and the rule for their number; `by_kv` is `Engine.sequences_by_kv`."""
+    wanted = config.rollout.sequences
+    if wanted == "auto":
+        rule: Fixed | Auto = Auto(share_of_batch(config), max_sequences(config, cpu), by_kv)
+    else:
+        rule = Fixed(wanted)
+    places = Places(1, config.batch.samples, mean_tokens(config))
+    places.limit = min(rule.limits(places).values())
+    return places, rule
