@@ -22,7 +22,7 @@ import torch.distributed as dist
 import uvloop
 
 from benchmarks.weights.known import mark, show
-from benchmarks.weights.traffic import Lag, RequestTraffic, vocabulary_of
+from benchmarks.weights.traffic import AWAY_S, WINDOW_S, Lag, RequestTraffic, vocabulary_of
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
@@ -141,6 +141,8 @@ class Serving:
         self.traffic = RequestTraffic(engine, vocabulary_of(config.model.path), running, length)
         self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
         self.events: list[dict[str, Any]] = []
+        self.steps_s: list[float] = []
+        """The mean time between two steps before each swap of Headrace's; the peer's swaps are compared with the same."""
 
     async def follow(self, address: str) -> None:
         """Load each policy as `rollout.loop.follow` does, and record what its swap cost."""
@@ -165,16 +167,17 @@ class Serving:
             self.first.set() if policy.version == 1 else None
 
     async def silence(self, began: float, swapped: float) -> dict[str, float]:
-        """The longest time without a token around a swap that has just ended, and in as long a time after it; the mean
-        time between two steps; the longest delay of the event loop during the swap."""
+        """The longest time without a token around a swap that has just ended, and in as long a time after it; the
+        usual time between two steps; the longest delay of the event loop during the swap."""
         late_s = self.lag.worst(began, swapped)
+        if not self.busy and (rate := self.traffic.rate(began - AWAY_S - WINDOW_S, began - AWAY_S)):
+            self.steps_s.append(self.traffic.running / rate)
+        step_s = median(self.steps_s or [0.0])
         await asyncio.sleep(STALL_S)
-        around = self.engine.stats()
+        silence_s = self.engine.stats()["stall_s"]
         await asyncio.sleep(time.monotonic() - began)
-        after = self.engine.stats()
-        step_s = after["running"] / max(after["tokens_per_s"], 1e-9)
-        found = {"silence_s": around["stall_s"], "quiet_s": after["stall_s"], "step_s": step_s, "late_s": late_s}
-        return found | {"interrupted_s": around["stall_s"] - step_s}
+        found = {"silence_s": silence_s, "quiet_s": self.engine.stats()["stall_s"], "step_s": step_s, "late_s": late_s}
+        return found | {"interrupted_s": silence_s - step_s}
 
     async def join(self, offset: int, world: int) -> None:
         """Enter the group of vLLM's own transfer."""
