@@ -41,7 +41,7 @@ ENGINE_KEYS_ELSEWHERE = {
 
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
-    "pipeline_parallel_size",
+    *("pipeline_parallel_size", "scheduler_cls", "disable_log_stats"),
 )
 """Engine arguments that Headrace sets itself."""
 

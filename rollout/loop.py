@@ -45,10 +45,9 @@ async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes) 
 async def follow(weights: "PolicyUpdates", engine: "Engine") -> None:
     """Load each new policy as it is published; unfinished sequences go on under it."""
     async for policy in weights.policies():
-        async with engine.paused() as timings:
-            await policy.load()
-            engine.version = policy.version
-        await policy.loaded(timings)
+        await policy.load()
+        engine.version = policy.version
+        await policy.loaded()
 
 
 class PolicyUpdates:

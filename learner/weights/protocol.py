@@ -23,7 +23,7 @@ from pydantic import Field
 from buffer.curve import ClientKeys, ServerKeys
 from buffer.wire.message import Count, Message, open_map, validate
 
-PROTOCOL = 2
+PROTOCOL = 3
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
@@ -60,15 +60,12 @@ class Received(Message):
 
 
 class Loaded(Message):
-    """The server generates under the new version. It was paused for `pause_s`: `stop_s` to stop, `load_s` to load
-    (`settle_s` of it to collect the last tokens), `resume_s` to resume. `probe` is the mean absolute difference of the
-    probe's log-probabilities, if a probe was due."""
+    """The server generates under the new version. Loading took `load_s`; generation was paused for `pause_s`, 0 unless
+    the version was received into place. `probe` is the mean absolute difference of the probe's log-probabilities, if a
+    probe was due."""
 
     round: Count
-    stop_s: float
-    settle_s: float
     load_s: float
-    resume_s: float
     pause_s: float
     verify_s: float
     probe: float | None = None

@@ -87,7 +87,6 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
         "max_model_len": max_sample_tokens(config),
         "generation_config": "vllm",  # the run file decides how to sample, not the model's folder
         "enable_prefix_caching": True,
-        "disable_log_stats": True,
         "max_logprobs": 1,
     }
     in_flight = config.rollout.groups_in_flight * config.batch.samples
@@ -106,5 +105,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout.engine.worker.WorkerExtension",
+        "scheduler_cls": "rollout.engine.scheduler.scheduler",
+        "disable_log_stats": True,  # vLLM's own; `rollout.engine.scheduler.Reports` takes their place
     }
     return defaults | given | ours

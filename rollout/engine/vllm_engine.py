@@ -1,13 +1,12 @@
-"""vLLM as a rollout server needs it: exact tokens, their log-probabilities, the version that sampled each, and pauses
-that lose nothing.
+"""vLLM as a rollout server needs it: exact tokens, their log-probabilities, the version that sampled each, and new
+weights between two steps.
 
-`Engine.start` blocks the event loop for the tens of seconds that vLLM takes. `generate` waits for vLLM's tokens,
-`paused` for the engine to finish its current step. vLLM runs the model in a process of its own; when that dies, all
-callers get EngineDead.
+`Engine.start` blocks the event loop for the tens of seconds that vLLM takes. `generate` waits for the end of its
+sequence, `paused` for the engine to finish its current step. vLLM runs the model in a process of its own, whose
+scheduler (`scheduler.py`) keeps what is sampled until then; when that process dies, all callers get EngineDead.
 """
 
 import asyncio
-import dataclasses
 import gc
 import itertools
 import os
@@ -24,48 +23,24 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from configs.schema import Config
-from learner.weights.receiver.staged import PauseTimings
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.scheduler import Reports, unpack
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion
 
 CLOSE_S = 0.5
 LOAD_FOLDER_S = 3600.0
 DEAD = "vLLM's engine process died; its last log lines are above"
-IDLE_PASSES = 16
-"""Passes of the event loop without a new token after which no token that vLLM sent before a pause can still be on its
-way: in each pass vLLM's front end takes at least one chunk off its socket."""
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A request that vLLM works on. `state` is vLLM's record of it in this process, which counts its tokens."""
-
-    state: Any = None
-    boundaries: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """For each version replaced while the request ran: how many tokens it had by then, and that version."""
-
-    def num_tokens(self) -> int:
-        """Tokens that have arrived from vLLM's process so far."""
-        return self.state.detokenizer.num_output_tokens() if self.state else 0
-
-    def versions(self, length: int, newest: int) -> list[int]:
-        """The version that sampled each of `length` tokens; those after the last boundary are `newest`'s."""
-        versions: list[int] = []
-        for num_tokens, version in [*self.boundaries, (length, newest)]:
-            versions += [version] * (num_tokens - len(versions))
-        return versions
+START_S = 600.0
 
 
 class Engine:
-    """One vLLM engine, made by `start`. Set `version`, which each sampled token is stamped with, inside `paused`."""
+    """One vLLM engine, made by `start`. `version` salts the prefix cache: set it once the workers have loaded it."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm, self.version, self._sampling_version = llm, 0, 0
+    def __init__(self, llm: AsyncLLM, reports: Reports) -> None:
+        self._llm, self._reports, self.version = llm, reports, 0
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
-        self._requests: set[Request] = set()
-        self._finished_tokens = 0
         self._last_stats = (time.monotonic(), 0)
 
     @classmethod
@@ -75,11 +50,19 @@ class Engine:
         arguments = engine_arguments(config, seed, cpu)
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
+        return await cls.launch(arguments)
+
+    @classmethod
+    async def launch(cls, arguments: dict[str, Any]) -> "Engine":
+        """Start vLLM with these arguments (`engine_arguments`). Raises EngineDead."""
+        reports = Reports()
         with translate_engine_errors():
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
-        return cls(llm)
+        engine = cls(llm, reports)
+        await engine.collective("rl_stamp", 0, timeout_s=START_S)
+        return engine
 
     async def generate(
         self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
@@ -90,16 +73,12 @@ class Engine:
         Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
         refuses, EngineError for any other error, EngineDead.
         """
-        name, request = f"r{next(self._numbers)}", Request()
-        self._requests.add(request)
+        name = f"r{next(self._numbers)}"
         try:
             parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
             with translate_engine_errors():
                 outputs = await self._llm.add_request(name, self._salted(prompt), parameters)
-                request.state = self._llm.output_processor.request_states.get(outputs.request_id)  # None once finished
                 final: Any = await outputs.get()
-            output = final.outputs[0]
-            versions = request.versions(len(output.token_ids), self._sampling_version)
         except asyncio.CancelledError:
             await self._llm.abort(name)
             raise
@@ -113,16 +92,10 @@ class Engine:
                 await self._llm.abort(name)
             reason = f"vLLM failed on {len(prompt)} tokens: {type(error).__name__}: {error}"
             raise EngineError(reason, origin=type(error).__name__) from error
-        finally:
-            self._requests.remove(request)
-            self._finished_tokens += request.num_tokens()
-        tokens, finish = list(output.token_ids), output.finish_reason
-        logprobs = output.logprobs.logprobs if output.logprobs else []
-        if finish not in ("stop", "length") or not len(tokens) == len(logprobs) == len(versions):
-            raise EngineError(
-                f"vLLM ended a request: {finish!r}, {len(tokens)} tokens, {len(logprobs)} log-probabilities"
-            )
-        return Completion(tokens, logprobs, versions, finish)  # type: ignore[arg-type]
+        output, kept = final.outputs[0], final.kv_transfer_params
+        if output.finish_reason not in ("stop", "length") or kept is None:
+            raise EngineError(f"vLLM ended a request: {output.finish_reason!r}, {len(output.token_ids)} tokens")
+        return Completion(list(output.token_ids), *unpack(kept), output.finish_reason)
 
     async def probe(self, tokens: list[int]) -> list[float]:
         """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it."""
@@ -138,29 +111,19 @@ class Engine:
         return [by_token[token].logprob for token, by_token in zip(tokens[1:], result[1:], strict=True)]  # type: ignore[index]
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[PauseTimings]:
-        """Stop generation inside; unfinished sequences keep their cache and go on afterwards. The timings are complete
-        once it has resumed.
+    async def paused(self) -> AsyncIterator[None]:
+        """Stop generation inside; unfinished sequences keep their cache and go on afterwards.
 
-        A `version` set inside holds for the tokens sampled from here on. Tokens sampled before keep the version before,
-        even if they are still on their way from vLLM's process. The prefix cache is kept, salted by version.
+        For weights that are received into place. Those that are loaded by one call need no pause.
         """
         async with self._pausing:
-            timings, started = PauseTimings(), time.perf_counter()
-            # `pause_generation` is this call and 20 ms of waiting for what `drain_pending_outputs` makes sure of
+            # `pause_generation` is this call and 20 ms of waiting for tokens to arrive here
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
-            timings.stop_s = time.perf_counter() - started
-            draining = asyncio.ensure_future(self.drain_pending_outputs(timings))  # while the weights are loaded
             try:
-                yield timings
+                yield
             finally:
-                await draining
-                self.mark_version_boundary()
-                resuming = time.perf_counter()
                 await self.call_or_death(self._llm.resume_generation(), None)
-                timings.resume_s = time.perf_counter() - resuming
-                timings.paused_s = time.perf_counter() - started
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of every worker; their answers, by rank. Raises EngineDead if they take longer, EngineError."""
@@ -173,8 +136,7 @@ class Engine:
 
     async def load_folder(self, path: Path) -> None:
         """Load the weights of a Hugging Face folder as a published policy is loaded. Raises EngineDead, EngineError."""
-        async with self.paused():
-            await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
+        await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
 
     async def alive(self, timeout_s: float) -> None:
         """Return if vLLM's process lives and its workers answer. Raises EngineDead."""
@@ -194,16 +156,31 @@ class Engine:
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled so far, those of unfinished sequences included."""
-        return self._finished_tokens + sum(request.num_tokens() for request in self._requests)
+        """Tokens sampled so far, those of unfinished sequences included, as vLLM's process last reported."""
+        return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """Sequences with and without a first token, and sampled tokens per second since the last call."""
-        (then, before), now, tokens = self._last_stats, time.monotonic(), self.tokens
-        self._last_stats = (now, tokens)
-        running = sum(request.num_tokens() > 0 for request in self._requests)
-        rate = (tokens - before) / max(now - then, 1e-9)
-        return {"running": float(running), "waiting": float(len(self._requests) - running), "tokens_per_s": rate}
+        """What vLLM's process last reported: sequences that run and that wait, the share of the KV cache in use,
+        preemptions since the start. Since the last call: sampled tokens per second, and the longest time from the
+        tokens of one step to those of the next.
+        """
+        (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
+        self._last_stats = (now, reports.tokens)
+        stall_s, reports.stall_s = reports.stall_s, 0.0
+        return {
+            "running": float(reports.running),
+            "waiting": float(reports.waiting),
+            "tokens_per_s": (reports.tokens - before) / max(now - then, 1e-9),
+            "kv_usage": reports.kv_usage,
+            "preempted": float(reports.preempted),
+            "stall_s": stall_s,
+        }
+
+    def sequences_by_kv(self, mean_tokens: float) -> int:
+        """How many sequences the KV cache holds, if they have `mean_tokens` on average and half a block to spare."""
+        cache = self._llm.vllm_config.cache_config
+        assert cache.num_gpu_blocks is not None  # counted by vLLM's process when it starts
+        return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
 
     async def close(self) -> None:
         """End vLLM's process."""
@@ -225,40 +202,19 @@ class Engine:
                     future.cancel()
                 await asyncio.wait([answer, death])
 
-    async def drain_pending_outputs(self, timings: PauseTimings) -> None:
-        """Wait until all tokens that vLLM sent before it stood still are counted.
-
-        vLLM acknowledges the pause after them on the same socket, but reads them in a task of its own, chunk by chunk.
-        Each pass of the event loop brings some, so several passes without any mean that none is left.
-        """
-        started, idle, seen = time.perf_counter(), 0, self.tokens
-        while idle < IDLE_PASSES:
-            await asyncio.sleep(0)
-            tokens = self.tokens
-            idle, seen = idle + 1 if seen == tokens else 0, tokens
-        timings.settle_s = time.perf_counter() - started
-
-    def mark_version_boundary(self) -> None:
-        """The tokens counted so far are the previous version's; those from now on are `version`'s."""
-        if self.version != self._sampling_version:
-            for request in self._requests:
-                request.boundaries.append((request.num_tokens(), self._sampling_version))
-        self._sampling_version = self.version
-
     def _salted(self, tokens: list[int]) -> Any:
         return {"prompt_token_ids": tokens, "cache_salt": str(self.version)}
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """How vLLM samples a completion: with the log-probability of each sampled token, in one output at the end."""
+    """How vLLM samples a completion: asking for log-probabilities makes our scheduler keep them until the end."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         stop_token_ids=list(stop_token_ids),
         logprobs=0,
-        flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,  # one output per token would double this process's work
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 

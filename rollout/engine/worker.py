@@ -1,8 +1,9 @@
-"""What Headrace adds to each vLLM worker: it receives weights while it generates, and loads them while it is paused.
+"""What Headrace adds to each vLLM worker: it stamps what is sampled with the version of the weights, receives weights
+while it generates, and loads them between two steps.
 
 vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and runs its methods in the worker process
 between two engine steps; `vllm_engine.py` calls them with `Engine.collective`. Methods and attributes begin with `rl_`,
-so as not to shadow vLLM's. Only `rl_load` waits, for the GPU.
+so as not to shadow vLLM's.
 """
 
 import logging
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from learner.weights.channel import ChannelError, backend_of
 from learner.weights.receiver.staging import Staging
@@ -35,6 +37,7 @@ class WorkerExtension:
     vllm_config: Any
     model_config: Any
     rl_staging: Staging | None = None
+    rl_version: int | None = None
 
     def rl_describe(self) -> dict[str, str]:
         """The backend this worker receives with."""
@@ -43,6 +46,13 @@ class WorkerExtension:
     def rl_ping(self) -> float:
         """This process's `time.monotonic`. An answer shows that the engine is not stuck."""
         return time.monotonic()
+
+    def rl_stamp(self, version: int) -> None:
+        """From the next step on, what is sampled is `version`'s. Called once before anything is generated."""
+        if self.rl_version is None:
+            sample = self.model_runner.sample_tokens
+            self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
+        self.rl_version = version
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str]:
         """Allocate a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""
@@ -61,12 +71,14 @@ class WorkerExtension:
             self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """Load the staged `version`. The engine must be paused."""
+        """Load the staged `version`, which samples from the next step on. Nothing waits for the GPU: the copies come
+        behind the steps that are on their way there."""
         assert self.rl_staging is not None
         self._rl_load(self.rl_staging.weights(version))
+        self.rl_stamp(version)
 
     def rl_load_folder(self, folder: str) -> None:
-        """Load the weights of a Hugging Face folder. The engine must be paused."""
+        """Load the weights of a Hugging Face folder, under the version of those before."""
         self._rl_load(tensors_in(files_in(Path(folder))))
 
     def _rl_stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -101,6 +113,28 @@ class WorkerExtension:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         check_complete(expected, loaded, self.model_config)
+
+
+class StampedOutput(AsyncModelRunnerOutput):
+    """A step's output that is still on the GPU: whoever takes it gets it with the version that it was launched with."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, version: int | None) -> None:
+        self.output, self.version = output, version
+
+    def get_output(self) -> ModelRunnerOutput:
+        output: ModelRunnerOutput = stamped(self.output.get_output(), self.version)
+        return output
+
+
+def stamped(output: Any, version: int | None) -> Any:
+    """The output of `sample_tokens`, with `rl_version` for `scheduler.py`. The weights of a step do not change between
+    its launch, which this follows at once, and its run; but its tokens may be taken after the next version is loaded.
+    """
+    if isinstance(output, AsyncModelRunnerOutput):
+        return StampedOutput(output, version)
+    if isinstance(output, ModelRunnerOutput):  # neither from ranks without an output nor between pipeline stages
+        output.rl_version = version  # type: ignore[attr-defined]
+    return output
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:

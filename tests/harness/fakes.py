@@ -1,8 +1,7 @@
 """Stand-ins for the slow parts of Headrace, shared by the tests: each has the methods of the class it stands for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,6 @@ from actors.process import Event, Process
 from actors.supervise.keeper import Keeper
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
-from learner.weights.receiver.staged import PauseTimings
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError, RewardError
@@ -52,7 +50,7 @@ class FakeEngine:
         self.answer, self.version, self.vocabulary = answer, 0, VOCABULARY
         self.gate = asyncio.Event()
         self.gate.set()
-        self.running = self.aborted = self.pauses = 0
+        self.running = self.aborted = 0
         self.temperatures: set[float] = set()
         self.asked_tokens: list[int] = []
         self.loaded: list[Path] = []
@@ -75,11 +73,6 @@ class FakeEngine:
         tokens = tokens[: ends[0] + 1] if ends else tokens
         finish: Literal["stop", "length"] = "stop" if tokens[-1] in stop_token_ids else "length"
         return Completion(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), finish)
-
-    @asynccontextmanager
-    async def paused(self) -> AsyncIterator[PauseTimings]:
-        self.pauses += 1
-        yield PauseTimings()
 
     async def load_folder(self, path: Path) -> None:
         self.loaded.append(path)
@@ -140,7 +133,7 @@ class FakePolicy:
     async def load(self) -> None:
         self.trail.append(f"load {self.version}")
 
-    async def loaded(self, timings: PauseTimings) -> None:
+    async def loaded(self) -> None:
         self.trail.append(f"loaded {self.version}")
 
 

@@ -20,7 +20,6 @@ from learner.weights.channel import Channel, ChannelError, backend_of, own_strea
 from learner.weights.plan import Spec
 from learner.weights.protocol import TO_SERVER, unpack
 from learner.weights.receiver.follow import Receiver
-from learner.weights.receiver.staged import PauseTimings
 from learner.weights.receiver.staging import Staging
 
 HEARTBEAT_S = 0.2
@@ -78,7 +77,6 @@ class StagingEngine:
 
     def __init__(self, workers: int = 1, error: float = 0.0, device: str = "cpu") -> None:
         self.version, self.error = -1, error
-        self.paused_s = self.stop_s = self.settle_s = self.resume_s = 0.0
         self.device, self.pauses = torch.device(device), 0
         self.specs = specs(SCALE[self.device.type])
         self.staging = [Staging(self.device, worker, self.loader(worker)) for worker in range(workers)]
@@ -93,7 +91,7 @@ class StagingEngine:
     @asynccontextmanager
     async def paused(self):
         self.pauses += 1
-        yield PauseTimings()
+        yield
 
     def holds(self, version: int) -> bool:
         """Whether each worker has exactly the weights of `version`."""
@@ -117,6 +115,9 @@ class StagingEngine:
 
     def rl_load(self, worker: int, version: int) -> None:
         self.loader(worker)(self.staging[worker].weights(version))
+
+    def rl_stamp(self, worker: int, version: int) -> None:
+        self.stamped = version
 
     def loader(self, worker: int) -> Any:
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -187,10 +188,9 @@ def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
 async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], loaded: "asyncio.Queue[int]") -> None:
     """The rollout loop's `follow`, which also puts each version into `loaded`."""
     async for policy in receiver.policies():
-        async with engine.paused() as timings:
-            await policy.load()
-            engine.version = policy.version
-        await policy.loaded(timings)
+        await policy.load()
+        engine.version = policy.version
+        await policy.loaded()
         seen.append(policy.version)
         loaded.put_nowait(policy.version)
 
@@ -262,7 +262,7 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version
-        await policy.loaded(PauseTimings())
+        await policy.loaded()
         print(f"version {policy.version} {'right' if engine.holds(policy.version) else 'wrong'}", flush=True)
 
 

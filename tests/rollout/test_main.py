@@ -50,11 +50,14 @@ async def test_events_are_set_once_the_first_policy_and_the_last_one_are_loaded(
     firsts: list[tuple[bool, bool]] = []
 
     class Engine(FakeEngine):
-        def paused(self):  # type: ignore[override]
-            firsts.append((updates.first.is_set(), updates.last.is_set()))
-            return super().paused()
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "version":
+                firsts.append((updates.first.is_set(), updates.last.is_set()))
 
-    following = asyncio.create_task(follow(updates, Engine(list)))
+    engine = Engine(list)
+    firsts.clear()
+    following = asyncio.create_task(follow(updates, engine))
     await asyncio.wait_for(updates.last.wait(), 5)
     following.cancel()
     assert firsts == [(False, False), (True, False), (True, False)]

@@ -22,7 +22,6 @@ from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
 from configs.entrypoint import configure_logging
 from configs.resume import fingerprint
-from learner.weights.receiver.staged import PauseTimings
 from rollout.episodes.episode import Episodes, Failure
 from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError
@@ -46,9 +45,9 @@ class Engine:
         self._resumed.set()
 
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[PauseTimings]:
+    async def paused(self) -> AsyncIterator[None]:
         self._resumed.clear()
-        yield PauseTimings()
+        yield
         self._resumed.set()
 
     async def generate(
@@ -112,7 +111,7 @@ class Policy:
     async def load(self) -> None:
         await asyncio.sleep(random.uniform(0, 0.02))
 
-    async def loaded(self, timings: PauseTimings) -> None:
+    async def loaded(self) -> None:
         self.receiver.buffer.nudged.set()
         self.receiver.engine.first.set()
 

@@ -1,7 +1,8 @@
 """A rollout server's end of the weights wire. Runs in the front process's event loop, beside generation.
 
 `policies` yields each version once its buckets are in the workers' staging copies (`StagedPolicy`); the rollout loop
-then pauses, loads and resumes. Workers without room for copies receive it during `load` instead (`StreamedPolicy`).
+then loads it between two steps. Workers without room for copies receive it during `load` instead, while the engine is
+paused (`StreamedPolicy`).
 Waits for: the buffer, which knows the learner's address (`where`), the learner's offers, the workers' reports. When the
 learner falls silent it asks `where` again and keeps trying the old address, whichever succeeds first.
 """
@@ -167,7 +168,9 @@ class Receiver:
         if not self._streams:
             return await self._receive(go)
         if self._streamed is None:
-            self._streamed = StreamedPolicy(go, self._engine, self._say, self._release_staging, self._receive)
+            self._streamed = StreamedPolicy(
+                go, self._engine, self._say, self._release_staging, self._receive, self._timeout_s
+            )
             self._policies.put_nowait(self._streamed)
         self._streamed.begin(go)
 

@@ -1,4 +1,4 @@
-"""A version that lies complete in the workers' staging copies: `load` it while the engine is paused, then `loaded`.
+"""A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`.
 
 Made by `follow.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if one is
 due.
@@ -6,32 +6,20 @@ due.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from buffer.wire.message import Message
 from learner.weights.protocol import Failed, Go, Loaded
 
 
-@dataclass
-class PauseTimings:
-    """How long one pause of an engine took, in seconds. Complete when the pause is over."""
-
-    stop_s: float = 0.0
-    """Until no sequence was being generated."""
-    settle_s: float = 0.0
-    """Until the last tokens had reached the front process; runs beside the load."""
-    resume_s: float = 0.0
-    """From the end of the load until generation went on."""
-    paused_s: float = 0.0
-    """The whole pause."""
-
-
 class ReceivingEngine(Protocol):
-    """What receives weights: a vLLM engine with the worker extension of `rollout/engine/worker.py`."""
+    """What receives weights: a vLLM engine with the worker extension of `rollout/engine/worker.py`. `paused` stops
+    generation within the block."""
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
     async def probe(self, tokens: list[int]) -> list[float]: ...
+    def paused(self) -> AbstractAsyncContextManager[None]: ...
 
 
 class WeightsError(RuntimeError):
@@ -54,7 +42,7 @@ class StagedPolicy:
         self._load_s = 0.0
 
     async def load(self) -> None:
-        """Put the version in place. Call it while the engine is paused."""
+        """Put the version in place between two steps of the engine, whose tokens carry it from then on."""
         started = time.perf_counter()
         try:
             await self._engine.collective("rl_load", self.version, timeout_s=self._timeout_s)
@@ -63,14 +51,14 @@ class StagedPolicy:
             raise
         self._load_s = time.perf_counter() - started
 
-    async def loaded(self, timings: PauseTimings) -> None:
-        """Call it once generation goes on: verifies the version and tells the learner. Raises WeightsError."""
-        await confirm(self._go, self._engine, self._say, self._load_s, timings)
+    async def loaded(self) -> None:
+        """Verify the version while the engine generates with it, and tell the learner. Raises WeightsError."""
+        await confirm(self._go, self._engine, self._say, self._load_s, pause_s=0.0)
         self._release()
 
 
 async def confirm(
-    go: Go, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, timings: PauseTimings
+    go: Go, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, pause_s: float
 ) -> None:
     """Compare the probe, if one is due, and say Loaded. Raises WeightsError where the probe differs too much."""
     difference, started = None, time.perf_counter()
@@ -85,12 +73,7 @@ async def confirm(
             say(Failed(round=go.round, reason=reason, fatal=True))
             raise WeightsError(reason)
     verify_s = time.perf_counter() - started
-    say(
-        Loaded(
-            round=go.round, stop_s=timings.stop_s, settle_s=timings.settle_s, load_s=load_s, resume_s=timings.resume_s,
-            pause_s=timings.paused_s, verify_s=verify_s, probe=difference,
-        )
-    )  # fmt: skip
+    say(Loaded(round=go.round, load_s=load_s, pause_s=pause_s, verify_s=verify_s, probe=difference))
 
 
 def _few(values: list[float]) -> str:

@@ -1,8 +1,8 @@
 """A version that is received straight into place while the engine is paused, for workers without room for a copy.
 
-Made by `follow.Receiver`, used by the rollout loop in place of `staged.StagedPolicy`. `load` waits for the broadcast.
-One that breaks leaves weights of two versions in place, with which the engine must not resume: `load` waits on, for the
-next round and the next learner if need be.
+Made by `follow.Receiver`, used by the rollout loop in place of `staged.StagedPolicy`. `load` pauses the engine and
+waits for the broadcast. One that breaks leaves weights of two versions in place, with which the engine must not resume:
+`load` waits on, for the next round and the next learner if need be.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from buffer.wire.message import Message
 from learner.weights.protocol import Go
-from learner.weights.receiver.staged import PauseTimings, ReceivingEngine, confirm
+from learner.weights.receiver.staged import ReceivingEngine, confirm
 
 
 class StreamedPolicy:
@@ -24,10 +24,11 @@ class StreamedPolicy:
         say: Callable[[Message], None],
         release: Callable[[], None],
         receive: Callable[[Go], Awaitable[None]],
+        timeout_s: float,
     ) -> None:
         self._go, self._engine, self._say, self._release, self._receive = go, engine, say, release, receive
         self._events: asyncio.Queue[Go | BaseException | None] = asyncio.Queue()
-        self._load_s = 0.0
+        self._timeout_s, self._load_s, self._pause_s = timeout_s, 0.0, 0.0
 
     @property
     def version(self) -> int:
@@ -43,16 +44,20 @@ class StreamedPolicy:
         self._events.put_nowait(error)
 
     async def load(self) -> None:
-        """Receive the version into place. Call it while the engine is paused."""
-        started = time.perf_counter()
-        while (event := await self._events.get()) is not None:
-            if isinstance(event, BaseException):
-                raise event
-            self._go = event
-            await self._receive(event)
-        self._load_s = time.perf_counter() - started
+        """Pause the engine, receive the version into place, and stamp tokens with it from then on."""
+        pausing = time.perf_counter()
+        async with self._engine.paused():
+            started = time.perf_counter()
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                self._go = event
+                await self._receive(event)
+            await self._engine.collective("rl_stamp", self.version, timeout_s=self._timeout_s)
+            self._load_s = time.perf_counter() - started
+        self._pause_s = time.perf_counter() - pausing
 
-    async def loaded(self, timings: PauseTimings) -> None:
-        """Call it once generation goes on: verifies the version and tells the learner. Raises WeightsError."""
-        await confirm(self._go, self._engine, self._say, self._load_s, timings)
+    async def loaded(self) -> None:
+        """Verify the version while the engine generates with it, and tell the learner. Raises WeightsError."""
+        await confirm(self._go, self._engine, self._say, self._load_s, self._pause_s)
         self._release()

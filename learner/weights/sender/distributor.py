@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 """A server for which so many consecutive rounds fail while no member is missing cannot be reached by broadcast: it is
 refused."""
-SERVER_TIMINGS = ("stop_s", "settle_s", "load_s", "resume_s", "pause_s", "verify_s")
+SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
 class Distributor:

@@ -81,7 +81,7 @@ def test_a_torn_policy_never_generates():
                 for version in (0, 1):
                     sender.publish(VersionedPolicy(version), version)
                     await one.has(version)
-            assert one.seen == [0, 1] and one.engine.tears == 0 and one.engine.pauses == 2
+            assert one.seen == [0, 1] and one.engine.tears == 0 and one.engine.pauses == 2 and one.engine.stamped == 1
             assert sender.stats()["weights/failed"] == 1
 
     run(test())

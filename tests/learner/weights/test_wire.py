@@ -99,15 +99,14 @@ def test_a_slow_server_skips_to_the_newest():
         with a_sender() as sender:
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 gate = asyncio.Event()
-                paused = one.engine.paused
+                collective = one.engine.collective
 
-                @asynccontextmanager
-                async def slow():
-                    await gate.wait()
-                    async with paused() as timings:
-                        yield timings
+                async def slow(method, *args, timeout_s):
+                    if method == "rl_load":
+                        await gate.wait()
+                    return await collective(method, *args, timeout_s=timeout_s)
 
-                one.engine.paused = slow
+                one.engine.collective = slow
                 for version in range(5):
                     await asyncio.to_thread(sender.publish, VersionedPolicy(version), version)
                     await asyncio.sleep(0.05)

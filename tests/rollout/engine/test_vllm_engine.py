@@ -137,10 +137,9 @@ async def take(sender, engine, held, config):
         return sender.address
 
     async for policy in Receiver(where, engine, "rollout-0", config.weights).policies():
-        async with engine.paused() as timings:
-            await policy.load()
-            engine.version = policy.version
-        await policy.loaded(timings)
+        await policy.load()
+        engine.version = policy.version
+        await policy.loaded()
         held.put_nowait(policy.version)
 
 
@@ -191,6 +190,8 @@ async def failures(seen, engine):
         await engine.generate([5] * 950, 4, 1.0)
     seen.refused, seen.vocabulary = str(refused.value), engine.vocabulary
     await engine.alive(120)
+    while engine.stats()["running"]:
+        await asyncio.sleep(0.01)  # until vLLM's process has reported the abort
     seen.idle = engine.stats()
     died = asyncio.create_task(engine.died())
     stack = AsyncExitStack()
@@ -247,7 +248,7 @@ def test_after_the_update_vllm_computes_what_torch_computes(seen):
 def test_the_probe_agreed(seen):
     assert seen.stats["weights/version"] == 1 and seen.stats["weights/failed"] == 0
     assert 0 < seen.stats["weights/probe"] < 1e-3
-    assert 0 < seen.stats["weights/load_s"] < seen.stats["weights/pause_s"] < 10
+    assert 0 < seen.stats["weights/load_s"] < 10 and seen.stats["weights/pause_s"] == 0
 
 
 def test_a_stop_token_is_kept_and_ends_the_answer(seen):
@@ -265,7 +266,7 @@ def test_weights_load_from_a_folder_too(seen):
 
 def test_the_stats_count_sequences_and_tokens(seen):
     assert seen.stats_running["running"] == len(PROMPTS) and seen.stats_running["waiting"] == 0
-    assert seen.stats_running["tokens_per_s"] > 0
+    assert seen.stats_running["tokens_per_s"] > 0 and 0 < seen.stats_running["kv_usage"] < 1
     assert seen.idle["running"] == seen.idle["waiting"] == 0
 
 

@@ -1,0 +1,155 @@
+"""vLLM's scheduler, which keeps what was sampled until a sequence ends. Runs in vLLM's engine process.
+
+vLLM would send, decode and append an output per token. Here the front process gets one per sequence, at its end: the
+tokens, and beside them the log-probability of each and the version that sampled it, as arrays (`unpack`). The version
+is the one that the worker noted on the step's output (`worker.py`). What the front does not see of unfinished
+sequences it learns from a report every 0.2 s (`Reports`).
+"""
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
+
+REPORT_S = 0.2
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32."""
+
+    request: Any
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
+
+    def finish(self, output: EngineCoreOutput) -> None:
+        """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
+        output.new_token_ids = list(self.request.output_token_ids)
+        if len(output.new_token_ids) != len(self.logprobs):
+            counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
+            raise RuntimeError(f"vLLM sampled {counts} for request {output.request_id}")
+        arrays = {"logprobs": self.logprobs.tobytes(), "versions": self.versions.tobytes()}
+        output.kv_transfer_params = arrays
+
+
+def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
+    """Log-probabilities and versions of a sequence, from `RequestOutput.kv_transfer_params`."""
+    return array("f", arrays["logprobs"]).tolist(), array("i", arrays["versions"]).tolist()
+
+
+class KeepingScheduler(Scheduler):
+    """Keeps the tokens of requests that ask for log-probabilities; others pass as vLLM sends them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rl_records: dict[str, Record] = {}
+        self.rl_tokens = self.rl_preempted = 0
+        self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        if request.sampling_params is not None and request.sampling_params.logprobs is not None:
+            self.rl_records[request.request_id] = Record(request)
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """Called for requests that end before their last token, all of them where `request_ids` is None."""
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self.rl_records.pop(request.request_id, None)
+        return finished
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        """vLLM takes up the tokens of a step, without their log-probabilities; what it accepted of them is kept."""
+        logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
+        results: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        before = self.rl_tokens
+        for sent in results.values():
+            sent.outputs = list(self._rl_keep(sent.outputs, logprobs, model_runner_output))
+        self.rl_preempted += len(scheduler_output.preempted_req_ids or ())
+        if (report := self._rl_report(sampled=self.rl_tokens > before)) is not None:
+            results.setdefault(0, EngineCoreOutputs()).scheduler_stats = report
+        return {
+            to: sent for to, sent in results.items() if sent.outputs or sent.scheduler_stats or sent.finished_requests
+        }
+
+    def _rl_keep(self, outputs: list[EngineCoreOutput], logprobs: Any, step: Any) -> Iterator[EngineCoreOutput]:
+        """Keep the tokens in `outputs`; yields the outputs that the front process is to see now."""
+        if logprobs is not None:
+            values, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens  # 0: the sampled token
+            version, rows = step.rl_version, step.req_id_to_index
+        for output in outputs:
+            record = self.rl_records.get(output.request_id)
+            if record is None:
+                yield output
+                continue
+            if logprobs is not None and output.new_token_ids:
+                row = rows[output.request_id]
+                start = starts[row] if starts else row
+                for value in values[start : start + len(output.new_token_ids)]:
+                    record.logprobs.append(value)
+                    record.versions.append(version)
+                    self.rl_tokens += 1
+            if output.finish_reason is not None:
+                del self.rl_records[output.request_id]
+                record.finish(output)
+                yield output
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> None:
+        """None: vLLM would send its own statistics at every step."""
+
+    def _rl_report(self, sampled: bool) -> SchedulerStats | None:
+        """What a `Reports` takes up: every 0.2 s, and when work begins or ends."""
+        now, idle = time.monotonic(), not self.has_unfinished_requests()
+        if sampled:
+            if self.rl_sampled_at:
+                self.rl_stall_s = max(self.rl_stall_s, now - self.rl_sampled_at)
+            self.rl_sampled_at = now
+        if idle:
+            self.rl_sampled_at = 0.0
+        if now < self.rl_report_at and idle == self.rl_idle:
+            return None
+        counts = {"tokens": self.rl_tokens, "preempted": self.rl_preempted, "stall_s": self.rl_stall_s}
+        self.rl_report_at, self.rl_idle, self.rl_stall_s = now + REPORT_S, idle, 0.0
+        running = len(self.running)
+        return SchedulerStats(
+            num_running_reqs=running,
+            num_waiting_reqs=self.get_num_unfinished_requests() - running,
+            kv_cache_usage=self.kv_cache_manager.usage,
+            kv_connector_stats=counts,  # the one field of vLLM's that is free in form
+        )
+
+
+class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):
+    """The same where vLLM schedules a step before it has the tokens of the one before."""
+
+
+def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
+    """What vLLM calls for a scheduler (`scheduler_cls`). The wrong kind would cost the overlap of two steps."""
+    kind = KeepingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else KeepingScheduler
+    return kind(vllm_config=vllm_config, **rest)
+
+
+class Reports(StatLoggerBase):
+    """The front process's end: the newest report of vLLM's process. `stall_s` is the longest until it is set to 0."""
+
+    def __init__(self) -> None:
+        self.running = self.waiting = self.tokens = self.preempted = 0
+        self.kv_usage = self.stall_s = 0.0
+
+    def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
+        if scheduler_stats is None or scheduler_stats.kv_connector_stats is None:
+            return
+        counts = scheduler_stats.kv_connector_stats
+        self.running, self.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
+        self.tokens, self.preempted = counts["tokens"], counts["preempted"]
+        self.kv_usage, self.stall_s = scheduler_stats.kv_cache_usage, max(self.stall_s, counts["stall_s"])
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: `record` is all that is used of vLLM's interface."""
