@@ -61,9 +61,9 @@ class Comparison:
         """Measure each bound; returns what failed."""
         args, shape, failed = self.args, self.shape, []
         name = f"run-{int(time.time())}"
-        running, engine = args.running or shape["running"], {"max_model_len": shape["cut"] + 128, **args.engine}
+        running = args.running or shape["running"]
         run = trained_run(args.work.resolve(), name, args.shape, shape["mean"], shape["cut"], running, shape["groups"],
-                          shape["samples"], rollout={"engine": engine})  # fmt: skip
+                          shape["samples"], args.engine, args.learner)  # fmt: skip
         with run:
             for place, bound in enumerate(args.staleness):
                 try:
@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=12)
     parser.add_argument("--running", type=int, default=0, help="sequences; 0: the shape's own")
     parser.add_argument("--engine", type=json.loads, default={}, help="rollout.engine, as JSON")
+    parser.add_argument("--learner", type=json.loads, default={}, help="keys of the section learner, as JSON")
     parser.add_argument("--start-s", type=float, default=300.0)
     parser.add_argument("--budget-s", type=float, default=570.0, help="seconds for all of it")
     parser.add_argument("--merge", action="store_true", help="measure nothing, make the table of --work and --also")

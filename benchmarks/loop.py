@@ -38,7 +38,7 @@ class LoopBenchmark:
         self.running = args.running or shape["running"]
         self.run = trained_run(args.work.resolve(), f"loop-{int(time.time())}", args.shape, 0.0, shape["length"],
                                self.running, shape["groups"], shape["samples"],
-                               rollout={"engine": {"max_model_len": shape["length"] + 128, **args.engine}})  # fmt: skip
+                               args.engine, args.learner)  # fmt: skip
         self.found: dict[str, dict[str, float]] = {}
         self.failed: dict[str, str] = {}
 
@@ -115,6 +115,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=45.0, help="of the server alone")
     parser.add_argument("--running", type=int, default=0, help="sequences; 0: the shape's own")
     parser.add_argument("--engine", type=json.loads, default={}, help="rollout.engine, as JSON")
+    parser.add_argument("--learner", type=json.loads, default={}, help="keys of the section learner, as JSON")
     parser.add_argument("--start-s", type=float, default=300.0, help="longest time of each part")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-loop"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "loop.json")

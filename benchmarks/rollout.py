@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs.processes import Died, Processes, Watch, run_file, sequences
+from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_file, sequences
 from benchmarks.weights.table import ResultRow, progress, write
+from rollout.engine.arguments import environment
 
 SAMPLES = 16
 PUBLISH_EVERY_S = 2.0
@@ -78,13 +79,13 @@ class ServerBenchmark:
 
     def file(self, contender: str, running: int, length: int) -> Path:
         """The run file of a contender."""
-        engine = {"max_model_len": self.case.length + 128, **self.args.engine}
         fresh = f"{contender}-{int(time.time())}"
         return run_file(
             self.work, fresh, self.case.shape,
             sampling={"max_tokens": length},
             batch={"groups": self.case.groups, "samples": SAMPLES, "max_staleness": STALENESS},
-            rollout={**sequences(running, SAMPLES), "engine": engine, "heartbeat_s": 1.0},
+            rollout={**sequences(running, SAMPLES), "heartbeat_s": 1.0,
+                     "engine": engine_keys(self.case.length, self.args.engine, shared=self.args.gpus == 1)},
             learner={"tokens_per_microbatch": 16384},
         )  # fmt: skip
 
@@ -136,7 +137,8 @@ class ServerBenchmark:
         file = self.file(contender, self.case.running, self.case.length)
         out = file.with_name("found.json")
         with Processes(file, {contender: gpu if torch.cuda.is_available() else None}) as run:
-            run.start(contender, "benchmarks.runs.bare", contender, str(self.args.waves), str(out))
+            early = environment(not torch.cuda.is_available())  # torch reads it when it is imported
+            run.start(contender, "benchmarks.runs.bare", contender, str(self.args.waves), str(out), **early)
             try:
                 run.wait("the end of bare generate", out.exists, self.args.start_s + 4.0 * self.args.seconds)
             except Died:

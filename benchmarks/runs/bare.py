@@ -21,6 +21,7 @@ from benchmarks.weights.table import progress
 from benchmarks.weights.traffic import vocabulary_of
 from configs.load import load
 from configs.schema import Config
+from rollout.engine.arguments import engine_arguments, on_cpu
 
 OURS_ONLY = ("worker_extension_cls", "scheduler_cls", "disable_log_stats", "logprobs_mode")
 OF_LLM = ("model", "dtype", "load_format", "max_model_len", "seed", "skip_tokenizer_init", "kv_cache_memory_bytes",
@@ -49,13 +50,9 @@ class EndTimes:
 
 def generate(config: Config, ours: bool, waves: int) -> dict[str, float]:
     """Tokens per second while every place is taken."""
-    from rollout.engine.arguments import engine_arguments, environment, on_cpu
-
-    cpu = on_cpu(config)
-    os.environ.update(environment(cpu))
     from vllm import LLM, SamplingParams
 
-    arguments = engine_arguments(config, 1, cpu)
+    arguments = engine_arguments(config, 1, on_cpu(config))
     chosen = {key: value for key, value in arguments.items() if (key not in OURS_ONLY if ours else key in OF_LLM)}
     running = running_of(config)
     chosen["max_num_seqs"] = running

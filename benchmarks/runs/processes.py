@@ -22,12 +22,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 import yaml
 
 from actors.watch.run_state import ask
 from benchmarks.weights.shapes import LETTERS, folder_of
 from benchmarks.weights.table import progress
 from buffer.wire.protocol import State
+from configs.entrypoint import PARENT, die_with_parent
 from configs.load import load
 from configs.schema import Config, RolloutConfig
 
@@ -41,6 +43,12 @@ def sequences(number: int, samples: int) -> dict[str, Any]:
     """The keys that let a server run `number` sequences."""
     by_sequence = "sequences" in RolloutConfig.model_fields
     return {"sequences": number} if by_sequence else {"groups_in_flight": max(1, number // samples)}
+
+
+def engine_keys(length: int, given: Mapping[str, Any], shared: bool = False) -> dict[str, Any]:
+    """`rollout.engine` for answers of at most `length`; room for a staging copy, and for a learner if it shares."""
+    memory = {"gpu_memory_utilization": 0.4 if shared else 0.7} if torch.cuda.is_available() else {}
+    return {"max_model_len": length + PROMPT_TOKENS, **memory, **given}
 
 
 def run_file(work: Path, name: str, shape: str, **sections: Mapping[str, Any]) -> Path:
@@ -89,12 +97,13 @@ class Processes:
         """Start `python -m module FILE WORDS` under a name."""
         gpu = self.gpus.get(name)
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + gpu)}
-        log = self.folder / f"{name}.log"
+        log, os.environ[PARENT] = self.folder / f"{name}.log", str(os.getpid())
         with log.open("ab") as out:
             self._running[name] = subprocess.Popen(
                 [sys.executable, "-m", module, str(self.file), *words],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **seen, **env},
+
             )  # fmt: skip
         progress(f"{self.config.run.name}: {name} started, log in {log}")
 

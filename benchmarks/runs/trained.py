@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs.processes import FIRST_GPU, Processes, run_file, sequences
+from benchmarks.runs.processes import FIRST_GPU, Processes, engine_keys, run_file, sequences
 from benchmarks.weights.table import progress
 
 Record = dict[str, Any]
+FAST = {"compile": True, "activation_checkpointing": "none", "tokens_per_microbatch": 16384, "head_chunk_tokens": 4096}
+"""The learner's keys on a GPU (docs/learner.md)."""
 
 
 def trained_run(
     work: Path, name: str, shape: str, mean_length: float, length: int, running: int, groups: int, samples: int,
-    **sections: dict[str, Any],
+    engine: dict[str, Any], learner: dict[str, Any],
 ) -> Processes:  # fmt: skip
     """A run whose learner starts from weights of `models.py`; its server and learner have a GPU each, if there are."""
     progress(f"{name}: weights of {shape}")
@@ -32,11 +34,9 @@ def trained_run(
         "model": {"path": model},
         "sampling": {"max_tokens": length},
         "batch": {"groups": groups, "samples": samples},
-        "rollout": {**sequences(running, samples), "engine": {"max_model_len": length + 128}, "heartbeat_s": 1.0},
-        "learner": {"compile": gpus > 0, "tokens_per_microbatch": 32768 if gpus else 8192},
+        "rollout": {**sequences(running, samples), "engine": engine_keys(length, engine), "heartbeat_s": 1.0},
+        "learner": {**(FAST if gpus else {}), **learner},
     }
-    for section, keys in sections.items():
-        config[section] = {**config.get(section, {}), **keys}
     file = run_file(work, name, shape, **config)
     on_gpus = gpus >= FIRST_GPU + 2
     return Processes(file, {"rollout": 0 if on_gpus else None, "learner": 1 if on_gpus else None})

@@ -142,7 +142,7 @@ class Serving:
         self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
         self.events: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
-        """The mean time between two steps before each swap of Headrace's; the peer's swaps are compared with the same."""
+        """The mean time between two steps before each swap of Headrace's; the peer's are compared with the same."""
 
     async def follow(self, address: str) -> None:
         """Load each policy as `rollout.loop.follow` does, and record what its swap cost."""
