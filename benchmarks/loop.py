@@ -28,6 +28,7 @@ LIMIT = 0.95
 SIDES = {"server": "the server alone", "learner": "the learner alone, batches at hand"}
 SHOWN = ("learner works", "waits s/version", "train s/version", "age mean", "age max", "running", "front",
          "gpu rollout", "gpu learner", "dropped", "failed")  # fmt: skip
+OF_SERVER = ("age mean", "age max", "running", "front", "gpu rollout", "failed")
 
 
 class LoopBenchmark:
@@ -102,7 +103,8 @@ class LoopBenchmark:
             against = f"{SIDES[slower]} is the slower side; limit"
             rows.append(ResultRow("  ratio to the slower side", whole / rates[slower], "", against, LIMIT))
         for part, found in self.found.items():
-            rows += [ResultRow(f"{part}: {key}", found[key], "") for key in SHOWN if key in found]
+            shown = [key for key in SHOWN if key in found and (part != "learner" or key not in OF_SERVER)]
+            rows += [ResultRow(f"{part}: {key}", found[key], "") for key in shown]
         return [row.line() for row in rows]
 
 
