@@ -170,11 +170,11 @@ class Serving:
         """The longest time without a token around a swap that has just ended, and in as long a time after it; the
         usual time between two steps; the longest delay of the event loop during the swap."""
         late_s = self.lag.worst(began, swapped)
-        if not self.busy and (rate := self.traffic.rate(began - AWAY_S - WINDOW_S, began - AWAY_S)):
-            self.steps_s.append(self.traffic.running / rate)
-        step_s = median(self.steps_s or [0.0])
         await asyncio.sleep(STALL_S)
-        silence_s = self.engine.stats()["stall_s"]
+        around = self.engine.stats()
+        if not self.busy and (rate := self.traffic.rate(began - AWAY_S - WINDOW_S, began - AWAY_S)):
+            self.steps_s.append(around["running"] / rate)
+        silence_s, step_s = around["stall_s"], median(self.steps_s or [0.0])
         await asyncio.sleep(time.monotonic() - began)
         found = {"silence_s": silence_s, "quiet_s": self.engine.stats()["stall_s"], "step_s": step_s, "late_s": late_s}
         return found | {"interrupted_s": silence_s - step_s}
