@@ -6,7 +6,8 @@ are a lower bound). A server in full operation is the real processes, started by
 rollout` and `benchmarks/runs/stand_in.py`, which takes each batch, trains nothing and publishes real weights every two
 seconds by the real wire. Versions and log-probabilities are on, a reward from a file scores every answer in a worker
 process, groups are stored in SQLite with fsync. Counted are the tokens of the groups that reach the learner, between
-the first and the last batch of `--seconds`.
+the first and the last batch of `--seconds`. Lengths are geometric until as many samples as run at a time have come, so
+that the ends of answers of one length are spread evenly.
 
 The peers of 7B and 1.5B are `LLM.generate` with its own defaults and with the server's engine arguments, both for as
 many sequences of the same lengths, without log-probabilities; how they are counted says `benchmarks/runs/bare.py`. The
@@ -116,10 +117,10 @@ class ServerBenchmark:
         with Processes(self.file(contender, running, length), gpus) as run:
             run.start("buffer", "buffer")
             run.start("rollout", "rollout", **shared["rollout"])
-            run.start("learner", "benchmarks.runs.stand_in", str(PUBLISH_EVERY_S), str(mean), **shared["learner"])
+            words = [PUBLISH_EVERY_S, mean, 0.0 if mean else length, running]
+            run.start("learner", "benchmarks.runs.stand_in", *map(str, words), **shared["learner"])
             run.wait("first batch", lambda: bool(run.records("batches.jsonl")), self.args.start_s)
-            warm = running * (mean or length) * 2  # until ends are spread evenly
-            run.wait("steady state", lambda: tokens_of(run) > warm, self.args.start_s)
+            run.wait("steady state", lambda: steady_samples(run) > 1.5 * running, self.args.start_s)
             until = time.monotonic() + self.args.seconds
             before = len(run.records("batches.jsonl"))
             with Watch(run) as watch:
@@ -174,9 +175,9 @@ class ServerBenchmark:
                     yield ResultRow(f"{contender}: {key}", found[key], "", case=label)
 
 
-def tokens_of(run: Processes) -> int:
-    """Sampled tokens that have reached the learner."""
-    return sum(batch["tokens"] for batch in run.records("batches.jsonl"))
+def steady_samples(run: Processes) -> int:
+    """Samples that have come since the lengths are those of the case."""
+    return sum(batch["samples"] for batch in run.records("batches.jsonl") if batch["steady"])
 
 
 def main() -> int:
