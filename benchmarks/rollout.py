@@ -120,7 +120,7 @@ class ServerBenchmark:
             words = [PUBLISH_EVERY_S, mean, 0.0 if mean else length, running]
             run.start("learner", "benchmarks.runs.stand_in", *map(str, words), **shared["learner"])
             run.wait("first batch", lambda: bool(run.records("batches.jsonl")), self.args.start_s)
-            run.wait("steady state", lambda: steady_samples(run) > 1.5 * running, self.args.start_s)
+            run.wait("steady state", lambda: steady_samples(run) > (2.5 if mean else 1.5) * running, self.args.start_s)
             until = time.monotonic() + self.args.seconds
             before = len(run.records("batches.jsonl"))
             with Watch(run) as watch:
@@ -170,7 +170,7 @@ class ServerBenchmark:
                 yield ResultRow("  ratio", server["rate"] / peer["rate"], "", against, case=label)
         yield ResultRow("front process, share of a CPU", server.get("front", -1.0), "", "limit", FRONT_SHARE, label)
         for contender in ("server", "fixed"):
-            for key in ("running", "length", "versions", "gpu rollout", "failed"):
+            for key in ("running", "tokens_per_s", "preempted", "length", "versions", "gpu rollout", "failed"):
                 if key in (found := self.found.get(contender, {})):
                     yield ResultRow(f"{contender}: {key}", found[key], "", case=label)
 

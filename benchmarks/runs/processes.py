@@ -176,7 +176,7 @@ class Watch:
     the share of time in which nvidia-smi saw work.
     """
 
-    def __init__(self, processes: Processes, every_s: float = 1.0) -> None:
+    def __init__(self, processes: Processes, every_s: float = 2.0) -> None:
         self._processes, self._every_s = processes, every_s
         self._ended = threading.Event()
         self._seen: list[dict[str, float]] = []
