@@ -1,148 +1,220 @@
-"""How many tokens a second does a rollout server sample, against bare `LLM.generate` of the same vLLM? CPU or GPU.
+"""How many tokens a second does a rollout server in full operation sample, against bare `LLM.generate`? CPU or GPU.
 
-`python -m benchmarks.rollout` keeps `--running` sequences on a server's engine, on a model of random weights
-(`--shape`), with log-probabilities, a version for each token and a pause every two seconds (an empty call in place of
-the load), and counts the tokens of `--seconds`. The peers, each in a process of its own in the same run: `LLM.generate`
-without log-probabilities on as many sequences of the same lengths, once with vLLM's own defaults for `LLM` and once
-with the server's engine arguments. Prints one table; writes JSON.
+`python -m benchmarks.rollout --cases 7B,1.5B,long-tail` needs two GPUs, one for servers and one for the learner's
+stand-in (`--gpus 1` puts both on one: weights then travel through sockets and the server shares its GPU, so the figures
+are a lower bound). A server in full operation is the real processes, started by hand: `python -m buffer`, `python -m
+rollout` and `benchmarks/runs/stand_in.py`, which takes each batch, trains nothing and publishes real weights every two
+seconds by the real wire. Versions and log-probabilities are on, a reward from a file scores every answer in a worker
+process, groups are stored in SQLite with fsync. Counted are the tokens of the groups that reach the learner, between
+the first and the last batch of `--seconds`. Lengths are geometric until as many samples as run at a time have come, so
+that the ends of answers of one length are spread evenly.
+
+The peers of 7B and 1.5B are `LLM.generate` with its own defaults and with the server's engine arguments, both for as
+many sequences of the same lengths, without log-probabilities; how they are counted says `benchmarks/runs/bare.py`. The
+limit of `long-tail` (geometric lengths, mean 1,000, cut at 4,096) is the same server at fixed lengths: the same mean,
+and as many sequences as ran in the mean before. `--side-by-side` runs two contenders that need no learner at a time,
+one on each GPU. A contender that fails costs its own rows only. Prints one table; writes JSON after each contender.
 """
 
 import argparse
-import asyncio
 import json
-import os
-import random
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvloop
+import torch
 
-from benchmarks.weights.shapes import SHAPES, folder_of
-from benchmarks.weights.table import ResultRow, write
-from benchmarks.weights.traffic import PROMPT_TOKENS, Lag, RequestTraffic, vocabulary_of
-from configs.schema import Config
+from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_file, sequences
+from benchmarks.weights.table import ResultRow, progress, write
+from rollout.engine.arguments import environment
 
-PAUSE_EVERY_S = 2.0
+SAMPLES = 16
+PUBLISH_EVERY_S = 2.0
+STALENESS = 1000
+"""Never binds: what is measured is the server, not admission."""
+SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
 CONTENDERS = {
-    "server": "a server, its engine arguments",
-    "llm": "LLM.generate, its own defaults",
-    "llm-ours": "LLM.generate, the server's engine arguments",
+    "server": "server in full operation",
+    "fixed": "the same server, fixed lengths, same mean length and running sequences",
+    "llm": "LLM.generate, own defaults, no log-probabilities",
+    "llm-ours": "LLM.generate, the server's engine arguments, no log-probabilities",
 }
 
 
-def config_of(args: argparse.Namespace, folder: Path) -> Config:
-    """The run file of the server."""
-    return Config.model_validate({
-        "model": {"path": str(folder)},
-        "data": {"train": "none.parquet", "max_prompt_tokens": 2 * PROMPT_TOKENS},
-        "reward": {"function": "countdown"},
-        "sampling": {"max_tokens": args.length},
-        "batch": {"samples": 16},
-        "rollout": {"sequences": args.running, "engine": args.engine},
-    })  # fmt: skip
+@dataclass(frozen=True)
+class ServerCase:
+    """A shape, its load and its contenders with the least ratio of the server to each. `groups` makes a batch."""
+
+    shape: str
+    running: int
+    length: int
+    groups: int
+    mean: float = 0.0
+    targets: dict[str, float] = field(default_factory=dict)
 
 
-async def serve(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """A server's engine at full load, in steady state."""
-    from rollout.engine.vllm_engine import Engine
-
-    engine = await Engine.start(config_of(args, folder), seed=1)
-    traffic, lag = RequestTraffic(engine, vocabulary_of(str(folder)), args.running, args.length), Lag()
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            requests = traffic.start(tasks)
-            while traffic.finished < args.running:  # until ends are spread evenly
-                await asyncio.sleep(0.1)
-            lag.busy()
-            before, since = engine.tokens, time.monotonic()
-            while time.monotonic() - since < args.seconds:
-                await asyncio.sleep(PAUSE_EVERY_S)
-                async with engine.paused():
-                    await engine.collective("rl_ping", timeout_s=60.0)
-            rate, busy = (engine.tokens - before) / (time.monotonic() - since), lag.busy()
-            for request in requests:
-                request.cancel()
-    finally:
-        await engine.close()
-    return {"rate": rate, "busy": busy, "lost": float(traffic.lost)}
+CASES = {
+    "7B": ServerCase("Qwen2.5-7B", 512, 512, 4, targets={"llm-ours": 0.97}),
+    "1.5B": ServerCase("Qwen2.5-1.5B", 512, 512, 6, targets={"llm": 1.15, "llm-ours": 0.98}),
+    "long-tail": ServerCase("Qwen2.5-1.5B", 512, 4096, 3, mean=1000.0, targets={"fixed": 0.95}),
+    "speck": ServerCase("speck", 32, 64, 2, targets={"llm": 1.15, "llm-ours": 0.98}),
+    "speck-tail": ServerCase("speck", 32, 128, 2, mean=32.0, targets={"fixed": 0.95}),
+}
+FRONT_SHARE = 0.10
 
 
-def generate(args: argparse.Namespace, folder: Path, ours: bool) -> dict[str, float]:
-    """`LLM.generate`: the whole call, prompts included, after one call to warm up."""
-    from vllm import LLM, SamplingParams
+class ServerBenchmark:
+    """One case: runs its contenders and keeps what they found, or why they failed."""
 
-    from rollout.engine.arguments import engine_arguments, environment, on_cpu
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name, self.case, self.args = name, CASES[name], args
+        self.found: dict[str, dict[str, float]] = {}
+        self.failed: dict[str, str] = {}
+        self.work: Path = args.work.resolve() / name
+        self.work.mkdir(parents=True, exist_ok=True)
 
-    config = config_of(args, folder)
-    cpu = on_cpu(config)
-    os.environ.update(environment(cpu))
-    arguments = engine_arguments(config, 1, cpu)
-    kept = ("model", "dtype", "load_format", "max_model_len", "hf_overrides", "seed", "skip_tokenizer_init",
-            "kv_cache_memory_bytes", "enforce_eager")  # fmt: skip
-    left_out = ("worker_extension_cls", "disable_log_stats", "logprobs_mode")
-    chosen = {key: value for key, value in arguments.items() if (key not in left_out if ours else key in kept)}
-    llm: Any = LLM(**chosen)
-    draw, vocabulary = random.Random(0), vocabulary_of(str(folder))
-    lengths = SamplingParams(max_tokens=args.length, ignore_eos=True, detokenize=False)
-    for number in (args.running // 8, 2 * args.running):
-        prompts: Any = [
-            {"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)]} for _ in range(number)
-        ]
-        started = time.monotonic()
-        outputs = llm.generate(prompts, lengths, use_tqdm=False)
-        took = time.monotonic() - started
-    return {"rate": sum(len(output.outputs[0].token_ids) for output in outputs) / took}
+    def file(self, contender: str, running: int, length: int) -> Path:
+        """The run file of a contender."""
+        fresh = f"{contender}-{int(time.time())}"
+        return run_file(
+            self.work, fresh, self.case.shape,
+            sampling={"max_tokens": length},
+            batch={"groups": self.case.groups, "samples": SAMPLES, "max_staleness": STALENESS},
+            rollout={**sequences(running, SAMPLES), "heartbeat_s": 1.0,
+                     "engine": engine_keys(self.case.length, self.args.engine, shared=self.args.gpus == 1)},
+            learner={"tokens_per_microbatch": 16384},
+        )  # fmt: skip
+
+    def run(self, contender: str, gpu: int | None) -> None:
+        """Run one contender; bare ones on `gpu`."""
+        progress(f"{self.name}: {CONTENDERS[contender]}")
+        try:
+            if contender == "server":
+                self.found[contender] = self.serve(contender, self.case.running, self.case.length, self.case.mean)
+            elif contender == "fixed":
+                tail = self.found["server"]
+                self.found[contender] = self.serve(contender, round(tail["running"]), round(tail["length"]), 0.0)
+            else:
+                self.found[contender] = self.bare(contender, gpu)
+            progress(f"{self.name}: {contender}: {self.found[contender]}")
+        except (Died, TimeoutError, KeyError, OSError, subprocess.SubprocessError, IndexError) as error:
+            self.failed[contender] = f"{type(error).__name__}: {error}"
+            progress(f"{self.name}: {contender} failed: {self.failed[contender]}")
+
+    def serve(self, contender: str, running: int, length: int, mean: float) -> dict[str, float]:
+        """A server in full operation."""
+        gpus: dict[str, int | None] = {"rollout": None, "learner": None}
+        shared: dict[str, dict[str, str]] = {"rollout": {}, "learner": {}}
+        if torch.cuda.is_available():
+            gpus = {"rollout": 0, "learner": self.args.gpus - 1}
+            if self.args.gpus == 1:
+                shared = {name: {**SHARED, "NCCL_HOSTID": name} for name in gpus}
+        with Processes(self.file(contender, running, length), gpus) as run:
+            run.start("buffer", "buffer")
+            run.start("rollout", "rollout", **shared["rollout"])
+            words = [PUBLISH_EVERY_S, mean, 0.0 if mean else length, running]
+            run.start("learner", "benchmarks.runs.stand_in", *map(str, words), **shared["learner"])
+            run.wait("first batch", lambda: bool(run.records("batches.jsonl")), self.args.start_s)
+            run.wait("steady state", lambda: steady_samples(run) > (2.5 if mean else 1.5) * running, self.args.start_s)
+            until = time.monotonic() + self.args.seconds
+            before = len(run.records("batches.jsonl"))
+            with Watch(run) as watch:
+                run.wait("the end of the measurement", lambda: time.monotonic() > until, self.args.seconds + 60.0)
+            batches = run.records("batches.jsonl")[before:]
+            state = run.state()
+        first, *rest = batches
+        samples, tokens = (sum(batch[key] for batch in rest) for key in ("samples", "tokens"))
+        rate = tokens / (rest[-1]["at"] - first["at"])
+        counts = {"length": tokens / samples, "failed": float(sum(state.failed.values())) if state else -1.0}
+        return watch.figures() | counts | {"rate": rate, "versions": float(len(rest))}
+
+    def bare(self, contender: str, gpu: int | None) -> dict[str, float]:
+        """`LLM.generate` in a process of its own."""
+        file = self.file(contender, self.case.running, self.case.length)
+        out = file.with_name("found.json")
+        with Processes(file, {contender: gpu if torch.cuda.is_available() else None}) as run:
+            early = environment(not torch.cuda.is_available())  # torch reads it when it is imported
+            run.start(contender, "benchmarks.runs.bare", contender, str(self.args.waves), str(out), **early)
+            try:
+                run.wait("the end of bare generate", out.exists, self.args.start_s + 4.0 * self.args.seconds)
+            except Died:
+                if not out.exists():
+                    raise
+            time.sleep(0.5)  # until it is written completely
+            found: dict[str, float] = json.loads(out.read_text())
+        return found
+
+    def rows(self) -> Iterator[ResultRow]:
+        """The server against each peer and limit."""
+        label = f"{self.name}: {self.case.shape}, {self.case.running} sequences"
+        label += ", learner's stand-in on the server's GPU" * (self.args.gpus == 1)
+        server = self.found.get("server")
+        for contender, why in self.failed.items():
+            yield ResultRow(f"FAILED: {contender}", 0.0, "", why, case=label)
+        if server is None:
+            for contender, peer in self.found.items():
+                yield ResultRow("tokens/s", peer["rate"], "1/s", CONTENDERS[contender], case=label)
+            return
+        yield ResultRow("tokens/s of a server in full operation", server["rate"], "1/s", case=label)
+        for contender, peer in self.found.items():
+            if contender != "server":
+                against = f"{CONTENDERS[contender]} (limit {self.case.targets.get(contender, 0):g})"
+                yield ResultRow(
+                    "tokens/s of the server", server["rate"], "1/s", CONTENDERS[contender], peer["rate"], label
+                )
+                yield ResultRow("  ratio", server["rate"] / peer["rate"], "", against, case=label)
+        yield ResultRow("front process, share of a CPU", server.get("front", -1.0), "", "limit", FRONT_SHARE, label)
+        for contender in ("server", "fixed"):
+            for key in ("running", "tokens_per_s", "preempted", "length", "versions", "gpu rollout", "failed"):
+                if key in (found := self.found.get(contender, {})):
+                    yield ResultRow(f"{contender}: {key}", found[key], "", case=label)
 
 
-def contend(name: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One contender, in this process."""
-    if name == "server":
-        return uvloop.run(serve(args, folder))
-    return generate(args, folder, ours=name == "llm-ours")
-
-
-def rows_of(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """The server against each peer."""
-    ours = found.pop("server")
-    rows = [ResultRow("tokens/s of a server", ours["rate"], "1/s")]
-    for name, peer in found.items():
-        rows.append(ResultRow("tokens/s of a server", ours["rate"], "1/s", CONTENDERS[name], peer["rate"]))
-    rows.append(ResultRow("front process, share of a CPU", ours["busy"], ""))
-    rows.append(ResultRow("requests lost", ours["lost"], ""))
-    return [row.line() for row in rows]
+def steady_samples(run: Processes) -> int:
+    """Samples that have come since the lengths are those of the case."""
+    return sum(batch["samples"] for batch in run.records("batches.jsonl") if batch["steady"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="speck", choices=SHAPES)
-    parser.add_argument("--running", type=int, default=128, help="sequences, a multiple of 16")
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="speck,speck-tail", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="of those that a case has")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each server's measurement")
+    parser.add_argument("--waves", type=int, default=6, help="requests for each sequence of bare generate")
+    parser.add_argument("--start-s", type=float, default=240.0, help="longest start of a contender")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=min(2, max(1, torch.cuda.device_count())))
+    parser.add_argument("--side-by-side", action="store_true", help="bare contenders two at a time, on two GPUs")
     parser.add_argument("--engine", type=json.loads, default={}, help="rollout.engine, as JSON")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--contender", choices=CONTENDERS, help="run one in this process, for the parent process")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-rollout"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollout.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as work:
-        folder = folder_of(args.shape, Path(work))
-        if args.contender:
-            args.out.write_text(json.dumps(contend(args.contender, args, folder)))
-            return 0
-        found = {}
-        for name in args.contenders.split(","):
-            out = Path(work, f"{name}.json")
-            argv = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:], "--contender", name, "--out", str(out)]
-            subprocess.run(argv, check=True, stdout=sys.stderr)
-            found[name] = json.loads(out.read_text())
-    write(args.out, "rollout", rows_of(found))
-    return 0
+    for name in args.cases.split(","):
+        if name not in CASES:
+            parser.error(f"--cases: {name!r} is not one of {', '.join(CASES)}")
+    benchmarks = [ServerBenchmark(name, args) for name in args.cases.split(",")]
+
+    def rows() -> list[dict[str, Any]]:
+        return [row.line() for benchmark in benchmarks for row in benchmark.rows()]
+
+    wanted = args.contenders.split(",")
+    for benchmark in benchmarks:
+        mine = [name for name in CONTENDERS if name in wanted and name in ("server", *benchmark.case.targets)]
+        for name in (name for name in mine if name in ("server", "fixed")):
+            benchmark.run(name, 0)
+            write(args.out, "rollout", rows(), show=False)
+        bare = [name for name in mine if name not in ("server", "fixed")]
+        at_a_time = 2 if args.side_by_side and args.gpus == 2 else 1
+        with ThreadPoolExecutor(at_a_time) as pool:
+            list(pool.map(benchmark.run, bare, [number % at_a_time for number in range(len(bare))]))
+        write(args.out, "rollout", rows(), show=False)
+    write(args.out, "rollout", rows())
+    return 1 if any(benchmark.failed for benchmark in benchmarks) else 0
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # vLLM's objects complain when the interpreter takes them apart
+    sys.exit(main())

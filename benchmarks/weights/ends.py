@@ -2,9 +2,9 @@
 
 Each reads commands from stdin and answers on stdout with lines of JSON that begin with @; its parent is the benchmark.
 A learner is the real policy under FSDP with random weights (without an optimizer, which the wire never touches) and the
-real sender; a server is the real engine and receiver. At odd versions the last norm is 0, so that every token has
-log-probability -ln(vocabulary) exactly: each token shows whether its version stamp is right. All times are read from
-the host's monotonic clock.
+real sender; a server is the real engine and receiver. Version 0 is random in all layers, and its probe compares the
+whole model. From version 1 on every token's log-probability tells the version that sampled it (`known.py`), so each
+shows beyond doubt whether its stamp is right. All times are read from the host's monotonic clock.
 """
 
 import asyncio
@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 import uvloop
 
-from benchmarks.weights.traffic import Lag, RequestTraffic, vocabulary_of
+from benchmarks.weights.known import mark, show
+from benchmarks.weights.traffic import AWAY_S, WINDOW_S, Lag, RequestTraffic, vocabulary_of
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
 SERVED_S = 100.0
 """Longest wait until a version has reached all servers."""
 GPU = torch.cuda.is_available()
-PARTS = ("stop_s", "settle_s", "resume_s")
+STALL_S = 0.6
+"""Seconds after a swap within which the engine has reported the longest time without a token around it."""
 
 
 def say(**fields: Any) -> None:
@@ -37,7 +39,7 @@ def say(**fields: Any) -> None:
 
 
 def learner(config: Config) -> None:
-    """A learner rank. Commands: `updates N GAP`, `peer WORLD`, `push`, `stop`."""
+    """A learner rank. Commands: `mark SERVERS`, `updates N GAP`, `peer WORLD`, `push`, `stop`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from learner.model.policy import Policy
@@ -54,11 +56,18 @@ def learner(config: Config) -> None:
     if isinstance(wire, Sender):
         say(address=wire.address, bytes=wire.stats()["weights/bytes"])
     wire.publish(policy, 0)
-    peer = VllmPeer(policy, rank)
+    peer, last = VllmPeer(policy, rank), torch.empty(0)
     for line in sys.stdin:
         command, *words = line.split()
-        if command == "updates":
-            say(updates=[update(policy, wire, version, float(words[1])) for version in range(1, 1 + int(words[0]))])
+        if command == "mark":
+            served(wire, 0, int(words[0]))
+            probe = wire.stats().get("weights/probe", -1.0)
+            last = mark(policy.model.named_parameters())
+            update(policy, wire, last, 1, 0.0)
+            say(marked=probe)
+        elif command == "updates":
+            versions = range(2, 2 + int(words[0]))
+            say(updates=[update(policy, wire, last, version, float(words[1])) for version in versions])
         elif command == "peer":
             peer.join(int(words[0]))
         elif command == "push":
@@ -69,19 +78,23 @@ def learner(config: Config) -> None:
     say(ended=True)
 
 
-def update(policy: Any, wire: Any, version: int, gap_s: float) -> dict[str, float]:
+def served(wire: Any, version: int, servers: int = 1) -> None:
+    """Wait until rank 0's servers hold `version`."""
+    until = time.monotonic() + SERVED_S
+    while "weights/members" in (stats := wire.stats()) and time.monotonic() < until:
+        if stats["weights/members"] >= servers and stats.get("weights/version") == version:
+            break
+        time.sleep(0.01)  # the learner would be training
+
+
+def update(policy: Any, wire: Any, last: torch.Tensor, version: int, gap_s: float) -> dict[str, float]:
     """Publish a version and wait until all servers have loaded it; returns its timings."""
-    norm = policy.model.get_decoder().norm.weight
-    with torch.no_grad():
-        norm.to_local().fill_(1.0 - version % 2)
+    show(last, version, dist.get_rank())
     synchronize()
     started = time.monotonic()
     wire.publish(policy, version)
     published = time.monotonic()
-    while "weights/servers" in wire.stats() and wire.stats().get("weights/version") != version:
-        if time.monotonic() > published + SERVED_S:
-            break
-        time.sleep(0.01)  # the learner would be training
+    served(wire, version)
     stats = {key: value for key, value in wire.stats().items() if "rollout" not in key}
     time.sleep(gap_s)
     return {**stats, "version": version, "started": started, "publish_s": published - started}
@@ -128,9 +141,11 @@ class Serving:
         self.traffic = RequestTraffic(engine, vocabulary_of(config.model.path), running, length)
         self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
         self.events: list[dict[str, Any]] = []
+        self.steps_s: list[float] = []
+        """The mean time between two steps before each swap of Headrace's; the peer's are compared with the same."""
 
     async def follow(self, address: str) -> None:
-        """Load each policy and record its pause."""
+        """Load each policy as `rollout.loop.follow` does, and record what its swap cost."""
         from learner.weights.receiver.follow import Receiver
 
         async def where(known: str | None) -> str:
@@ -140,20 +155,29 @@ class Serving:
 
         policies: AsyncGenerator[Any, None] = Receiver(where, self.engine, self.name, self.config.weights).policies()
         async for policy in policies:
-            started = time.monotonic()
-            async with self.engine.paused() as timings:
-                await policy.load()
-                self.engine.version = policy.version
+            self.engine.stats()  # counts anew from here
+            began = time.monotonic()
+            await policy.load()
+            self.engine.version = policy.version
             swapped = time.monotonic()
-            await policy.loaded(timings)
-            event = {"version": policy.version, "paused": started, "swapped": swapped, "load_s": policy._load_s}
-            self.events.append(event | self.pause(timings, started, swapped))
-            self.first.set()
+            await policy.loaded()
+            if policy.version > 1:
+                event = {"version": policy.version, "began": began, "swapped": swapped, "load_s": swapped - began}
+                self.events.append(event | await self.silence(began, swapped))
+            self.first.set() if policy.version == 1 else None
 
-    def pause(self, timings: Any, started: float, swapped: float) -> dict[str, float]:
-        """The parts of a pause."""
-        parts = {key: getattr(timings, key) for key in PARTS}
-        return parts | {"pause_s": timings.paused_s, "late_s": self.lag.worst(started, swapped)}
+    async def silence(self, began: float, swapped: float) -> dict[str, float]:
+        """The longest time without a token around a swap that has just ended, and in as long a time after it; the
+        usual time between two steps; the longest delay of the event loop during the swap."""
+        late_s = self.lag.worst(began, swapped)
+        await asyncio.sleep(STALL_S)
+        around = self.engine.stats()
+        if not self.busy and (rate := self.traffic.rate(began - AWAY_S - WINDOW_S, began - AWAY_S)):
+            self.steps_s.append(around["running"] / rate)
+        silence_s, step_s = around["stall_s"], median(self.steps_s or [0.0])
+        await asyncio.sleep(time.monotonic() - began)
+        found = {"silence_s": silence_s, "quiet_s": self.engine.stats()["stall_s"], "step_s": step_s, "late_s": late_s}
+        return found | {"interrupted_s": silence_s - step_s}
 
     async def join(self, offset: int, world: int) -> None:
         """Enter the group of vLLM's own transfer."""
@@ -169,18 +193,20 @@ class Serving:
 
         names, shapes = zip(*specs_of(self.config), strict=True)
         info = {"names": list(names), "dtype_names": ["bfloat16"] * len(names), "shapes": list(shapes), "packed": True}
-        started = time.monotonic()
-        async with self.engine.paused() as timings:
+        self.engine.stats()
+        began = time.monotonic()
+        async with self.engine.paused():
             await self.engine._llm.start_weight_update()
             await self.engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             await self.engine._llm.finish_weight_update()
         swapped = time.monotonic()
-        say(pushed=self.pause(timings, started, swapped) | {"lag_s": swapped - published})
+        found = {"load_s": swapped - began, "lag_s": swapped - published}
+        say(pushed=found | await self.silence(began, swapped))
 
     def report(self) -> dict[str, Any]:
-        """All measurements but those of the first policy, which was loaded into an idle engine."""
-        events = [event | self.traffic.around(event["paused"], event["swapped"]) for event in self.events[1:]]
-        counts = {key: getattr(self.traffic, key) for key in ("finished", "lost", "early", "late", "tokens")}
+        """All measurements but those of the first two policies, which were loaded into an idle engine."""
+        events = [event | self.traffic.around(event["began"], event["swapped"]) for event in self.events]
+        counts = {key: getattr(self.traffic, key) for key in ("finished", "lost", "wrong", "tokens")}
         return {"events": events, "busy": self.busy, **counts}
 
     async def run(self, commands: "asyncio.Queue[list[str]]", offset: int) -> None:

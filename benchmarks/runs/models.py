@@ -1,0 +1,33 @@
+"""The weights that a run starts from: `python -m benchmarks.runs.models SHAPE FOLDER MEAN` writes them.
+
+Random, of full size, and with a known length of answers: at each token an answer ends with probability 1 / MEAN, never
+for 0 (`benchmarks/weights/known.py`). On a GPU if there is one; takes seconds for 1.5B, most of them for the disk.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.weights.known import end_answers
+from benchmarks.weights.shapes import END, folder_of
+
+
+def weights_of(shape: str, work: Path, mean: float) -> Path:
+    """A model's folder with weights; one that is there already is kept."""
+    folder = folder_of(shape, work / f"mean-{mean:g}")
+    done = folder / "complete"
+    if not done.exists():
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        end_answers(model.named_parameters(), END, config.vocab_size, mean)
+        model.save_pretrained(folder)
+        done.touch()
+    return folder
+
+
+if __name__ == "__main__":
+    print(weights_of(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))

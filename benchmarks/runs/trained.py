@@ -1,0 +1,70 @@
+"""A real run on two GPUs and what its learner recorded: shared by `async_vs_sync` and `loop`.
+
+`start` starts buffer, rollout server and learner and waits for the learner's first version; `figures_of` sums up the
+records of some versions. A version's wall time is from the end of the version before it.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from benchmarks.runs.processes import FIRST_GPU, Processes, engine_keys, run_file, sequences
+from benchmarks.weights.table import progress
+
+Record = dict[str, Any]
+FAST = {"compile": True, "activation_checkpointing": "none", "tokens_per_microbatch": 16384, "head_chunk_tokens": 4096}
+"""The learner's keys on a GPU (docs/learner.md)."""
+
+
+def trained_run(
+    work: Path, name: str, shape: str, mean_length: float, length: int, running: int, groups: int, samples: int,
+    engine: dict[str, Any], learner: dict[str, Any],
+) -> Processes:  # fmt: skip
+    """A run whose learner starts from weights of `models.py`; its server and learner have a GPU each, if there are."""
+    progress(f"{name}: weights of {shape}")
+    gpus = torch.cuda.device_count()
+    given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]
+    model = subprocess.run(given, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+    config: dict[str, dict[str, Any]] = {
+        "model": {"path": model},
+        "sampling": {"max_tokens": length},
+        "batch": {"groups": groups, "samples": samples},
+        "rollout": {**sequences(running, samples), "engine": engine_keys(length, engine), "heartbeat_s": 1.0},
+        "learner": {**(FAST if gpus else {}), **learner},
+    }
+    file = run_file(work, name, shape, **config)
+    on_gpus = gpus >= FIRST_GPU + 2
+    return Processes(file, {"rollout": 0 if on_gpus else None, "learner": 1 if on_gpus else None})
+
+
+def versions_of(run: Processes) -> int:
+    """How many versions the learner has recorded."""
+    return len(run.records())
+
+
+def figures_of(records: Sequence[Record]) -> dict[str, float]:
+    """Means over the records of consecutive versions, the first of which only gives the beginning."""
+    counted = records[1:]
+    seconds = sum(record["time/version_s"] for record in counted)
+    spans = {key: sum(record.get(f"time/{key}_s", 0.0) for record in counted) for key in ("wait", "train", "publish")}
+    tokens, sampled = (sum(record[key] for record in counted) for key in ("tokens", "tokens_sampled"))
+    return {
+        "versions": float(len(counted)),
+        "seconds": seconds,
+        "versions/h": 3600.0 * len(counted) / seconds,
+        "sampled tokens/s": sampled / seconds,
+        "tokens/s with prompts": tokens / seconds,
+        "length": mean(record["length/mean"] for record in counted),
+        "learner works": (spans["train"] + spans["publish"]) / seconds,
+        "waits s/version": spans["wait"] / len(counted),
+        "train s/version": spans["train"] / len(counted),
+        "age mean": mean(record["age/mean"] for record in counted),
+        "age max": max(record["age/max"] for record in counted),
+        "dropped": counted[-1].get("buffer/dropped", 0.0),
+        "failed": counted[-1].get("buffer/failed", 0.0),
+    }

@@ -1,0 +1,81 @@
+"""Weights of full size whose distribution over the next token is known exactly, whatever the context.
+
+The residual stream is the last token's embedding and nothing else: what attention and MLP add to it is scaled down so
+far that bfloat16 rounds it away, while they do all their work. Embedding and head are +1 and -1, so the last norm gives
+exactly +1 or -1, and its weight is 0 but for the first coordinate: a logit is `weight * hidden[0] * head[token, 0]`.
+Used in two ways. `mark` makes the version show in every token's log-probability: the head's first column is +1 for even
+and -1 for odd tokens, and each version has another weight. `end_answers` makes the length of an answer geometric: the
+column is 1 for all tokens but the one that ends an answer.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+TINY = 2.0**-20
+VERSIONS = 32
+"""After so many versions the marks repeat."""
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+
+
+@torch.no_grad()
+def silence(parameters: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """Make random weights the ones above. Returns the first columns of embedding and head, which are one tensor in a
+    model that ties them, and the weight of the last norm."""
+    columns, last = [], torch.empty(0)
+    for name, parameter in parameters:
+        shard = local(parameter)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            shard.mul_(TINY)
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            shard.copy_(torch.where(shard < 0, -1.0, 1.0))
+            columns.append(shard[:, 0])
+        elif name.endswith("model.norm.weight"):
+            last = shard
+            shard.fill_(TINY)
+    return columns, last
+
+
+@torch.no_grad()
+def end_answers(parameters: Iterable[tuple[str, Tensor]], token: int, vocabulary: int, mean: float) -> None:
+    """Every token but `token` is equally likely; `token` has probability 1 / `mean`, none for 0. One rank only."""
+    columns, last = silence(parameters)
+    for column in columns:
+        column.fill_(1.0)
+    columns[-1][token] = 1.0 + math.log((vocabulary - 1) / (mean - 1.0)) if mean else -50.0
+    last[0] = 1.0
+
+
+@torch.no_grad()
+def mark(parameters: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """Prepare for `show`; returns the weight of the last norm. Each rank's first row must be even."""
+    columns, last = silence(parameters)
+    for column in columns:
+        column.fill_(1.0)
+        column[1::2] = -1.0
+    return last
+
+
+def weight_of(version: int) -> float:
+    """The last norm's first weight at `version`, which bfloat16 holds exactly."""
+    return (1 + version % VERSIONS) / 16
+
+
+def show(last: Tensor, version: int, rank: int) -> None:
+    """Set the last norm to `version`."""
+    if rank == 0:
+        last[0] = weight_of(version)
+
+
+def logprobs_of(version: int, vocabulary: int) -> tuple[float, float]:
+    """The two log-probabilities that a token can have at `version`: as even or odd as the token before it, or not."""
+    weight = weight_of(version)
+    normalizer = math.log(vocabulary / 2) + math.log(math.exp(weight) + math.exp(-weight))
+    return weight - normalizer, -weight - normalizer
