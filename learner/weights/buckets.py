@@ -1,17 +1,21 @@
 """Copies of a policy's weights, in buckets on one device. The sender keeps two, each worker one to stage a version.
 
-`Buckets` is one copy; nothing in it waits but `checksums`, which synchronises with the device once. `DoubleBuffer` is
-the sender's two copies.
+`Buckets` is one copy; nothing in it waits: on a GPU its work is queued on the current stream. `DoubleBuffer` is the
+sender's two copies.
 """
 
+import asyncio
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
+from learner.weights.channel import own_stream
 from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
@@ -70,14 +74,14 @@ class Buckets:
         if problem:
             raise ValueError(problem)
 
-    def checksums(self) -> list[int]:
-        """`checksum` of every bucket, in six operations for all of them: each operation of this thread waits for the
-        GIL, which training or generation holds. Raises ValueError if rotating."""
+    def checksums(self) -> torch.Tensor:
+        """`checksum` of every bucket, `[buckets] int64`, in six operations for all of them: each operation of this
+        thread waits for the GIL, which training or generation holds. Raises ValueError if rotating."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         rows = self._memory.view(torch.int64).view(-1, WORDS).sum(1)
         sums = (rows * self._row_weights).cumsum(0)[self._ends]
-        return [int(value) for value in sums.diff(prepend=sums.new_zeros(1)).tolist()]
+        return sums.diff(prepend=sums.new_zeros(1))
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
@@ -97,16 +101,27 @@ def _row_weights(rows: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, 2 * rows, 2, dtype=torch.int64, device=device) * FACTOR
 
 
+def pending() -> "Future[Any]":
+    """A future that whoever waits for it cannot cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(eq=False)
 class PublishedPolicy:
-    """A complete version of the weights. Never changed while anybody holds it."""
+    """One version of the weights, and what servers verify it with. Never changed while anybody holds it."""
 
     weights: Buckets
     version: int = -1
-    checksums: list[int] = field(default_factory=list)
-    probe: Probe | None = None
     published_at: float = 0.0
     """`time.perf_counter` at the start of its publication."""
+    filled: "Future[torch.cuda.Event | None]" = field(default_factory=pending)
+    """Done once all weights are copied, or, on a GPU, queued to be copied before this event."""
+    probe: "Future[Probe] | None" = None
+    """The probe, if one is due: its forward pass follows the copying."""
+    checksums: "asyncio.Future[list[int]] | None" = None
+    """Computed in the background in its first round, for all its rounds."""
     holders: int = 0
 
 
@@ -114,15 +129,15 @@ class DoubleBuffer:
     """The sender's two copies of the weights of `plan` on `device`, allocated when first needed: one is filled while a
     broadcast may still read the other.
 
-    Shared by the learner's thread (`reserve`, `offer`) and the serving thread (`hold`). `reserve` waits until nobody
-    holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast lingers.
+    Shared by the learner's thread (`reserve`, `offer`) and the serving threads (`hold`, `reading`). `reserve` waits until
+    nobody holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast lingers.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self._device = plan, device
         self._copies: list[PublishedPolicy] = []
         self.newest: PublishedPolicy | None = None
-        """The newest complete version."""
+        """The newest version offered."""
         self._changed = threading.Condition()
 
     def reserve(self, timeout_s: float) -> PublishedPolicy:
@@ -141,9 +156,19 @@ class DoubleBuffer:
             return chosen
 
     def offer(self, policy: PublishedPolicy) -> None:
-        """`policy` is complete, and the newest."""
+        """`policy` is the newest; its weights are being copied, in this thread."""
         with self._changed:
             self.newest = policy
+
+    @contextmanager
+    def reading(self, policy: PublishedPolicy) -> Iterator[Buckets]:
+        """The weights of `policy`, all there for this thread, whose GPU work runs on a stream of its own within the
+        block. Waits for `publish` to have queued its copying."""
+        with self.hold(policy), own_stream(self._device):
+            copied = policy.filled.result()
+            if copied is not None:
+                copied.wait()  # the stream waits, not this thread
+            yield policy.weights
 
     @contextmanager
     def hold(self, policy: PublishedPolicy | None = None) -> Iterator[PublishedPolicy | None]:

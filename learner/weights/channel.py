@@ -114,9 +114,13 @@ class Channel:
                     work = works.popleft()
                     work.block_current_stream() if on_gpu else work.wait(self._timeout)
                     yield index - ahead
-            for work in [works[-1]] if on_gpu else works:  # a stream keeps their order
-                work.wait(self._timeout)
+            for work in works:
+                work.block_current_stream() if on_gpu else work.wait(self._timeout)
+            self.span_s = time.perf_counter() - started
             yield from range(len(buckets) - len(works), len(buckets))
+            if on_gpu:  # once for all, and after the caller has queued what it does with the buckets
+                works[-1].wait(self._timeout)
+                self.span_s = time.perf_counter() - started
         except RuntimeError as error:
             raise ChannelError(f"group {self.epoch} of {self.world} ranks broke: {error}") from None
         finally:  # an exception keeps this frame alive, perhaps in another thread
@@ -124,7 +128,6 @@ class Channel:
             works.clear()
         if self._aborted:  # an abort ends the kernels as well, which looks like success
             raise ChannelError(f"group {self.epoch} was given up")
-        self.span_s = time.perf_counter() - started
 
     def abort(self) -> None:
         """Give the group up. Threads that wait in it get a ChannelError, at the latest after the timeout."""

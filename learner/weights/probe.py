@@ -38,12 +38,13 @@ class Prober:
         self._tokens, self._every, self._tolerance = list(tokens), config.probe_every, config.probe_tolerance
         self._first = True
 
-    def ask(self, policy: ProbedPolicy, version: int) -> Probe | None:
-        """The probe and its log-probabilities under `policy`, if one is due."""
-        due = self._every > 0 and (self._first or version % self._every == 0)
-        self._first = False
-        if not due:
-            return None
+    def due(self, version: int) -> bool:
+        """Whether a probe is due at `version`, the next one published."""
+        first, self._first = self._first, False
+        return self._every > 0 and (first or version % self._every == 0)
+
+    def ask(self, policy: ProbedPolicy) -> Probe:
+        """The probe and its log-probabilities under `policy`: a forward pass."""
         return Probe(tokens=self._tokens, logprobs=policy.logprobs_of(self._tokens), tolerance=self._tolerance)
 
 

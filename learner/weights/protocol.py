@@ -4,7 +4,8 @@ connects (DEALER).
 A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast, then Received, Loaded; or Failed instead of any
+    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed instead
+              of any. Checksums and Probe are sent as soon as they are known, beside the broadcast or after it
     both:     KeepAlive, so that each notices the other's death
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
     server:   Leave.   learner: Bye
@@ -53,7 +54,8 @@ class Ready(Message):
 
 
 class Received(Message):
-    """All buckets have arrived and their checksums agree. `span_s`: from all ranks present to all buckets received."""
+    """All buckets have arrived, and their checksums agree with the learner's. `span_s`: from all ranks present to all
+    buckets received."""
 
     round: Count
     span_s: float
@@ -114,9 +116,19 @@ class Offer(Message):
     round: Count
 
 
-class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities of all but the first, at temperature 1."""
+class Checksums(Message):
+    """The learner's checksum of each bucket. A server loads the version if its workers' are the same."""
 
+    round: Count
+    checksums: list[int]
+
+
+class Probe(Message):
+    """Fixed tokens and the learner's log-probabilities of all but the first, at temperature 1. A server compares its
+    own once it generates under the version."""
+
+    round: Count = 0
+    """Set when it is sent: one probe may be sent in several rounds."""
     tokens: list[int]
     logprobs: list[float]
     tolerance: float
@@ -142,8 +154,8 @@ class Go(Message):
     version: Count
     timeout_s: float
     source: RankAssignment | str
-    checksums: list[int]
-    probe: Probe | None = None
+    probe: bool = False
+    """Whether a Probe follows."""
 
 
 class Cancel(Message):
@@ -170,9 +182,11 @@ class KeepAlive(Message):
 
 
 class Staged(Message):
-    """From a worker to its server's front process: it has the buckets of `round`, or `reason` says why not."""
+    """From a worker to its server's front process: it has the buckets of `round` with these checksums, or `reason` says
+    why not."""
 
     round: Count
+    checksums: list[int] = Field(default_factory=list)
     span_s: float = 0.0
     reason: str = ""
     fatal: bool = False
@@ -183,7 +197,8 @@ TO_LEARNER: dict[str, type[Message]] = {
 }
 TO_FRONT: dict[str, type[Message]] = {Staged.__name__: Staged}
 TO_SERVER: dict[str, type[Message]] = {
-    m.__name__: m for m in (ServerWelcome, Joined, Offer, Go, Cancel, Rejoin, JoinRefused, Bye, KeepAlive)
+    m.__name__: m
+    for m in (ServerWelcome, Joined, Offer, Go, Checksums, Probe, Cancel, Rejoin, JoinRefused, Bye, KeepAlive)
 }
 
 

@@ -85,9 +85,14 @@ class ServerProcess:
             time.sleep(1.0)  # until the other process has written
             raise
 
+    def silent(self) -> bool:
+        """Whether it has printed nothing that was not expected."""
+        return self._lines.empty()
+
     def kill(self) -> None:
-        """With SIGKILL."""
-        os.kill(self.pid, signal.SIGKILL)
+        """With SIGKILL, if it still lives."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Cluster:

@@ -6,11 +6,18 @@ loaded a version when it prints that each of its weights is right.
 
 import os
 import random
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from buffer.wire.message import Message
+from learner.weights.protocol import Checksums
+from learner.weights.sender.members import Member
+from learner.weights.sender.publish import Sender
 from tests.harness.fork_server import START_S, Cluster, ServerProcess
+from tests.harness.weights_server import VersionedPolicy
 
 GRACE_S = 5.0
 """How much longer than the timeout the learner may take to go on without a server that died."""
@@ -117,6 +124,75 @@ def a_broadcast_that_stalls(cluster: Cluster, folder: Path) -> None:
         expect_version([stalled, *others], 1, cluster.timeout_s)
 
 
+def checksums_that_get_lost(cluster: Cluster, folder: Path) -> None:
+    """A server has all buckets but not the learner's checksums: it loads nothing, and the learner sends the version
+    again after the timeout."""
+    lost: list[Message] = []
+    with cluster.sender() as sender:
+        first, *others = cluster.start_all()
+        name = next(iter(sender._distributor.members)).name
+
+        def lose(member: Member, message: Message) -> Message | None:
+            if isinstance(message, Checksums) and member.name == name and not lost:
+                return lost.append(message)
+            return message
+
+        intercept(sender, lose)
+        started = time.monotonic()
+        cluster.publish(0)
+        expect_version([first, *others], 0, cluster.timeout_s + GRACE_S)
+        assert lost and time.monotonic() - started > cluster.timeout_s * 0.9
+        cluster.publish(1)
+        expect_version([first, *others], 1, cluster.timeout_s)
+
+
+def wrong_checksums(cluster: Cluster, folder: Path) -> None:
+    """The server that gets them ends without having loaded anything; the others go on."""
+    with cluster.sender() as sender:
+        first, *others = cluster.start_all()
+        name = next(iter(sender._distributor.members)).name
+
+        def change(member: Member, message: Message) -> Message | None:
+            if isinstance(message, Checksums) and member.name == name:
+                return message.model_copy(update={"checksums": [1, *message.checksums[1:]]})
+            return message
+
+        intercept(sender, change)
+        cluster.publish(0)
+        expect_version(others, 0, cluster.timeout_s)
+        cluster.until(lambda: name not in {member.name for member in sender._distributor.members}, cluster.timeout_s)
+        assert first.silent() and sender.stats()["weights/failed"] >= 1
+
+
+def a_late_probe(cluster: Cluster, folder: Path) -> None:
+    """Servers swap before the learner's forward pass is done; it is compared afterwards, and the next version
+    follows."""
+    gate = threading.Event()
+    with cluster.sender() as sender:
+        servers = cluster.start_all()
+        publishing = threading.Thread(target=sender.publish, args=(VersionedPolicy(0, cluster.specs, gate), 0))
+        publishing.start()
+        expect_version(servers, 0)
+        assert "weights/version" not in sender.stats()  # no server has said Loaded
+        gate.set()
+        publishing.join()
+        cluster.until(lambda: sender.stats().get("weights/probe_version") == 0, cluster.timeout_s)
+        cluster.publish(1)
+        expect_version(servers, 1, cluster.timeout_s)
+
+
+def intercept(sender: Sender, change: Callable[[Member, Message], Message | None]) -> None:
+    """Pass what the learner says to its members through `change`; None is not sent."""
+    members = sender._distributor.members
+    say = members.say
+
+    def changed(member: Member, message: Message) -> None:
+        if (left := change(member, message)) is not None:
+            say(member, left)
+
+    members.say = changed  # type: ignore[method-assign]
+
+
 SCENES: dict[str, Any] = {
     scene.__name__: scene
     for scene in (
@@ -127,5 +203,8 @@ SCENES: dict[str, Any] = {
         bucket_by_bucket,
         through_files,
         a_broadcast_that_stalls,
+        checksums_that_get_lost,
+        wrong_checksums,
+        a_late_probe,
     )
 }

@@ -58,10 +58,10 @@ def logprobs(version: int, tokens: list[int]) -> list[float]:
 
 
 class VersionedPolicy:
-    """A policy of which only the version matters."""
+    """A policy of which only the version matters. Its forward pass waits for `gate`, if there is one."""
 
-    def __init__(self, version: int, specs: list[Spec] = SPECS) -> None:
-        self.version, self.asked, self.specs = version, 0, specs
+    def __init__(self, version: int, specs: list[Spec] = SPECS, gate: threading.Event | None = None) -> None:
+        self.version, self.asked, self.specs, self.gate = version, 0, specs, gate
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self.specs:
@@ -69,6 +69,8 @@ class VersionedPolicy:
 
     def logprobs_of(self, tokens: list[int]) -> list[float]:
         self.asked += 1
+        if self.gate:
+            self.gate.wait(WAIT_S)
         return logprobs(self.version, tokens)
 
 
@@ -262,8 +264,8 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version
-        await policy.loaded()
         print(f"version {policy.version} {'right' if engine.holds(policy.version) else 'wrong'}", flush=True)
+        await policy.loaded()
 
 
 if __name__ == "__main__":

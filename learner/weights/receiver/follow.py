@@ -1,10 +1,13 @@
 """A rollout server's end of the weights wire. Runs in the front process's event loop, beside generation.
 
-`policies` yields each version once its buckets are in the workers' staging copies (`StagedPolicy`); the rollout loop
+`policies` yields each version once its buckets are in the workers' staging copies with the checksums that the learner
+has (`StagedPolicy`); the rollout loop
 then loads it between two steps. Workers without room for copies receive it during `load` instead, while the engine is
 paused (`StreamedPolicy`).
-Waits for: the buffer, which knows the learner's address (`where`), the learner's offers, the workers' reports. When the
-learner falls silent it asks `where` again and keeps trying the old address, whichever succeeds first.
+Waits for: the buffer, which knows the learner's address (`where`), the learner's messages, the workers' reports. What
+the learner owes to a round (Checksums, Probe) is waited for until it offers another round or is replaced by another
+learner; it leaves a server out that does not answer in time, and offers again. When the learner falls silent this asks
+`where` again and keeps trying the old address, whichever succeeds first.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from learner.weights import protocol
 from learner.weights.receiver.learner_connection import LearnerConnection
+from learner.weights.receiver.reception import Reception
 from learner.weights.receiver.staged import ReceivingEngine, StagedPolicy, WeightsError
 from learner.weights.receiver.streamed import StreamedPolicy
 
@@ -47,10 +51,8 @@ class Receiver:
         self._connection: LearnerConnection | None = None
         self._join = protocol.Join(name=name, protocol=protocol.PROTOCOL, workers=1, backend="")
         """Says what this server is and holds; kept up to date."""
-        self._go: protocol.Go | None = None
-        """The round being received."""
-        self._reports: list[protocol.Staged] = []
-        """The workers' reports of that round."""
+        self._reception: Reception | None = None
+        """The round from its Go to its end."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: protocol.Offer | None = None
@@ -80,6 +82,8 @@ class Receiver:
             error = error.exceptions[0]
         reason = error or asyncio.CancelledError()
         self._policies.put_nowait(reason)
+        if self._reception:
+            self._reception.take_probe(None)
         if self._streamed:
             self._streamed.finish(reason)
 
@@ -135,15 +139,16 @@ class Receiver:
         elif isinstance(message, protocol.Joined):
             connection.joined, connection.lost = True, False
         elif isinstance(message, protocol.Offer):
+            await self._abandon("the learner began another round")
             self._offered = message
             if not self._busy:
                 self._release_staging()
         elif isinstance(message, protocol.Go):
-            self._busy, self._go, self._reports = True, message, []
-            await self._begin(message)
-        elif isinstance(message, protocol.Cancel):
-            if self._go and self._go.round == message.round:
-                await self._abandon(message.reason)
+            self._busy, self._reception = True, Reception(message, self._join.workers)
+            await self._begin(self._reception)
+        elif isinstance(message, protocol.Checksums | protocol.Probe | protocol.Cancel):
+            if self._reception and self._reception.go.round == message.round:
+                await self._on_fact(message, self._reception)
         elif isinstance(message, protocol.Rejoin | protocol.Bye):
             if isinstance(message, protocol.Rejoin) and connection.joined:
                 log.warning("weights: the learner left this server out: %s", message.reason)
@@ -163,65 +168,83 @@ class Receiver:
         self._streams = modes == {"bucket"}
         log.info("weights: received %s", "into place, bucket by bucket" if self._streams else "into a staging copy")
 
-    async def _begin(self, go: protocol.Go) -> None:
+    async def _on_fact(self, message: protocol.Checksums | protocol.Probe | protocol.Cancel, of: Reception) -> None:
+        """What the learner tells about the present round."""
+        if isinstance(message, protocol.Checksums):
+            of.checksums = message
+            self._verify(of)
+        elif isinstance(message, protocol.Probe):
+            of.take_probe(message)
+        else:
+            await self._abandon(message.reason)
+
+    async def _begin(self, reception: Reception) -> None:
         """Receive into the staging copies at once, or into place as soon as the engine is paused."""
         if not self._streams:
-            return await self._receive(go)
+            return await self._receive(reception)
         if self._streamed is None:
             self._streamed = StreamedPolicy(
-                go, self._engine, self._say, self._release_staging, self._receive, self._timeout_s
+                reception, self._engine, self._say, self._release_staging, self._receive, self._timeout_s
             )
             self._policies.put_nowait(self._streamed)
-        self._streamed.begin(go)
+        self._streamed.begin(reception)
 
-    async def _receive(self, go: protocol.Go) -> None:
+    async def _receive(self, reception: Reception) -> None:
         """Have all workers receive the round, unless it was cancelled meanwhile."""
-        if go is self._go:
-            await self._collective("rl_receive", protocol.pack(go), self._notify)
+        if reception is self._reception:
+            await self._collective("rl_receive", protocol.pack(reception.go), self._notify)
 
     async def _collect(self, pull: "zmq.asyncio.Socket") -> None:
         """Take the workers' reports; all but those of the current round are stale."""
         while True:
             staged = protocol.unpack(await pull.recv(), protocol.TO_FRONT)
             assert isinstance(staged, protocol.Staged)
-            if self._go and staged.round == self._go.round:
-                self._reports.append(staged)
-                if len(self._reports) == self._join.workers:
-                    self._on_all_staged(self._go)
+            if self._reception and staged.round == self._reception.go.round:
+                self._reception.reports.append(staged)
+                self._verify(self._reception)
 
-    def _on_all_staged(self, go: protocol.Go) -> None:
-        bad = max((report for report in self._reports if report.reason), key=lambda report: report.fatal, default=None)
-        if bad:
-            log.warning("weights: version %d was not received: %s", go.version, bad.reason)
-            return self._fail(protocol.Failed(round=go.round, reason=bad.reason, fatal=bad.fatal))
+    def _verify(self, reception: Reception) -> None:
+        """Hand the version to the rollout loop once it is all there and the learner's checksums agree."""
+        if len(reception.reports) < reception.workers:
+            return
+        go, failed = reception.go, reception.failure()
+        if failed:
+            log.warning("weights: version %d was not received: %s", go.version, failed.reason)
+            return self._fail(failed)
+        if reception.checksums is None:
+            return
+        reception.verified = True
         self._join = self._join.model_copy(update={"session": go.session, "version": go.version})
-        self._say(protocol.Received(round=go.round, span_s=max(report.span_s for report in self._reports)))
+        self._say(protocol.Received(round=go.round, span_s=max(report.span_s for report in reception.reports)))
         if self._streamed:
             self._streamed.finish()
             self._streamed = None
         else:
-            policy = StagedPolicy(go, self._engine, self._say, self._release_staging, self._timeout_s)
+            policy = StagedPolicy(reception, self._engine, self._say, self._release_staging, self._timeout_s)
             self._policies.put_nowait(policy)
 
     async def _abandon(self, reason: str) -> None:
-        """Stop receiving, unless everything has arrived. A stuck thread keeps its buckets; the next one gets others."""
-        if self._go is None or len(self._reports) == self._join.workers:
+        """Expect nothing more of the learner in this round. A version that is not verified by now is never loaded; a
+        stuck thread keeps its buckets, and the next one gets others."""
+        reception = self._reception
+        if reception is None:
             return
-        go, self._go = self._go, None
-        await self._collective("rl_abort")
-        self._fail(protocol.Failed(round=go.round, reason=reason))
+        reception.take_probe(None)
+        if not reception.verified:
+            self._reception = None
+            await self._collective("rl_abort")
+            self._fail(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _fail(self, failed: protocol.Failed) -> None:
         """The round is over without a version."""
         self._say(failed)
         if failed.fatal:
             raise WeightsError(failed.reason)
-        self._go = None
         self._release_staging()
 
     def _release_staging(self) -> None:
-        """The staging copies may be overwritten: answer the offer that arrived meanwhile."""
-        self._busy = False
+        """The round is over and the staging copies may be overwritten: answer the offer that arrived meanwhile."""
+        self._busy, self._reception = False, None
         if self._offered:
             self._say(protocol.Ready(round=self._offered.round))
             self._offered = None

@@ -1,16 +1,20 @@
 """A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`.
 
 Made by `follow.Receiver`, used by the rollout loop. `load` waits for the workers, `loaded` for the probe, if one is
-due.
+due: the learner's, whose forward pass follows the sending, and the engine's.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from buffer.wire.message import Message
-from learner.weights.protocol import Failed, Go, Loaded
+from learner.weights.protocol import Failed, Loaded
+from learner.weights.receiver.reception import Reception
+
+log = logging.getLogger(__name__)
 
 
 class ReceivingEngine(Protocol):
@@ -31,14 +35,14 @@ class StagedPolicy:
 
     def __init__(
         self,
-        go: Go,
+        reception: Reception,
         engine: ReceivingEngine,
         say: Callable[[Message], None],
         release: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        self.version, self._go, self._engine, self._timeout_s = go.version, go, engine, timeout_s
-        self._say, self._release = say, release
+        self.version, self._reception, self._engine = reception.go.version, reception, engine
+        self._say, self._release, self._timeout_s = say, release, timeout_s
         self._load_s = 0.0
 
     async def load(self) -> None:
@@ -47,31 +51,34 @@ class StagedPolicy:
         try:
             await self._engine.collective("rl_load", self.version, timeout_s=self._timeout_s)
         except RuntimeError as error:
-            self._say(Failed(round=self._go.round, reason=f"load: {error}", fatal=True))
+            self._say(Failed(round=self._reception.go.round, reason=f"load: {error}", fatal=True))
             raise
         self._load_s = time.perf_counter() - started
 
     async def loaded(self) -> None:
         """Verify the version while the engine generates with it, and tell the learner. Raises WeightsError."""
-        await confirm(self._go, self._engine, self._say, self._load_s, pause_s=0.0)
+        await confirm(self._reception, self._engine, self._say, self._load_s, pause_s=0.0)
         self._release()
 
 
 async def confirm(
-    go: Go, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, pause_s: float
+    reception: Reception, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, pause_s: float
 ) -> None:
     """Compare the probe, if one is due, and say Loaded. Raises WeightsError where the probe differs too much."""
-    difference, started = None, time.perf_counter()
-    if go.probe is not None:
-        ours, theirs = await engine.probe(go.probe.tokens), go.probe.logprobs
+    go, difference, started = reception.go, None, time.perf_counter()
+    probe = await reception.probe if go.probe else None
+    if probe is not None:
+        ours, theirs = await engine.probe(probe.tokens), probe.logprobs
         difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
-        if not difference <= go.probe.tolerance:
+        if not difference <= probe.tolerance:
             reason = (
                 f"version {go.version}: the probe's log-probabilities differ by {difference:.4g} nat on average "
-                f"(weights.probe_tolerance {go.probe.tolerance:g}): {_few(ours)} here, {_few(theirs)} at the learner"
+                f"(weights.probe_tolerance {probe.tolerance:g}): {_few(ours)} here, {_few(theirs)} at the learner"
             )
             say(Failed(round=go.round, reason=reason, fatal=True))
             raise WeightsError(reason)
+    elif go.probe:
+        log.warning("weights: version %d is not probed: the learner went on without sending the probe", go.version)
     verify_s = time.perf_counter() - started
     say(Loaded(round=go.round, load_s=load_s, pause_s=pause_s, verify_s=verify_s, probe=difference))
 

@@ -108,29 +108,29 @@ class Staging:
     ) -> None:
         if before:
             before.join(go.timeout_s)
-        reason, fatal = "", False
+        sums, reason, fatal = list[int](), "", False
         try:
             with own_stream(self.device):
-                got = self._take(go, weights, channel)
+                sums = self._take(go, weights, channel)
         except ChannelError as error:
             reason = str(error)
         except BaseException as error:  # the boundary of the thread: the front process ends the server with it
             log.exception("weights: version %d", go.version)
             reason, fatal = f"{type(error).__name__}: {error}", True
         else:
-            reason = disagreement(go, got)
-            fatal = bool(reason)
-            if not reason and not weights.rotating and weights is self._buckets:
+            if not weights.rotating and weights is self._buckets:
                 self._version = go.version
         span_s = channel.span_s if channel else 0.0
-        tell(notify, Staged(round=go.round, span_s=span_s, reason=reason, fatal=fatal))
+        tell(notify, Staged(round=go.round, checksums=sums, span_s=span_s, reason=reason, fatal=fatal))
 
     def _take(self, go: Go, weights: Buckets, channel: Channel | None) -> list[int]:
         """Receive all buckets, and load each at once if rotating; returns their checksums."""
         if not weights.rotating:
-            for _ in arrivals(go, weights, channel):
-                pass
-            return weights.checksums()
+            last, computed = len(weights.buckets) - 1, torch.empty(0)
+            for bucket in arrivals(go, weights, channel):
+                if bucket == last:  # on a GPU this is queued behind the last bucket, before anything waits for that
+                    computed = weights.checksums()
+            return [int(value) for value in computed.tolist()]
         sums: list[torch.Tensor] = []
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,14 +149,6 @@ def arrivals(go: Go, weights: Buckets, channel: Channel | None) -> Iterator[int]
     elif channel is not None:
         channel.connect()
         yield from channel.broadcast(weights.buckets, 1 if weights.rotating else None)
-
-
-def disagreement(go: Go, sums: list[int]) -> str:
-    """The first bucket whose checksum differs from the learner's, in words; empty if all agree."""
-    for index, (ours, theirs) in enumerate(zip(sums, go.checksums, strict=True)):
-        if ours != theirs:
-            return f"version {go.version}, bucket {index}: checksum {ours} here, {theirs} at the learner"
-    return ""
 
 
 def tell(notify: str, message: Staged) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from buffer.wire.message import Message
-from learner.weights.protocol import Go
+from learner.weights.receiver.reception import Reception
 from learner.weights.receiver.staged import ReceivingEngine, confirm
 
 
@@ -19,25 +19,26 @@ class StreamedPolicy:
 
     def __init__(
         self,
-        go: Go,
+        reception: Reception,
         engine: ReceivingEngine,
         say: Callable[[Message], None],
         release: Callable[[], None],
-        receive: Callable[[Go], Awaitable[None]],
+        receive: Callable[[Reception], Awaitable[None]],
         timeout_s: float,
     ) -> None:
-        self._go, self._engine, self._say, self._release, self._receive = go, engine, say, release, receive
-        self._events: asyncio.Queue[Go | BaseException | None] = asyncio.Queue()
+        self._reception, self._engine, self._say, self._release = reception, engine, say, release
+        self._receive = receive
+        self._events: asyncio.Queue[Reception | BaseException | None] = asyncio.Queue()
         self._timeout_s, self._load_s, self._pause_s = timeout_s, 0.0, 0.0
 
     @property
     def version(self) -> int:
         """The version announced; after `load`, the version in place, which may be a later one."""
-        return self._go.version
+        return self._reception.go.version
 
-    def begin(self, go: Go) -> None:
+    def begin(self, reception: Reception) -> None:
         """The receiver's: this round can be received now."""
-        self._events.put_nowait(go)
+        self._events.put_nowait(reception)
 
     def finish(self, error: BaseException | None = None) -> None:
         """The receiver's: the last round is in place, or none ever will be."""
@@ -51,7 +52,7 @@ class StreamedPolicy:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
                     raise event
-                self._go = event
+                self._reception = event
                 await self._receive(event)
             await self._engine.collective("rl_stamp", self.version, timeout_s=self._timeout_s)
             self._load_s = time.perf_counter() - started
@@ -59,5 +60,5 @@ class StreamedPolicy:
 
     async def loaded(self) -> None:
         """Verify the version while the engine generates with it, and tell the learner. Raises WeightsError."""
-        await confirm(self._go, self._engine, self._say, self._load_s, self._pause_s)
+        await confirm(self._reception, self._engine, self._say, self._load_s, self._pause_s)
         self._release()

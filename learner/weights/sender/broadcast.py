@@ -10,7 +10,7 @@ import time
 import torch
 
 from learner.weights.buckets import DoubleBuffer, PublishedPolicy
-from learner.weights.channel import Channel, Rendezvous, backend_of, in_thread, own_stream
+from learner.weights.channel import Channel, Rendezvous, backend_of, in_thread
 from learner.weights.protocol import RankAssignment
 from learner.weights.sender.members import Member
 
@@ -57,8 +57,8 @@ class BroadcastGroup:
 
         def run() -> None:
             channel.connect()
-            with copies.hold(policy), own_stream(self._device):
-                for _ in channel.broadcast(policy.weights.buckets):
+            with copies.reading(policy) as weights:
+                for _ in channel.broadcast(weights.buckets):
                     pass
 
         return in_thread(run, "weights-broadcast")

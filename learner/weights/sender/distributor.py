@@ -1,10 +1,11 @@
 """The serving half of the sender: brings each member the newest policy, round by round.
 
 Runs in the event loop of a background thread of learner rank 0, started by `publish.Sender`. Waits for a member that
-does not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded; each wait ends at the
-timeout or as soon as every member concerned has answered or is gone. A member that does not answer is left out; if the
-broadcast breaks, the group is given up and the next round forms another of the members that still answer. So one dead
-server costs at most one timeout.
+does not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded; beside it, Checksums and
+Probe are told as soon as this process has them. Each wait for members ends at the timeout or as soon as every member
+concerned has answered or is gone. A member that does not answer is left out; if the broadcast breaks, the group is
+given up and the next round forms another of the members that still answer. So one dead server costs at most one
+timeout.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from learner.weights import protocol
 from learner.weights.buckets import DoubleBuffer, PublishedPolicy
-from learner.weights.channel import ChannelError
+from learner.weights.channel import ChannelError, in_thread
 from learner.weights.plan import dtype_name
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.files import Files
@@ -107,21 +108,24 @@ class Distributor:
             self.members.failed += 1
             return await asyncio.sleep(self._heartbeat_s)
         self._go(policy, ready)
-        sending = time.perf_counter()
-        broken = await self._broadcast(policy, ready)
-        sent_s = time.perf_counter() - sending
-        received = await self._answered(ready, protocol.Received, protocol.Loaded)
-        span_s = max((m.answer.span_s for m in received if isinstance(m.answer, protocol.Received)), default=0.0)
-        for member in received:
-            member.holds = (self._session, policy.version)
-        if broken or len(received) < len(ready):
-            self._blame(ready, broken)
+        async with asyncio.TaskGroup() as tasks:
+            telling = tasks.create_task(self._tell_facts(policy, ready))
+            broken = await self._broadcast(policy, ready)
+            received = await self._answered(ready, protocol.Received, protocol.Loaded)
+            received_s = time.perf_counter() - policy.published_at
+            span_s = max((m.answer.span_s for m in received if isinstance(m.answer, protocol.Received)), default=0.0)
+            for member in received:
+                member.holds = (self._session, policy.version)
+            if broken or len(received) < len(ready):
+                self._blame(ready, broken)
+            if not received:
+                telling.cancel()
         loaded = await self._answered(received, protocol.Loaded)
         for member in loaded:
             member.failures = 0
         if loaded:
             round_s = time.perf_counter() - started
-            stats = round_stats(policy, loaded, sent_s, span_s) | {"weights/round_s": round_s}
+            stats = round_stats(policy, loaded, received_s, span_s) | {"weights/round_s": round_s}
             self._last_round = self._last_round | stats
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
@@ -141,10 +145,29 @@ class Distributor:
                 version=policy.version,
                 timeout_s=self._timeout_s,
                 source=self._transport.source(policy, member),
-                checksums=policy.checksums,
-                probe=policy.probe,
+                probe=policy.probe is not None,
             )
             self.members.say(member, go)
+
+    async def _tell_facts(self, policy: PublishedPolicy, ready: list[Member]) -> None:
+        """Tell the members of the round what they verify `policy` with, each as soon as it is known."""
+
+        def compute() -> list[int]:
+            with self._copies.reading(policy) as weights:
+                return [int(value) for value in weights.checksums().tolist()]
+
+        if policy.checksums is None:
+            policy.checksums = in_thread(compute, "weights-checksums")
+        checksums = await asyncio.shield(policy.checksums)  # the next round may need them too
+        self._tell(ready, protocol.Checksums(round=self._round, checksums=checksums))
+        if policy.probe is not None:
+            probe = await asyncio.wrap_future(policy.probe)
+            self._tell(ready, probe.model_copy(update={"round": self._round}))
+
+    def _tell(self, members: list[Member], message: Message) -> None:
+        for member in members:
+            if not member.gone:
+                self.members.say(member, message)
 
     async def _answered(self, members: list[Member], *kinds: type[Message]) -> list[Member]:
         """The `members` that answer with one of `kinds` in time. Those that do not answer at all are dropped."""
@@ -176,9 +199,7 @@ class Distributor:
             broken = "a server was lost or failed in the broadcast"
             sending.add_done_callback(lambda future: future.exception())  # retrieved, so that asyncio does not log it
         self._transport.give_up()
-        for member in ready:
-            if not member.gone:
-                self.members.say(member, protocol.Cancel(round=self._round, reason=broken))
+        self._tell(ready, protocol.Cancel(round=self._round, reason=broken))
         return broken
 
     def _blame(self, ready: list[Member], broken: str) -> None:
@@ -197,14 +218,16 @@ class Distributor:
                 self.members.drop(member, "refused")
 
 
-def round_stats(policy: PublishedPolicy, loaded: Iterable[Member], sent_s: float, span_s: float) -> dict[str, float]:
+def round_stats(
+    policy: PublishedPolicy, loaded: Iterable[Member], received_s: float, span_s: float
+) -> dict[str, float]:
     """What `metrics.jsonl` shows of a round that reached `loaded`, in seconds: plain keys hold the slowest server's,
     keys with a server's name that server's; docs/weights.md explains each."""
     answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),
         "weights/servers": float(len(answers)),
-        "weights/broadcast_s": sent_s,
+        "weights/received_s": received_s,
         "weights/lag_s": time.perf_counter() - policy.published_at - max(a.verify_s for a in answers.values()),
     }
     if span_s > 0:

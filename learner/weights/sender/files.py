@@ -35,7 +35,7 @@ class Files:
         """Write `policy` in a thread unless it is there. Raises ChannelError if the disk refuses it."""
 
         def run() -> None:
-            with copies.hold(policy):
+            with copies.reading(policy):
                 self._write(policy)
 
         await in_thread(run, "weights-write")

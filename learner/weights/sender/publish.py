@@ -1,9 +1,10 @@
 """The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
 All ranks gather the full tensors together. Rank 0 (`Sender`) copies them into one of its two buffers and returns; its
-background thread (`distributor.Distributor`) brings them to the servers while the learner trains on. The other ranks
-(`Follower`) only take part in the gathering. `publish` waits for the gathering and, rarely, up to `weights.timeout_s`
-for a buffer that a broken broadcast still reads.
+background thread (`distributor.Distributor`) brings them to the servers while the learner trains on: it gathers the
+servers while the weights are still being copied, and sends as soon as they are. The other ranks (`Follower`) only take
+part in the gathering and the probe. `publish` waits for both and, rarely, up to `weights.timeout_s` for a buffer that a
+broken broadcast still reads; on a GPU the copying is only queued.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ import torch
 
 from buffer.curve import ServerKeys
 from configs.schema import WeightsConfig
-from learner.weights.buckets import DoubleBuffer
+from learner.weights.buckets import DoubleBuffer, pending
 from learner.weights.plan import Plan, Spec
 from learner.weights.probe import ProbedPolicy, Prober
 from learner.weights.sender.broadcast import BroadcastGroup
@@ -33,7 +34,7 @@ HEARTBEAT_S = 2.0
 
 
 class Follower:
-    """Every rank but 0: takes part in the gathering."""
+    """Every rank but 0: takes part in what is collective, in the order of `Sender.publish`."""
 
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: Sequence[int] | None = None
@@ -41,10 +42,11 @@ class Follower:
         self._prober = Prober(specs, config, seed, probe)
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
-        """Gather `version` with the other ranks."""
-        self._prober.ask(policy, version)
+        """Gather `version` with the other ranks, and probe it if that is due."""
         for _ in policy.full_weights():
             pass
+        if self._prober.due(version):
+            self._prober.ask(policy)
 
     def stats(self) -> dict[str, float]:
         """Empty: rank 0 has the figures."""
@@ -72,7 +74,7 @@ class Sender:
         specs = [Spec(*spec) for spec in specs]
         plan = Plan.of(specs, config.bucket_mib << 20)
         self._config, self._prober = config, Prober(specs, config, seed, probe)
-        self._copies = DoubleBuffer(plan, device)
+        self._copies, self._on_gpu = DoubleBuffer(plan, device), device.type == "cuda"
         self._published: dict[str, float] = {"weights/bytes": float(plan.total_bytes)}
         self._ended: Future[None] = Future()
         started: Future[str] = Future()
@@ -94,19 +96,21 @@ class Sender:
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
         """Copy `version` of the policy and return; the background thread distributes it. Raises what ended that thread,
-        if anything did."""
+        if anything did. If the copying fails, the version is never sent."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
         started = time.perf_counter()
         copy = self._copies.reserve(self._config.timeout_s)
-        copy.version, copy.probe = version, self._prober.ask(policy, version)
-        copy.weights.fill(policy.full_weights())
-        copy.checksums = copy.weights.checksums()
-        copy.published_at = started
+        copy.version, copy.published_at, copy.filled, copy.checksums = version, started, pending(), None
+        copy.probe = pending() if self._prober.due(version) else None
         self._copies.offer(copy)
         self._loop.call_soon_threadsafe(self._distributor.members.changed.set)
+        copy.weights.fill(policy.full_weights())
+        copy.filled.set_result(torch.cuda.current_stream().record_event() if self._on_gpu else None)
         self._published["weights/gather_s"] = time.perf_counter() - started
+        if copy.probe is not None:
+            copy.probe.set_result(self._prober.ask(policy))
 
     def stats(self) -> dict[str, float]:
         """Seconds and counts of the last publication and of the last round that reached servers, and the last probe."""

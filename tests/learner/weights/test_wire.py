@@ -11,9 +11,10 @@ import pytest
 import torch
 import zmq
 
+from learner.weights.protocol import Checksums, Probe
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
-from tests.harness.scenes import GRACE_S
+from tests.harness.scenes import GRACE_S, intercept
 from tests.harness.weights_server import HEARTBEAT_S, SPECS, WAIT_S, Addresses, VersionedPolicy, config, servers
 
 CPU = torch.device("cpu")
@@ -179,6 +180,31 @@ def test_a_learner_that_comes_back_elsewhere_is_found_and_its_versions_count():
     run(test())
 
 
+@pytest.mark.parametrize("kind", [Checksums, Probe])
+def test_a_learner_that_dies_between_the_broadcast_and_what_verifies_it(kind):
+    """Without checksums the version is never loaded; without a probe it stays. The next learner's version follows."""
+
+    async def test():
+        addresses = Addresses()
+        async with servers(addresses, "rollout-0") as (one,):
+            with a_sender() as sender:
+                intercept(sender, lambda member, message: None if isinstance(message, kind) else message)
+                await addresses.set(sender.address)
+                sender.publish(VersionedPolicy(5), 5)
+                async with asyncio.timeout(WAIT_S):
+                    while one.engine.staging[0]._version != 5 or (kind is Probe and one.engine.version != 5):
+                        await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+                assert one.engine.version == (5 if kind is Probe else -1) and not one.seen
+            with a_sender() as sender:
+                sender.publish(VersionedPolicy(3), 3)
+                await addresses.set(sender.address)
+                await one.has(3)
+        assert one.seen == ([5, 3] if kind is Probe else [3])
+
+    run(test())
+
+
 def test_a_learner_silent_for_a_while_is_joined_again_where_it_was():
     async def test():
         with a_sender() as sender:
@@ -197,19 +223,14 @@ def test_a_wrong_bucket_ends_the_server_with_both_checksums():
         with a_sender() as sender:
             async with servers(Addresses(sender.address), "rollout-0", "rollout-1") as (one, two):
                 await until_stat(sender, "weights/members", 2.0)
-                sums = one.engine.staging[0]
-                one.engine.rl_receive = lambda worker, go, notify: sums.receive(tampered(go), notify)
+                staging = one.engine.staging[0]
+                take = staging._take
+                staging._take = lambda *args: [12345 if i == 1 else s for i, s in enumerate(take(*args))]
                 sender.publish(VersionedPolicy(0), 0)
-                with pytest.raises(WeightsError, match=r"bucket 1: checksum -?\d+ here, 12345 at the learner"):
+                with pytest.raises(WeightsError, match=r"bucket 1: checksum 12345 here, -?\d+ at the learner"):
                     await one.has(0)
                 await two.has(0)
                 assert not one.engine.weights[0]
-
-    def tampered(go):
-        from learner.weights.protocol import TO_SERVER, pack, unpack
-
-        message = unpack(go, TO_SERVER)
-        return pack(message.model_copy(update={"checksums": [message.checksums[0], 12345, *message.checksums[2:]]}))
 
     run(test())
 
