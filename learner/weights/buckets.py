@@ -129,8 +129,9 @@ class DoubleBuffer:
     """The sender's two copies of the weights of `plan` on `device`, allocated when first needed: one is filled while a
     broadcast may still read the other.
 
-    Shared by the learner's thread (`reserve`, `offer`) and the serving threads (`hold`, `reading`). `reserve` waits until
-    nobody holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast lingers.
+    Shared by the learner's thread (`reserve`, `offer`) and the serving threads (`hold`, `reading`). `reserve` waits
+    until nobody holds one of the two: rounds are served one at a time, so that is at once unless a broken broadcast
+    lingers.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

@@ -4,8 +4,8 @@ connects (DEALER).
 A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields of the model of that name.
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed instead
-              of any. Checksums and Probe are sent as soon as they are known, beside the broadcast or after it
+    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed
+              instead of any. Checksums and Probe are sent as soon as they are known, beside the broadcast or after it
     both:     KeepAlive, so that each notices the other's death
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
     server:   Leave.   learner: Bye
