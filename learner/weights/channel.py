@@ -114,7 +114,7 @@ class Channel:
                     work = works.popleft()
                     work.block_current_stream() if on_gpu else work.wait(self._timeout)
                     yield index - ahead
-            for work in works:
+            for work in [works[-1]] if on_gpu else works:  # a stream keeps their order
                 work.block_current_stream() if on_gpu else work.wait(self._timeout)
             self.span_s = time.perf_counter() - started
             yield from range(len(buckets) - len(works), len(buckets))
