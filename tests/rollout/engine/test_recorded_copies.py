@@ -85,7 +85,7 @@ def distributed(tmp_path_factory):
     cleanup_dist_env_and_memory()
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def made(request, distributed, tmp_path_factory):
     """vLLM's model, or one shard of it, and the names, shapes and dtypes that a learner publishes."""
     import vllm.distributed.parallel_state as groups
