@@ -26,9 +26,9 @@ from benchmarks.runs.processes import Died, Processes, Watch
 from benchmarks.runs.trained import figures_of, trained_run, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
 
-SHAPES_RUN = {
-    "Qwen2.5-1.5B": {"mean": 1000.0, "cut": 4096, "running": 512, "groups": 16, "samples": 16},
-    "speck": {"mean": 24.0, "cut": 96, "running": 32, "groups": 4, "samples": 4},
+SHAPES_RUN: dict[str, dict[str, int]] = {
+    "Qwen2.5-1.5B": {"mean": 1000, "cut": 4096, "running": 512, "groups": 16, "samples": 16},
+    "speck": {"mean": 24, "cut": 96, "running": 32, "groups": 4, "samples": 4},
 }
 WARM_UP = 2
 TARGET = {4: 2.4}
@@ -43,7 +43,7 @@ def tail_ratio(mean: float, cut: int, samples: int) -> float:
     return sum(1.0 - (1.0 - stay) ** samples for stay in stays) / sum(stays)
 
 
-def closed_form(found: dict[str, float], shape: dict[str, Any]) -> float:
+def closed_form(found: dict[str, float], shape: dict[str, int]) -> float:
     """The mean age that the formula above gives for what was measured, if no bound cuts it off."""
     samples = shape["groups"] * shape["samples"]
     lives = found["running"] * tail_ratio(shape["mean"], shape["cut"], shape["samples"]) / samples
@@ -55,7 +55,7 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.shape = args, SHAPES_RUN[args.shape]
-        self.until = time.monotonic() + args.budget_s
+        self.until: float = time.monotonic() + args.budget_s
 
     def run(self) -> list[str]:
         """Measure each bound; returns what failed."""

@@ -14,6 +14,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.weights.known import end_answers
@@ -28,7 +29,7 @@ from learner.weights.sender.publish import Sender
 def main(file: str, every_s: float = 2.0, mean: float = 0.0, spread: float = 0.0, running: float = 0.0) -> None:
     """Run until killed."""
     config, gpu = load([file]), torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda" if gpu else "cpu", (1,))
     policy = Policy(config.model, config.learner, mesh, random=True)
     vocabulary = int(policy.model.config.get_text_config().vocab_size)

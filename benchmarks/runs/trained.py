@@ -30,7 +30,7 @@ def trained_run(
     gpus = torch.cuda.device_count()
     given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]
     model = subprocess.run(given, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
-    config = {
+    config: dict[str, dict[str, Any]] = {
         "model": {"path": model},
         "sampling": {"max_tokens": length},
         "batch": {"groups": groups, "samples": samples},
