@@ -55,7 +55,7 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.shape = args, SHAPES_RUN[args.shape]
-        self.until = time.monotonic() + args.budget_s
+        self.until: float = time.monotonic() + args.budget_s
 
     def run(self) -> list[str]:
         """Measure each bound; returns what failed."""
