@@ -45,7 +45,7 @@ ENGINE_KEYS_SET = (
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
-QUANTIZATIONS = ("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
+QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
 
 

@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[
     str, Field(pattern=r"^tcp://(\*|[^:/]+|\[[0-9a-fA-F:.]+\]):(\*|\d{1,5})$", examples=["tcp://127.0.0.1:5600"])
 ]
-PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.5
+PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
 class Section(BaseModel):
@@ -260,9 +260,9 @@ class WeightsConfig(Section):
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 0.5 with
+    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, or 1 with
     `rollout.engine.quantization`. Correct weights in bfloat16 differ by about 0.01, those of a large random model by
-    0.05, rounded to FP8 by tenths, and wrong ones by several nats; in float32 set 1e-3."""
+    0.05, rounded to FP8 by 0.6 to 0.8, and wrong ones by 2.6; in float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:

@@ -102,15 +102,15 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         (
             ["rollout.engine.quantization=awq"],
             "rollout.engine.quantization: awq does not quantise each policy as it is loaded; "
-            "set one of fp8, fp8_per_tensor, fp8_per_block, fp8_per_channel",
+            "set one of fp8, fp8_per_tensor",
         ),
         (
             ["rollout.engine.quantization=fp8", "rollout.device=cpu"],
             "rollout.engine.quantization: fp8 needs a GPU, but rollout.device is cpu; remove the key",
         ),
         (
-            ["rollout.engine.quantization=fp8_per_block", "model.dtype=float32"],
-            "rollout.engine.quantization: fp8_per_block quantises bfloat16, but model.dtype is float32; "
+            ["rollout.engine.quantization=fp8_per_tensor", "model.dtype=float32"],
+            "rollout.engine.quantization: fp8_per_tensor quantises bfloat16, but model.dtype is float32; "
             "set model.dtype: bfloat16 or remove the key",
         ),
         (
