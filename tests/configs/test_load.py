@@ -288,8 +288,8 @@ def test_a_wrong_entry_of_a_list_is_named() -> None:
     ("options", "tolerance"),
     [
         ([], 0.05),
-        (["rollout.engine.quantization=fp8"], 0.5),
-        (["rollout.engine.quantization=fp8", "weights.probe_every=1"], 0.5),
+        (["rollout.engine.quantization=fp8"], 1.0),
+        (["rollout.engine.quantization=fp8", "weights.probe_every=1"], 1.0),
         (["rollout.engine.quantization=fp8", "weights.probe_tolerance=0.2"], 0.2),
     ],
 )

@@ -136,6 +136,7 @@ def arguments(folder, scene, tensor_parallel):
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
     given = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": BLOCKS, "block_size": 32}
+    given |= {} if cpu else {"gpu_memory_utilization": 0.3}
     worker = "LateWorker" if scene == "late" else "MarkedWorker"
     changed = {"load_format": "auto", "worker_extension_cls": f"tests.harness.marked.{worker}"}
     return engine_arguments(config, 1, cpu) | given | changed
