@@ -13,7 +13,7 @@ from typing import Any
 from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
-GRACE_S = 1.0
+GRACE_S = 4.0
 """Time for a worker to end by itself (`atexit` handlers run) before it is killed."""
 KILL_S = 10.0
 """Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
