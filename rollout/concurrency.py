@@ -106,7 +106,8 @@ class Auto:
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. What the KV cache holds of sequences of the mean length (`by_kv`).
     4. After vLLM has preempted sequences, which it has to compute again: that many fewer, an eighth at most at a time
-       and not what ran by then, which may be the tail of a batch; and a group more each minute without another.
+       and not what ran by then, which may be the tail of a batch; no further while more places are taken than the last
+       cut left; and a group more each minute without another.
     """
 
     wanted: float
@@ -135,9 +136,9 @@ class Auto:
         full, wanted = places.taken >= places.limit * NEARLY, limits.pop("limit_learner")
         if learner_waits and full and wanted < min(limits.values()):
             self.wanted *= 1 + seconds * GROWTH_PER_S
-        if new > 0:
+        if new > 0 and places.taken < places.limit + places.samples:
             self._fits = max(places.limit - new, places.limit * NEARLY)
-        elif self._fits is not None:
+        elif new <= 0 and self._fits is not None:
             self._fits += places.samples * seconds / RETRY_S
         places.limit = min(self.limits(places).values())
 

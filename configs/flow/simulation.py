@@ -6,7 +6,7 @@ assumed, by the constants below and `MEAN_SHARE`, and `explain.py` says so.
 
 import heapq
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from math import ceil, inf, log
 
@@ -40,9 +40,10 @@ def expected(config: Config, staleness: int) -> Flow:
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
     answer = max_sample_tokens(config) - config.data.max_prompt_tokens
-    num_places = max(1, round(servers * places(config) * groups / batch.groups))
+    most = servers * places(config)
+    num_places = max(1, round(most * groups / batch.groups))
     flow = simulate(groups, batch.samples, num_places, num_places / places(config), staleness, answer)
-    return Flow(flow.running * batch.groups / groups, flow.age, flow.speed)
+    return Flow(flow.running * most / num_places, flow.age, flow.speed)
 
 
 def simulate(groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int) -> Flow:
@@ -54,7 +55,7 @@ def simulate(groups: int, samples: int, num_places: int, servers: float, stalene
     learner = LEARNER_SHARE * groups * samples * mean / num_places * (STEP_COST + num_places / servers)
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
     running: list[tuple[int, int]] = []  # (step of the end, group)
-    waiting: list[tuple[int, int]] = []  # (length, group)
+    waiting: deque[tuple[int, int]] = deque()  # (length, group)
     left: list[int] = []  # samples that a group waits for
     dates: list[int] = []  # version under which a group was dispatched
     opened: Counter[int] = Counter()  # open groups by date
@@ -71,7 +72,7 @@ def simulate(groups: int, samples: int, num_places: int, servers: float, stalene
                 length = 1 + int(log(1 - draw.random()) / log(1 - 1 / max(mean, 2)))
                 waiting.append((min(longest, length), len(left) - 1))
         while waiting and len(running) < num_places:
-            length, group = waiting.pop(0)
+            length, group = waiting.popleft()
             heapq.heappush(running, (steps + length, group))
         if trained == inf and len(stored) >= groups:
             stored.sort()

@@ -91,13 +91,13 @@ class Recorder(TorchDispatchMode):
                 self.copies.append((args[0].detach(), args[1].detach()))
             else:
                 self._odd.append(str(func))
-        elif self._staged in touched and not func.is_view:
+        elif touched & {self._staged, *self._parameters} and not func.is_view:
             self._odd.append(str(func))
         return func(*args, **(kwargs or {}))
 
     def problem(self, parameters: Iterable[torch.Tensor]) -> str:
-        """Why the copies are not the whole load: an operation of another kind, or a byte of a parameter that is not
-        written exactly once. Empty if they are."""
+        """Why the copies are not the whole load: an operation of another kind, such as one that derives something from a
+        parameter, or a byte of a parameter that is not written exactly once. Empty if they are."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
         written = [*(target for target, _ in self.copies), *self._filled]

@@ -106,7 +106,8 @@ class KeepingScheduler(Scheduler):
 
     def _rl_report(self, sampled: bool) -> SchedulerStats | None:
         """What a `Reports` takes up: every 0.2 s, and when work begins or ends."""
-        now, idle = time.monotonic(), not self.requests  # those of a paused engine too
+        now, (running, waiting) = time.monotonic(), self.get_request_counts()  # also of an engine that is paused
+        idle = not (running + waiting)
         if sampled:
             if self.rl_sampled_at:
                 self.rl_stall_s = max(self.rl_stall_s, now - self.rl_sampled_at)
@@ -118,8 +119,8 @@ class KeepingScheduler(Scheduler):
         counts = {"tokens": self.rl_tokens, "preempted": self.rl_preempted, "stall_s": self.rl_stall_s}
         self.rl_report_at, self.rl_idle, self.rl_stall_s = now + REPORT_S, idle, 0.0
         return SchedulerStats(
-            num_running_reqs=len(self.running),
-            num_waiting_reqs=len(self.requests) - len(self.running),
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
             kv_cache_usage=self.kv_cache_manager.usage,
             kv_connector_stats=counts,  # the one field of vLLM's that is free in form
         )

@@ -38,7 +38,7 @@ class Engine:
     """One vLLM engine, made by `start`. `version` salts the prefix cache: set it once the workers have loaded it."""
 
     def __init__(self, llm: AsyncLLM, reports: Reports) -> None:
-        self._llm, self._reports, self.version = llm, reports, 0
+        self._llm, self._reports, self.version, self._folders = llm, reports, 0, 0
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
         self._last_stats = (time.monotonic(), 0)
@@ -137,6 +137,7 @@ class Engine:
     async def load_folder(self, path: Path) -> None:
         """Load the weights of a Hugging Face folder as a published policy is loaded. Raises EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
+        self._folders += 1
 
     async def alive(self, timeout_s: float) -> None:
         """Return if vLLM's process lives and its workers answer. Raises EngineDead."""
@@ -203,7 +204,8 @@ class Engine:
                 await asyncio.wait([answer, death])
 
     def _salted(self, tokens: list[int]) -> Any:
-        return {"prompt_token_ids": tokens, "cache_salt": str(self.version)}
+        """Nothing is taken from the prefix cache that other weights computed: folders do not change the version."""
+        return {"prompt_token_ids": tokens, "cache_salt": f"{self.version} {self._folders}"}
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:

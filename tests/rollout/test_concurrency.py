@@ -193,6 +193,18 @@ def test_auto_is_cut_by_preemptions_and_comes_back_slowly():
     assert places.limit == 16, "one group at least"
 
 
+def test_a_cut_has_to_work_before_the_next_one():
+    """Long answers keep their places for minutes: those that are preempted meanwhile say nothing of the new limit."""
+    rule, places = begun()
+    places.taken = places.limit
+    for beats in range(1, 31):
+        rule.adapt(2.0 + 2 * beats, places, {"preempted": 40.0 * beats}, True)
+        assert places.limit == 256 * 7 / 8
+    places.taken = places.limit
+    rule.adapt(70.0, places, {"preempted": 1201.0}, True)
+    assert places.limit == 256 * 7 / 8 - 1
+
+
 def test_a_number_is_what_the_run_file_says():
     rule, places = Fixed(40), Places(40, 16)
     rule.adapt(2.0, places, {"running": 7.0, "preempted": 7.0}, True)

@@ -219,6 +219,11 @@ def put_elsewhere_too(parameter, tensor, model):
     model.seen.copy_(tensor)
 
 
+def put_and_derive(parameter, tensor, model):
+    parameter.data.copy_(tensor)
+    model.seen.copy_(parameter.data.exp())
+
+
 SPECS = [Spec(name, (4, 4), torch.float32) for name in ("one", "two")]
 
 
@@ -243,6 +248,7 @@ def test_copies_views_casts_and_padding_are_repeated(way, dtype):
         (put_twice, "written twice"),
         (put_columns, "contiguous"),
         (put_elsewhere_too, "copy_"),
+        (put_and_derive, "exp"),
     ],
 )
 def test_any_other_load_is_left_to_load_weights(way, words, caplog):

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
-from rollout.engine.scheduler import Record, Reports, unpack
+from rollout.engine.scheduler import KeepingScheduler, Record, Reports, unpack
 from rollout.engine.vllm_engine import Engine, VLLMValidationError
 from rollout.engine.worker import StampedOutput, WorkerExtension
 from rollout.errors import EngineError, EpisodeError
@@ -108,6 +109,19 @@ def test_the_stats_are_those_of_the_newest_report_and_the_longest_stall_since_th
     assert engine.tokens == 300 and stats.pop("tokens_per_s") > 0
     assert stats == {"running": 5, "waiting": 1, "kv_usage": 0.25, "preempted": 2, "stall_s": 0.5}
     assert engine.stats()["stall_s"] == engine.stats()["tokens_per_s"] == 0
+
+
+def test_sequences_of_an_engine_that_is_paused_count_as_those_that_they_are():
+    """vLLM takes none for unfinished then, also while the step under way at the pause is taken up."""
+    scheduler = KeepingScheduler.__new__(KeepingScheduler)
+    scheduler._pause_state, scheduler.kv_cache_manager = PauseState.PAUSED_ALL, SimpleNamespace(usage=0.5)
+    scheduler.running, scheduler.waiting, scheduler.num_waiting_for_streaming_input = ["a", "b"], ["c"], 0
+    scheduler.skipped_waiting = scheduler.kv_holding_waiting = []
+    scheduler.rl_tokens = scheduler.rl_preempted = scheduler.rl_sampled_at = scheduler.rl_report_at = 0
+    scheduler.rl_stall_s, scheduler.rl_idle = 0.0, False
+    stats = scheduler._rl_report(sampled=True)
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 1)
+    assert scheduler.rl_sampled_at > 0 and not scheduler.rl_idle  # the pause counts as a stall
 
 
 class RefusingFront:

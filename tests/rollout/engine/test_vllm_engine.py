@@ -170,11 +170,15 @@ async def updates(seen, model, engine, sender, held):
 
 
 async def folders(seen, model, engine, folder):
+    prompt = [3 + position % 50 for position in range(300)]  # blocks of it are in the prefix cache
+    await engine.generate(prompt, 8, 1.0)
     step(model, 2)
     model.save_pretrained(folder / "two")
     await engine.load_folder(folder / "two")
     tokens = list(range(3, 60))
     seen.folder = difference(await engine.probe(tokens), scores(model, tokens))
+    answer = await engine.generate(prompt, 8, 1.0)
+    seen.folder_again = difference(answer.logprobs, scores(model, prompt + answer.tokens)[len(prompt) - 1 :])
     try:
         await engine.load_folder(folder / "nothing")
     except EngineError as error:
@@ -261,6 +265,7 @@ def test_a_stop_token_is_kept_and_ends_the_answer(seen):
 
 def test_weights_load_from_a_folder_too(seen):
     assert seen.folder < 1e-3
+    assert seen.folder_again < 1e-3, "the prefix cache of the weights before is not used"
     assert "no .safetensors file" in seen.no_folder
 
 
