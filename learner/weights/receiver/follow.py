@@ -205,7 +205,7 @@ class Receiver:
 
     def _verify(self, reception: Reception) -> None:
         """Hand the version to the rollout loop once it is all there and the learner's checksums agree."""
-        if len(reception.reports) < reception.workers:
+        if reception.verified or len(reception.reports) < reception.workers:
             return
         go, failed = reception.go, reception.failure()
         if failed:

@@ -48,7 +48,7 @@ class Staging:
         before = self._buckets
         if before is None or before.plan.digest != plan.digest or wanted not in ("auto", _mode(before)):
             before = self._buckets = self._version = None  # free first, then allocate
-            self._buckets = Buckets(plan, self.device, rotating=self._rotating(plan, wanted))
+            self._buckets = self._allocate(plan, self._rotating(plan, wanted))
         assert self._buckets is not None
         return plan.digest, _mode(self._buckets)
 
@@ -60,7 +60,7 @@ class Staging:
         if before:  # it hangs in a group that was given up
             self.abort()
             if not self._buckets.rotating:  # leave it the old buckets
-                self._buckets, before = Buckets(self._buckets.plan, self.device), None
+                self._buckets, before = self._allocate(self._buckets.plan, rotating=False), None
         if self._buckets.rotating and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the last step before the pause has read the weights
         self._version = None
@@ -83,6 +83,13 @@ class Staging:
     def read_until(self, event: torch.cuda.Event) -> None:
         """The GPU reads the staged version until `event`; the next one is received into its place only then."""
         self._read = event
+
+    def _allocate(self, plan: Plan, rotating: bool) -> Buckets:
+        """Buckets that are received into only after the stream of the steps has zeroed them."""
+        buckets = Buckets(plan, self.device, rotating)
+        if self.device.type == "cuda":
+            self.read_until(torch.cuda.current_stream(self.device).record_event())
+        return buckets
 
     def _rotating(self, plan: Plan, wanted: str) -> bool:
         if wanted == "bucket" or self.device.type != "cuda":
