@@ -101,11 +101,6 @@ def cliffs(config: Config) -> Iterator[str]:
         price = "24,800 tokens/s instead of 26,800 with 8,192 above graphs of 1,024"
         problem = f"rollout.engine.max_num_batched_tokens {tokens} is more than the largest CUDA graph, {graphs} tokens"
         yield f"{problem}: a step with many prompts runs eagerly; {price}; remove it"
-    if most < sequences:
-        yield (
-            f"rollout.engine.max_num_seqs {most} is below rollout.sequences {sequences}: the other {sequences - most} "
-            "wait inside vLLM and only get older; set both to one number"
-        )
     multiple = 8 if most <= 256 else 16
     if most % multiple:
         problem = f"rollout.engine.max_num_seqs {most} is no multiple of {multiple}"

@@ -69,7 +69,6 @@ def with_sequences(sequences, device="auto", **keys):
         (512, {"cudagraph_capture_sizes": [1, 512]}, "22,900 tokens/s instead of 26,800"),
         (512, {"max_num_batched_tokens": 8192}, "24,800 tokens/s instead of 26,800"),
         (512, {"max_num_batched_tokens": 560}, "512 sequences that decode and a prompt of 100 need 612"),
-        (512, {"max_num_seqs": 256}, "max_num_seqs 256 is below rollout.sequences 512: the other 256 wait inside vLLM"),
         ("auto", {"max_num_seqs": 500}, "max_num_seqs 500 is no multiple of 16"),
         ("auto", {"max_num_seqs": 100}, "max_num_seqs 100 is no multiple of 8"),
         ("auto", {"enforce_eager": True}, "at about half the speed; remove it"),
