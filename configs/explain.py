@@ -128,8 +128,8 @@ def _disk(config: Config) -> Iterator[str]:
 
 
 def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator[str]:
-    groups, staleness, each, servers = config.batch.groups, admitted_staleness(config), places(config), config.rollout.servers
-    running, most = most_running(config), servers * most_running(config)
+    groups, staleness, each = config.batch.groups, admitted_staleness(config), places(config)
+    running, most = most_running(config), config.rollout.servers * most_running(config)
     if staleness == 0:
         yield "staleness 0 is synchronous: the servers wait while the learner trains, it waits while they generate"
     elif flow.running < NEARLY_FULL * most and config.rollout.sequences != "auto":

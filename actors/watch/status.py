@@ -122,7 +122,6 @@ def _servers_table(state: State, config: Config) -> Table:
         stats = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
         silent_s = server.get("silent_s")
         heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + " (leases ended)" * (name in gone)
-        table.add_row(
-            name, str(server.get("version", "?")), str(server.get("leases", "?")), heard, fullness(state, name), stats
-        )
+        full = "" if name in gone else fullness(state, name)
+        table.add_row(name, str(server.get("version", "?")), str(server.get("leases", "?")), heard, full, stats)
     return table
