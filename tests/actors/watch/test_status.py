@@ -135,6 +135,16 @@ FULL = {"running": 384.0, "waiting": 2.0, "places": 448.0, "places_taken": 440.0
             "running 384 of 448: more once the learner waits",
         ),
         ("rollout-0", {"limit_sequences": 448.0, "task": 60.0}, "running 384 of 448: 60 samples are in their task"),
+        (
+            "rollout-0",
+            {"limit_sequences": 448.0, "running": 256.0, "waiting": 184.0},
+            "running 256 of 448: 184 wait inside vLLM, for its max_num_seqs or the KV cache",
+        ),
+        (
+            "rollout-0",
+            {"limit_sequences": 448.0, "running": 30.0},
+            "running 30 of 448: 408 are on their way to or from vLLM",
+        ),
         ("rollout-1", {"limit_sequences": 448.0}, "running 384 of 448: no more work is admitted"),
         ("rollout-0", {}, ""),
     ],
