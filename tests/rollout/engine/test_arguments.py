@@ -54,6 +54,21 @@ def test_a_gpu_runs_all_sequences_in_steps_that_are_captured(sequences, keys, si
     assert tuple(arguments.get(name) for name in names) == sizes
 
 
+@pytest.mark.parametrize(("sequences", "tokens"), [(2048, None), (5000, 5008), ("auto", None)])
+def test_a_step_on_a_cpu_has_a_token_for_each_sequence(sequences, tokens):
+    """vLLM's own 2,048 are kept where they are enough; with fewer it would not start."""
+    arguments = engine_arguments(with_sequences(sequences, "cpu"), 0, cpu=True)
+    assert arguments.get("max_num_batched_tokens") == tokens
+
+
+def test_a_step_with_fewer_tokens_than_sequences_is_refused():
+    given = with_sequences(512, max_num_batched_tokens=256)
+    (line,) = problems(given.rollout.engine, given)
+    assert line.startswith("rollout.engine.max_num_batched_tokens: 256 is less than max_num_seqs 512")
+    given = with_sequences(512, max_num_batched_tokens=512)
+    assert problems(given.rollout.engine, given) == []
+
+
 def with_sequences(sequences, device="auto", **keys):
     wanted = config(device, **keys)
     rollout = wanted.rollout.model_copy(update={"sequences": sequences})
