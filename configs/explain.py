@@ -9,12 +9,14 @@ from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, open_groups, places, share_of_batch
-from configs.flow.simulation import LEARNER_SHARE, Flow, expected
+from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
 from configs.model_facts import checkpoint_bytes, model_facts
 from configs.schema import Config
 
 NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
+AS_FAST = 0.96
+"""Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 
 
 def explain(config: Config, problems: int | None = None) -> list[str]:
@@ -57,6 +59,7 @@ def _data(config: Config, problems: int | None) -> Iterator[str]:
 
 def _flow(config: Config, flow: Flow) -> Iterator[str]:
     rollout, staleness, each = config.rollout, admitted_staleness(config), places(config)
+    most = rollout.servers * most_running(config)
     bound = f"no group older than {config.batch.max_staleness} versions is trained"
     product = f"({staleness} + 1) x {config.batch.groups} = {open_groups(config):,} groups"
     yield f"staleness: {bound}; {product} may be open at once, generating or stored"
@@ -66,10 +69,11 @@ def _flow(config: Config, flow: Flow) -> Iterator[str]:
         start = min(share_of_batch(config), each)
         how = f"at most: rollout.sequences auto begins with {start:,} a server and adds some while the learner waits"
     yield f"sequences: {product}, {how}"
-    full = flow.running > NEARLY_FULL * rollout.servers * each
-    limit = "the places" if full else "the bound on age (batch.max_staleness, batch.groups)"
+    limit = "the places" if most_running(config) == each else "rollout.engine.max_num_seqs"
+    if flow.running <= NEARLY_FULL * most:
+        limit = "the bound on age (batch.max_staleness, batch.groups)"
     gain = flow.speed / expected(config, 0).speed
-    running = f"{flow.running:,.0f} of {rollout.servers * each:,} sequences run at a time, limited by {limit}"
+    running = f"{flow.running:,.0f} of {most:,} sequences run at a time, limited by {limit}"
     yield f"to expect: {running}; mean age {flow.age:.1f}, {gain:.1f} times the versions of staleness 0"
     answer = max_sample_tokens(config) - config.data.max_prompt_tokens
     lengths = f"answers of {MEAN_SHARE * answer:,.0f} tokens in the mean, {MEAN_SHARE:g} of the longest, and geometric"
@@ -124,7 +128,8 @@ def _disk(config: Config) -> Iterator[str]:
 
 
 def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator[str]:
-    groups, staleness, most = config.batch.groups, admitted_staleness(config), config.rollout.servers * places(config)
+    groups, staleness, each = config.batch.groups, admitted_staleness(config), places(config)
+    running, most = most_running(config), config.rollout.servers * most_running(config)
     if staleness == 0:
         yield "staleness 0 is synchronous: the servers wait while the learner trains, it waits while they generate"
     elif flow.running < NEARLY_FULL * most and config.rollout.sequences != "auto":
@@ -132,11 +137,24 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator
         why = (
             f"most samples of the {open_groups(config):,} open groups have ended, and the groups wait for their longest"
         )
-        fewer = max(1, round(0.75 * flow.running / config.rollout.servers / 16)) * 16
         remedy = f"raise batch.max_staleness ({2 * staleness}) or batch.groups ({2 * groups})"
-        yield f"{empty}: {why}; {remedy}, or set rollout.sequences to {fewer}, which is as fast"
+        if fewer := _as_fast(config, flow):
+            remedy += f", or set rollout.sequences to {fewer}, which is as fast"
+        yield f"{empty}: {why}; {remedy}"
+    if running < each:
+        rest = f"the other {each - running:,} wait inside vLLM and only get older"
+        key = f"rollout.engine.max_num_seqs {running}"
+        yield f"{key} is below rollout.sequences {each}: {rest}; set both to one number"
     if problems and problems < groups:
         yield f"{problems:,} problems are fewer than batch.groups {groups:,}: a batch has a problem more than once"
+
+
+def _as_fast(config: Config, flow: Flow) -> int | None:
+    """The fewest sequences a server, in steps of 16, that make as many versions as `flow`; None for all it has."""
+    each, staleness = flow.running / config.rollout.servers, admitted_staleness(config)
+    tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
+    fewer = (number for number in tried if number < most_running(config))
+    return next((n for n in fewer if expected(config, staleness, n).speed >= AS_FAST * flow.speed), None)
 
 
 def _notes_on_learning(config: Config) -> Iterator[str]:

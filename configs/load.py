@@ -49,7 +49,9 @@ class MergedTree:
     def add(self, tree: dict[str, Any], place: Callable[[str], str]) -> None:
         """Lay `tree` over what is there: maps are merged, everything else is replaced."""
         _lay(self.tree, tree)
-        self.places.update({key: place(key) for key in _leaves(tree)})
+        new = {key: place(key) for key in _leaves(tree)}
+        replaced = [old for old in self.places if any(key.startswith(f"{old}.") for key in new)]
+        self.places = {old: where for old, where in self.places.items() if old not in replaced} | new
 
     def where(self, key: str) -> str:
         """` (run.yaml:12)` for a key that is written somewhere, else nothing."""
@@ -275,6 +277,8 @@ def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, 
         return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
     whole = reduce(getitem, name.split("."), merged.tree)
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
+    if isinstance(whole, dict) and set(whole) == {TIMES}:
+        whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
     shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
     return {name: f"{name}: {shown} is not {keys()[name].type}{merged.where(name)}{quote}"}
 

@@ -147,13 +147,19 @@ class Display:
         the sequences that they run."""
         running = ""
         if self.state is not None:
-            alive = len(self.state.servers) - len(silent(self.state, self.config))
-            known = [server["stats"] for server in self.state.servers.values() if "places" in server.get("stats", {})]
+            heard = self.heard()
+            alive, all_stats = len(heard), [self.state.servers[name].get("stats", {}) for name in heard]
+            known = [stats for stats in all_stats if "places" in stats]
             totals = [sum(stats[key] for stats in known) for key in ("running", "places")]
             running = f", running {totals[0]:.0f} of {totals[1]:.0f}" if known else ""
         else:
             alive = sum(kind == "started" for name, kind in self.processes.items() if name.startswith("rollout"))
         return f"{alive}/{self.config.rollout.servers} alive{running}"
+
+    def heard(self) -> list[str]:
+        """Servers that the buffer hears from: what the others said last is no longer so."""
+        gone = silent(self.state, self.config) if self.state else []
+        return [name for name in (self.state.servers if self.state else ()) if name not in gone]
 
     def panel(self) -> Panel:
         """The panel of a terminal."""
@@ -163,7 +169,7 @@ class Display:
         if self.state and (line := failures(self.state)):
             rows.append(("failures", line))
         if self.state:
-            full = [(name, fullness(self.state, name)) for name in self.state.servers]
+            full = [(name, fullness(self.state, name)) for name in self.heard()]
             rows += [row for row in full if row[1]][:MOST_SERVERS]
         rows += [("waits", line) for line in waiting(waits(self.state, self.config) if self.state else None)]
         for name, value in rows:

@@ -138,11 +138,18 @@ def fullness(state: State, name: str) -> str:
     limits = {limit: stats[limit] for limit in LIMITS if limit in stats}
     if not limits or "running" not in stats:
         return ""
-    why = LIMITS[min(limits, key=lambda limit: limits[limit])].format(preempted=stats.get("preempted", 0))
+    least = min(limits, key=lambda limit: limits[limit])
+    why = LIMITS[least].format(preempted=stats.get("preempted", 0))
+    in_task, waiting = stats.get("task", 0), stats.get("waiting", 0)
+    moving = stats.get("places_taken", 0) - stats["running"] - waiting - in_task
     if any((waiter.who, waiter.kind) == (name, "Ask") for waiter in state.waiters):
         why = "no more work is admitted"
-    elif stats.get("task", 0) > stats["places"] / 8:
-        why = f"{stats['task']:.0f} samples are in their task"
+    elif in_task > stats["places"] / 8:
+        why = f"{in_task:.0f} samples are in their task"
+    elif waiting > stats["places"] / 8 and least == "limit_sequences":
+        why = f"{waiting:.0f} wait inside vLLM, for its max_num_seqs or the KV cache"
+    elif moving > stats["places"] / 8:
+        why = f"{moving:.0f} are on their way to or from vLLM"
     return f"running {stats['running']:.0f} of {stats['places']:.0f}: {why}"
 
 

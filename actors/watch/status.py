@@ -121,8 +121,10 @@ def _servers_table(state: State, config: Config) -> Table:
         shown = {key: value for key, value in server.get("stats", {}).items() if key not in IN_WORDS}
         stats = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
         silent_s = server.get("silent_s")
-        heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + " (leases ended)" * (name in gone)
-        table.add_row(
-            name, str(server.get("version", "?")), str(server.get("leases", "?")), heard, fullness(state, name), stats
-        )
+        version = server.get("version")
+        silence = "has not asked for work yet" if version is None else "leases ended"  # vLLM starts without heartbeats
+        heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + f" ({silence})" * (name in gone)
+        full = "" if name in gone else fullness(state, name)
+        shown_version = "?" if version is None else str(version)
+        table.add_row(name, shown_version, str(server.get("leases", "?")), heard, full, stats)
     return table

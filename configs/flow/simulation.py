@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, inf, log
 
 from configs.checks import max_sample_tokens
-from configs.flow.sequences import MEAN_SHARE, places
+from configs.flow.sequences import MEAN_SHARE, max_sequences, places
 from configs.schema import Config
 
 LEARNER_SHARE = 1 / 2
@@ -34,25 +34,33 @@ class Flow:
     """Versions in a unit of time, which is the same for all simulations of one run."""
 
 
-def expected(config: Config, staleness: int) -> Flow:
-    """The run as simulated, with this bound on age."""
-    batch, servers = config.batch, config.rollout.servers
+def most_running(config: Config) -> int:
+    """Sequences that one server can run at a time: its places, or vLLM's `max_num_seqs` if that is fewer."""
+    return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
+
+
+def expected(config: Config, staleness: int, fewer: int | None = None) -> Flow:
+    """The run as simulated, with this bound on age; `fewer` sequences a server with the same learner, where given."""
+    batch, servers, most = config.batch, config.rollout.servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
     answer = max_sample_tokens(config) - config.data.max_prompt_tokens
-    most = servers * places(config)
-    num_places = max(1, round(most * groups / batch.groups))
-    flow = simulate(groups, batch.samples, num_places, num_places / places(config), staleness, answer)
-    return Flow(flow.running * most / num_places, flow.age, flow.speed)
+    part = groups / batch.groups * servers
+    learner = LEARNER_SHARE * groups * batch.samples * MEAN_SHARE * answer / part * (STEP_COST / most + 1)
+    num_places = max(1, round(part * (fewer or most)))
+    flow = simulate(groups, batch.samples, num_places, num_places / (fewer or most), staleness, answer, learner)
+    return Flow(flow.running / num_places * servers * (fewer or most), flow.age, flow.speed)
 
 
-def simulate(groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int) -> Flow:
+def simulate(
+    groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, learner: float
+) -> Flow:
     """A run of batches of `groups` x `samples`, `num_places` on `servers` servers together, answers up to `longest`.
 
-    The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it.
+    The unit of time is what one sequence adds to a step; `learner` is how long a batch is trained. Groups are admitted
+    as `buffer.ledger` does it.
     """
     draw, mean = random.Random(0), MEAN_SHARE * longest
-    learner = LEARNER_SHARE * groups * samples * mean / num_places * (STEP_COST + num_places / servers)
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
     running: list[tuple[int, int]] = []  # (step of the end, group)
     waiting: deque[tuple[int, int]] = deque()  # (length, group)

@@ -17,6 +17,8 @@ from configs.load import ConfigError
 from configs.schema import Config
 
 CPU_KV_BYTES = 256 << 20
+CPU_STEP_TOKENS = 2048
+"""Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
 HEAD = {"head_dtype": "float32"}
 """vLLM would round logits to model.dtype. The learner does not, and its ratios would see that noise at every token."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
@@ -41,6 +43,7 @@ CPU_ENVIRONMENT = {
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
     """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for; none without vLLM.
+    And one if a step may have fewer tokens than sequences, with which vLLM would not start.
 
     `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
     """
@@ -53,6 +56,12 @@ def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {known[close[0]]}?" if close else ""
             lines.append(f"rollout.engine.{key}: vLLM's AsyncEngineArgs has no such field{hint}")
+    tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
+    if isinstance(tokens, int) and tokens < most:
+        problem = f"rollout.engine.max_num_batched_tokens: {tokens} is less than max_num_seqs {most}"
+        lines.append(
+            f"{problem}, and vLLM takes a token of each sequence in a step; remove it, or set it to {2 * most}"
+        )
     return lines
 
 
@@ -101,11 +110,6 @@ def cliffs(config: Config) -> Iterator[str]:
         price = "24,800 tokens/s instead of 26,800 with 8,192 above graphs of 1,024"
         problem = f"rollout.engine.max_num_batched_tokens {tokens} is more than the largest CUDA graph, {graphs} tokens"
         yield f"{problem}: a step with many prompts runs eagerly; {price}; remove it"
-    if most < sequences:
-        yield (
-            f"rollout.engine.max_num_seqs {most} is below rollout.sequences {sequences}: the other {sequences - most} "
-            "wait inside vLLM and only get older; set both to one number"
-        )
     multiple = 8 if most <= 256 else 16
     if most % multiple:
         problem = f"rollout.engine.max_num_seqs {most} is no multiple of {multiple}"
@@ -160,6 +164,8 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
     sequences = defaults["max_num_seqs"] = max_sequences(config, cpu)
     if cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES}
+        if sequences > CPU_STEP_TOKENS:
+            defaults["max_num_batched_tokens"] = sequences
     else:
         tokens = defaults["max_num_batched_tokens"] = max(2 * sequences, MIN_STEP_TOKENS)
         if not GRAPH_KEYS & given.keys():

@@ -96,8 +96,8 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def problem(self, parameters: Iterable[torch.Tensor]) -> str:
-        """Why the copies are not the whole load: an operation of another kind, such as one that derives something from a
-        parameter, or a byte of a parameter that is not written exactly once. Empty if they are."""
+        """Why the copies are not the whole load: an operation of another kind, such as one that derives something from
+        a parameter, or a byte of a parameter that is not written exactly once. Empty if they are."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
         written = [*(target for target, _ in self.copies), *self._filled]

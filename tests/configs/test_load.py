@@ -275,7 +275,9 @@ def test_groups_in_flight_are_taken_times_the_samples(tmp_path: Path, caplog: py
     )
     assert load([path, *NEEDED, "--rollout.sequences=auto"]).rollout.sequences == "auto"
     assert load([*NEEDED, "--rollout.sequences=auto", "--rollout.groups_in_flight=3"]).rollout.sequences == 24
-    assert refused(*NEEDED, "--rollout.groups_in_flight=few").startswith('rollout.sequences: "few" in ')
+    wrong = "is not auto or a whole number >= 1 (--rollout.groups_in_flight)"
+    assert refused(*NEEDED, "--rollout.groups_in_flight=few") == f'rollout.sequences: "few" {wrong}'
+    assert refused(path, *NEEDED, "--rollout.sequences=8", "--rollout.groups_in_flight=-3").endswith(f": -3 {wrong}")
 
 
 def test_a_wrong_entry_of_a_list_is_named() -> None:

@@ -110,6 +110,17 @@ def test_how_full_the_servers_are_is_shown(tmp_path: Path) -> None:
     assert "running 384 of 512: max_num_seqs, the captured CUDA graphs" in said(shown)
 
 
+def test_a_server_that_fell_silent_runs_nothing(tmp_path: Path) -> None:
+    shown = display(tmp_path, terminal=True)
+    full = {"running": 384.0, "places": 512.0, "limit_graphs": 512.0}
+    servers = {"rollout-0": {"stats": full, "silent_s": 30.0}, "rollout-1": {"stats": full | {"running": 7.0}}}
+    rest: dict[str, Any] = {"version": 0, "trained": -1, "counts": {}, "dropped": {}, "ages": {}, "waiters": []}
+    shown.state = State(**rest, bytes_stored=0, errors=0, servers=servers)
+    assert shown.servers() == "1/2 alive, running 7 of 512"
+    shown.console.print(shown.panel())
+    assert "running 384" not in said(shown) and "running 7 of 512" in said(shown)
+
+
 def test_a_terminal_gets_a_panel(tmp_path: Path) -> None:
     shown = display(tmp_path, terminal=True)
     with shown.shown():

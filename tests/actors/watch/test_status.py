@@ -135,6 +135,21 @@ FULL = {"running": 384.0, "waiting": 2.0, "places": 448.0, "places_taken": 440.0
             "running 384 of 448: more once the learner waits",
         ),
         ("rollout-0", {"limit_sequences": 448.0, "task": 60.0}, "running 384 of 448: 60 samples are in their task"),
+        (
+            "rollout-0",
+            {"limit_sequences": 448.0, "running": 256.0, "waiting": 184.0},
+            "running 256 of 448: 184 wait inside vLLM, for its max_num_seqs or the KV cache",
+        ),
+        (
+            "rollout-0",
+            {"limit_kv": 448.0, "limit_graphs": 512.0, "running": 256.0, "waiting": 184.0},
+            "running 256 of 448: the KV cache holds no more of this mean length",
+        ),
+        (
+            "rollout-0",
+            {"limit_sequences": 448.0, "running": 30.0},
+            "running 30 of 448: 408 are on their way to or from vLLM",
+        ),
         ("rollout-1", {"limit_sequences": 448.0}, "running 384 of 448: no more work is admitted"),
         ("rollout-0", {}, ""),
     ],
@@ -143,6 +158,16 @@ def test_a_server_says_how_full_it_is_and_why_not_fuller(name: str, stats: dict[
     now = state(WAITERS)
     now.servers[name]["stats"] = FULL | stats
     assert fullness(now, name) == words
+
+
+def test_a_server_whose_vllm_is_starting_has_no_leases_that_ended(tmp_path: Path) -> None:
+    settings, now = config(tmp_path, "tcp://127.0.0.1:9"), state([])
+    now.servers["rollout-0"] |= {"version": None, "silent_s": 50.0}
+    now.servers["rollout-1"] |= {"silent_s": 50.0}
+    rows = status._servers_table(now, settings)
+    assert list(rows.columns[1].cells)[:2] == ["?", "6"]
+    first, second = list(rows.columns[3].cells)[:2]
+    assert first == "50.0 s ago (has not asked for work yet)" and second == "50.0 s ago (leases ended)"
 
 
 def test_all_limits_that_a_server_names_have_words() -> None:

@@ -54,6 +54,21 @@ def test_a_gpu_runs_all_sequences_in_steps_that_are_captured(sequences, keys, si
     assert tuple(arguments.get(name) for name in names) == sizes
 
 
+@pytest.mark.parametrize(("sequences", "tokens"), [(2048, None), (5000, 5008), ("auto", None)])
+def test_a_step_on_a_cpu_has_a_token_for_each_sequence(sequences, tokens):
+    """vLLM's own 2,048 are kept where they are enough; with fewer it would not start."""
+    arguments = engine_arguments(with_sequences(sequences, "cpu"), 0, cpu=True)
+    assert arguments.get("max_num_batched_tokens") == tokens
+
+
+def test_a_step_with_fewer_tokens_than_sequences_is_refused():
+    given = with_sequences(512, max_num_batched_tokens=256)
+    (line,) = problems(given.rollout.engine, given)
+    assert line.startswith("rollout.engine.max_num_batched_tokens: 256 is less than max_num_seqs 512")
+    given = with_sequences(512, max_num_batched_tokens=512)
+    assert problems(given.rollout.engine, given) == []
+
+
 def with_sequences(sequences, device="auto", **keys):
     wanted = config(device, **keys)
     rollout = wanted.rollout.model_copy(update={"sequences": sequences})
@@ -69,7 +84,6 @@ def with_sequences(sequences, device="auto", **keys):
         (512, {"cudagraph_capture_sizes": [1, 512]}, "22,900 tokens/s instead of 26,800"),
         (512, {"max_num_batched_tokens": 8192}, "24,800 tokens/s instead of 26,800"),
         (512, {"max_num_batched_tokens": 560}, "512 sequences that decode and a prompt of 100 need 612"),
-        (512, {"max_num_seqs": 256}, "max_num_seqs 256 is below rollout.sequences 512: the other 256 wait inside vLLM"),
         ("auto", {"max_num_seqs": 500}, "max_num_seqs 500 is no multiple of 16"),
         ("auto", {"max_num_seqs": 100}, "max_num_seqs 100 is no multiple of 8"),
         ("auto", {"enforce_eager": True}, "at about half the speed; remove it"),
