@@ -247,7 +247,9 @@ class Handlers:
             totals = self.ledger.state.totals
             counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
             for name in ("running", "places"):
-                counts[name] = int(sum(peer.stats.get(name, 0) for peer in self.peers.values()))
+                counts[name] = int(
+                    sum(p.stats.get(name, 0) for p in self.peers.values() if p.key in self.ledger.servers)
+                )
             self._split = key, parts(*key, groups, counts)
         return self._split[1][take.rank]
 

@@ -142,14 +142,28 @@ class Reports(StatLoggerBase):
     def __init__(self) -> None:
         self.running = self.waiting = self.tokens = self.preempted = 0
         self.kv_usage = self.stall_s = 0.0
+        self._sequence_s, self._since, self._until = 0.0, *2 * (time.monotonic(),)
 
     def record(self, scheduler_stats: SchedulerStats | None, *args: Any, **kwargs: Any) -> None:
         if scheduler_stats is None or scheduler_stats.kv_connector_stats is None:
             return
         counts = scheduler_stats.kv_connector_stats
+        self._count()
         self.running, self.waiting = scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs
         self.tokens, self.preempted = counts["tokens"], counts["preempted"]
         self.kv_usage, self.stall_s = scheduler_stats.kv_cache_usage, max(self.stall_s, counts["stall_s"])
+
+    def mean_running(self) -> float:
+        """Sequences that ran in the mean since the last call: at any one moment a server may be between two batches."""
+        self._count()
+        mean = self._sequence_s / max(self._until - self._since, 1e-9)
+        self._sequence_s, self._since = 0.0, self._until
+        return mean
+
+    def _count(self) -> None:
+        """Add the seconds of sequences since the last report."""
+        before, self._until = self._until, time.monotonic()
+        self._sequence_s += self.running * (self._until - before)
 
     def log_engine_initialized(self) -> None:
         """Nothing: `record` is all that is used of vLLM's interface."""
