@@ -15,8 +15,10 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import RequestStatus
 
 REPORT_S = 0.2
 
@@ -52,6 +54,10 @@ class KeepingScheduler(Scheduler):
         self.rl_records: dict[str, Record] = {}
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
+        groups = self.kv_cache_config.kv_cache_groups
+        plain = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        if plain and not self.num_spec_tokens and self.connector is None:
+            touch_blocks_at_their_ends(self.kv_cache_manager, groups[0].kv_cache_spec.block_size)
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
@@ -81,25 +87,30 @@ class KeepingScheduler(Scheduler):
 
     def _rl_keep(self, outputs: list[EngineCoreOutput], logprobs: Any, step: Any) -> Iterator[EngineCoreOutput]:
         """Keep the tokens in `outputs`; yields the outputs that the front process is to see now."""
+        records, kept = self.rl_records, 0
         if logprobs is not None:
             values, starts = logprobs.logprobs[:, 0].tolist(), logprobs.cu_num_generated_tokens  # 0: the sampled token
             version, rows = step.rl_version, step.req_id_to_index
         for output in outputs:
-            record = self.rl_records.get(output.request_id)
+            name = output.request_id
+            record = records.get(name)
             if record is None:
                 yield output
                 continue
             if logprobs is not None and output.new_token_ids:
-                row = rows[output.request_id]
-                start = starts[row] if starts else row
-                for value in values[start : start + len(output.new_token_ids)]:
-                    record.logprobs.append(value)
+                row, number = rows[name], len(output.new_token_ids)
+                if starts:
+                    record.logprobs.extend(values[starts[row] : starts[row] + number])
+                    record.versions.extend([version] * number)
+                else:  # one token a sequence, as without speculation
+                    record.logprobs.append(values[row])
                     record.versions.append(version)
-                    self.rl_tokens += 1
+                kept += number
             if output.finish_reason is not None:
-                del self.rl_records[output.request_id]
+                del records[name]
                 record.finish(output)
                 yield output
+        self.rl_tokens += kept
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:
         """None: vLLM would send its own statistics at every step."""
@@ -124,6 +135,27 @@ class KeepingScheduler(Scheduler):
             kv_cache_usage=self.kv_cache_manager.usage,
             kv_connector_stats=counts,  # the one field of vLLM's that is free in form
         )
+
+
+def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
+    """Make vLLM's `KVCacheManager` look for a block only where a token begins one, and share one only when it is full.
+
+    vLLM does both for every token, which is a quarter of its scheduler's time. A running sequence's token that does not
+    begin a block has its place already, and sharing does nothing until the next block is full. Holds for a model whose
+    layers all attend to the whole sequence, without speculative tokens and KV transfers.
+    """
+    allocate, share, none = cache.allocate_slots, cache.cache_blocks, cache.empty_kv_cache_blocks
+
+    def allocate_slots(request: Any, num_new_tokens: int, **rest: Any) -> Any:
+        if num_new_tokens == 1 and request.num_computed_tokens % block_size and request.status == RequestStatus.RUNNING:
+            return none
+        return allocate(request, num_new_tokens, **rest)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:
+            share(request, num_computed_tokens)
+
+    cache.allocate_slots, cache.cache_blocks = allocate_slots, cache_blocks
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):

@@ -161,9 +161,9 @@ class Engine:
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """What vLLM's process last reported: sequences that wait, the share of the KV cache in use, preemptions since the
-        start. Since the last call: sequences that ran in the mean, sampled tokens per second, and the longest time from
-        the tokens of one step to those of the next.
+        """What vLLM's process last reported: sequences that wait, the share of the KV cache in use, preemptions since
+        the start. Since the last call: sequences that ran in the mean, sampled tokens per second, and the longest time
+        from the tokens of one step to those of the next.
         """
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)

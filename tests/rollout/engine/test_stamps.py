@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from rollout.engine.scheduler import KeepingScheduler, Record, Reports, unpack
+from rollout.engine.scheduler import KeepingScheduler, Record, Reports, touch_blocks_at_their_ends, unpack
 from rollout.engine.vllm_engine import Engine, VLLMValidationError
 from rollout.engine.worker import StampedOutput, WorkerExtension
 from rollout.errors import EngineError, EpisodeError
@@ -93,6 +93,43 @@ def test_a_token_without_a_log_probability_ends_the_engine():
     record = Record(SimpleNamespace(output_token_ids=[5, 6]), array("f", [-1.0]), array("i", [3]))
     with pytest.raises(RuntimeError, match="vLLM sampled 2 tokens and 1 log-probabilities for request r1"):
         record.finish(SimpleNamespace(request_id="r1", new_token_ids=[6], kv_transfer_params=None))
+
+
+class FakeBlocks:
+    """Stands for vLLM's `KVCacheManager`: as many blocks as it was asked for, and how many of them it shares."""
+
+    empty_kv_cache_blocks = "no new block"
+
+    def __init__(self):
+        self.room, self.shared, self.calls = 0, 0, 0
+
+    def allocate_slots(self, request, num_new_tokens, num_lookahead_tokens=0):
+        end, self.calls = request.num_computed_tokens + num_new_tokens, self.calls + 1
+        new = -(-end // 4) - self.room // 4
+        self.room += 4 * new
+        return f"{new} new blocks" if new else self.empty_kv_cache_blocks
+
+    def cache_blocks(self, request, num_computed_tokens):
+        self.shared, self.calls = max(self.shared, num_computed_tokens // 4), self.calls + 1
+
+
+def test_blocks_are_touched_at_their_ends_only_and_come_out_the_same():
+    from vllm.v1.request import RequestStatus
+
+    plain, quick = FakeBlocks(), FakeBlocks()
+    touch_blocks_at_their_ends(quick, 4)
+    request = SimpleNamespace(num_computed_tokens=0, status=RequestStatus.WAITING)
+    for number in (6, *[1] * 30):
+        answers = {blocks.allocate_slots(request, number, num_lookahead_tokens=0) for blocks in (plain, quick)}
+        assert len(answers) == 1
+        request.num_computed_tokens += number
+        request.status = RequestStatus.RUNNING
+        for blocks in (plain, quick):
+            blocks.cache_blocks(request, request.num_computed_tokens)
+        assert plain.room == quick.room and plain.shared - quick.shared in (0, 1)
+    request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
+    quick.allocate_slots(request, 1)
+    assert plain.shared == quick.shared == 9 and plain.calls == 62 and quick.calls == 17
 
 
 def report(tokens, stall_s):
