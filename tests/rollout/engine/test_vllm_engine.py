@@ -270,7 +270,7 @@ def test_weights_load_from_a_folder_too(seen):
 
 
 def test_the_stats_count_sequences_and_tokens(seen):
-    assert seen.stats_running["running"] == len(PROMPTS) and seen.stats_running["waiting"] == 0
+    assert 0 < seen.stats_running["running"] <= len(PROMPTS) and seen.stats_running["waiting"] == 0  # in the mean
     assert seen.stats_running["tokens_per_s"] > 0 and 0 < seen.stats_running["kv_usage"] < 1
     assert seen.idle["running"] == seen.idle["waiting"] == 0
 
