@@ -55,7 +55,7 @@ class KeepingScheduler(Scheduler):
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
         groups = self.kv_cache_config.kv_cache_groups
-        plain = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+        plain = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
         if plain and not self.num_spec_tokens and self.connector is None:
             touch_blocks_at_their_ends(self.kv_cache_manager, groups[0].kv_cache_spec.block_size)
 

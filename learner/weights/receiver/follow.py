@@ -1,9 +1,8 @@
 """A rollout server's end of the weights wire. Runs in the front process's event loop, beside generation.
 
 `policies` yields each version once its buckets are in the workers' staging copies with the checksums that the learner
-has (`StagedPolicy`); the rollout loop
-then loads it between two steps. Workers without room for copies receive it during `load` instead, while the engine is
-paused (`StreamedPolicy`).
+has (`StagedPolicy`); the rollout loop then loads it between two steps. Workers without room for copies receive it
+during `load` instead, while the engine is paused (`StreamedPolicy`).
 Waits for: the buffer, which knows the learner's address (`where`), the learner's messages, the workers' reports. What
 the learner owes to a round (Checksums, Probe) is waited for until it offers another round or is replaced by another
 learner; it leaves a server out that does not answer in time, and offers again. When the learner falls silent this asks
@@ -138,6 +137,8 @@ class Receiver:
             connection.say(self._join)
         elif isinstance(message, protocol.Joined):
             connection.joined, connection.lost = True, False
+            if self._reception:  # of before: this member is a new one, to whom nothing of that round is told
+                self._reception.take_probe(None)
         elif isinstance(message, protocol.Offer):
             await self._abandon("the learner began another round")
             self._offered = message
