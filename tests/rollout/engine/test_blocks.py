@@ -1,4 +1,4 @@
-"""`touch_blocks_at_their_ends` against vLLM's own `KVCacheManager`: the same blocks for every sequence at every token."""
+"""`touch_blocks_at_their_ends` against vLLM's own `KVCacheManager`: at every token each sequence has the same blocks."""
 
 import random
 
