@@ -1,4 +1,4 @@
-"""`touch_blocks_at_their_ends` against vLLM's own `KVCacheManager`: at every token each sequence has the same blocks."""
+"""The block manager of `touch_blocks_at_their_ends` against vLLM's own: each sequence has the same blocks."""
 
 import random
 
