@@ -13,7 +13,8 @@ The peers of 7B and 1.5B are `LLM.generate` with its own defaults and with the s
 many sequences of the same lengths, without log-probabilities; how they are counted says `benchmarks/runs/bare.py`. The
 limit of `long-tail` (geometric lengths, mean 1,000, cut at 4,096) is the same server at fixed lengths: the same mean,
 and as many sequences as ran in the mean before. `--side-by-side` runs two contenders that need no learner at a time,
-one on each GPU. A contender that fails costs its own rows only. Prints one table; writes JSON after each contender.
+one on each GPU; with `--gpus 4` the server, its learner and two peers run at once, so that all bear the same load of
+the host. A contender that fails costs its own rows only. Prints one table; writes JSON after each contender.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class ServerBenchmark:
         gpus: dict[str, int | None] = {"rollout": None, "learner": None}
         shared: dict[str, dict[str, str]] = {"rollout": {}, "learner": {}}
         if torch.cuda.is_available():
-            gpus = {"rollout": 0, "learner": self.args.gpus - 1}
+            gpus = {"rollout": 0, "learner": min(1, self.args.gpus - 1)}
             if self.args.gpus == 1:
                 shared = {name: {**SHARED, "NCCL_HOSTID": name} for name in gpus}
         with Processes(self.file(contender, running, length), gpus) as run:
@@ -157,11 +158,11 @@ class ServerBenchmark:
         for contender, why in self.failed.items():
             yield ResultRow(f"FAILED: {contender}", 0.0, "", why, case=label)
         if server is None:
-            for contender, peer in self.found.items():
+            for contender, peer in list(self.found.items()):
                 yield ResultRow("tokens/s", peer["rate"], "1/s", CONTENDERS[contender], case=label)
             return
         yield ResultRow("tokens/s of a server in full operation", server["rate"], "1/s", case=label)
-        for contender, peer in self.found.items():
+        for contender, peer in list(self.found.items()):
             if contender != "server":
                 against = f"{CONTENDERS[contender]} (limit {self.case.targets.get(contender, 0):g})"
                 yield ResultRow(
@@ -187,8 +188,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each server's measurement")
     parser.add_argument("--waves", type=int, default=6, help="requests for each sequence of bare generate")
     parser.add_argument("--start-s", type=float, default=240.0, help="longest start of a contender")
-    parser.add_argument("--gpus", type=int, choices=(1, 2), default=min(2, max(1, torch.cuda.device_count())))
-    parser.add_argument("--side-by-side", action="store_true", help="bare contenders two at a time, on two GPUs")
+    parser.add_argument("--gpus", type=int, choices=(1, 2, 4), default=min(2, max(1, torch.cuda.device_count())))
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="contenders two at a time, or all of them on four GPUs"
+    )
     parser.add_argument("--engine", type=json.loads, default={}, help="rollout.engine, as JSON")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-rollout"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollout.json")
@@ -204,14 +207,18 @@ def main() -> int:
     wanted = args.contenders.split(",")
     for benchmark in benchmarks:
         mine = [name for name in CONTENDERS if name in wanted and name in ("server", *benchmark.case.targets)]
-        for name in (name for name in mine if name in ("server", "fixed")):
-            benchmark.run(name, 0)
-            write(args.out, "rollout", rows(), show=False)
-        bare = [name for name in mine if name not in ("server", "fixed")]
-        at_a_time = 2 if args.side_by_side and args.gpus == 2 else 1
-        with ThreadPoolExecutor(at_a_time) as pool:
-            list(pool.map(benchmark.run, bare, [number % at_a_time for number in range(len(bare))]))
-        write(args.out, "rollout", rows(), show=False)
+        servers = [name for name in mine if name in ("server", "fixed")]
+        bare = [name for name in mine if name not in servers]
+        at_a_time = 2 if args.side_by_side and args.gpus > 1 else 1
+        first = 2 if args.side_by_side and args.gpus == 4 else 0
+        with ThreadPoolExecutor(1) as lane, ThreadPoolExecutor(at_a_time) as peers:
+            running = [lane.submit(benchmark.run, name, None) for name in servers]
+            if not first:
+                wait(running)
+            running += [peers.submit(benchmark.run, name, first + at % at_a_time) for at, name in enumerate(bare)]
+            for contender in running:
+                contender.result()
+                write(args.out, "rollout", rows(), show=False)
     write(args.out, "rollout", rows())
     return 1 if any(benchmark.failed for benchmark in benchmarks) else 0
 

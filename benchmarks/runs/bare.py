@@ -3,7 +3,8 @@
 Keeps the server's number of sequences running (`max_num_seqs`) and has WAVES requests for each of them in one call. The
 first ones have random lengths, so that ends are spread evenly as a server's are; all others have the full length. What
 is counted begins when as many requests have ended as run at a time, and stops when the last one is admitted: until then
-every place is taken and prompts are prefilled among generation, as in a server. `llm`: its own defaults in everything
+every place is taken and prompts are prefilled among generation, as in a server. As there, the samples of a group come
+one after the other and have one prompt, which vLLM's prefix cache computes once. `llm`: its own defaults in everything
 else. `llm-ours`: the server's engine arguments (budgets of tokens, CUDA graphs, head in float32). Both without
 log-probabilities.
 """
@@ -61,7 +62,9 @@ def generate(config: Config, ours: bool, waves: int) -> dict[str, float]:
     progress("bare generate: vLLM has started")
     number = running * waves
     lengths = [draw.randrange(1, length) for _ in range(running)] + [length] * (number - running)
-    prompts: Any = [{"prompt_token_ids": draw.choices(range(3, vocabulary), k=PROMPT_TOKENS)} for _ in lengths]
+    group = config.batch.samples
+    problems = [draw.choices(range(3, vocabulary), k=PROMPT_TOKENS) for _ in range(-(-number // group))]
+    prompts: Any = [{"prompt_token_ids": problems[at // group]} for at in range(number)]
     parameters = [SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False) for tokens in lengths]
     llm.generate(prompts[: running // 8], parameters[: running // 8], use_tqdm=False)
     llm.generate(prompts, parameters, use_tqdm=(times := EndTimes(number)).bar)

@@ -143,6 +143,8 @@ class Serving:
         self.events: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
         """The mean time between two steps before each swap of Headrace's; the peer's are compared with the same."""
+        self.ours: dict[str, int] = {}
+        """What the traffic had counted when the peer's updates began."""
 
     async def follow(self, address: str) -> None:
         """Load each policy as `rollout.loop.follow` does, and record what its swap cost."""
@@ -206,14 +208,16 @@ class Serving:
     def report(self) -> dict[str, Any]:
         """All measurements but those of the first two policies, which were loaded into an idle engine."""
         events = [event | self.traffic.around(event["began"], event["swapped"]) for event in self.events]
-        counts = {key: getattr(self.traffic, key) for key in ("finished", "lost", "wrong", "tokens")}
-        return {"events": events, "busy": self.busy, **counts}
+        counts = self.traffic.counts()
+        ours = self.ours or counts
+        peers = {f"peer_{key}": counts[key] - ours[key] for key in ours}
+        return {"events": events, "busy": self.busy, **ours, **peers, "examples": self.traffic.examples[:100]}
 
     async def run(self, commands: "asyncio.Queue[list[str]]", offset: int) -> None:
         """Execute `peer WORLD` and `push PUBLISHED` until `stop`."""
         while (command := await commands.get())[0] != "stop":
             if command[0] == "peer":
-                self.busy = self.lag.busy()  # measured over the updates, which end here
+                self.busy, self.ours = self.lag.busy(), self.traffic.counts()  # of our updates, which end here
                 await self.join(offset, int(command[1]))
             else:
                 await self.push(float(command[1]))

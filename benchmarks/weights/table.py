@@ -16,6 +16,7 @@ from benchmarks.weights.shapes import WeightsCase
 from benchmarks.weights.traffic import WINDOW_S
 
 PROBE_EVERY = 2
+COUNTS = ("lost", "finished", "wrong", "tokens")
 BEGAN = time.monotonic()
 PEER = "vLLM's NCCLWeightTransferEngine"
 
@@ -84,7 +85,7 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
     """The effect of the updates on generation."""
     reports = found["servers"]
     whole = [event for event in events if event["before"] and event["after"]]
-    count = {key: sum(report[key] for report in reports) for key in ("lost", "finished", "wrong", "tokens")}
+    count = {key: sum(report[key] for report in reports) for key in (*COUNTS, "peer_wrong", "peer_tokens")}
     probes = [update["weights/probe"] for update in found["updates"] if update["version"] % PROBE_EVERY == 0]
     quiet, step = (median(event[key] for event in events) * 1000.0 for key in ("quiet_s", "step_s"))
     rows = [ResultRow("longest time without a token, no swap, median", quiet, "ms", "usual step", step)]
@@ -100,6 +101,9 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
         ResultRow("probe of marked weights, largest mean difference", max(probes, default=-1.0), "nat"),
         ResultRow("requests lost", count["lost"], "", "finished", count["finished"]),
         ResultRow("tokens stamped wrong", count["wrong"], "", "tokens", count["tokens"]),
+        ResultRow(
+            "  and while the peer pushed the last version", count["peer_wrong"], "", "tokens", count["peer_tokens"]
+        ),
         ResultRow("updates", len(events), "", PEER, sum(map(len, found["peer"]))),
     ]
 

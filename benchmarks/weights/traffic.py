@@ -34,6 +34,7 @@ class RequestTraffic:
     def __init__(self, engine: Any, vocabulary: int, running: int, length: int) -> None:
         self.engine, self.running, self.length, self.vocabulary = engine, running, length, vocabulary
         self.finished = self.lost = self.wrong = self.tokens = 0
+        self.examples: list[dict[str, Any]] = []
         self.arrivals: list[tuple[float, int]] = []
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
@@ -68,7 +69,12 @@ class RequestTraffic:
         for at in wrong.nonzero()[0][:3]:
             near_it = slice(max(at - 3, 0), at + 4)
             seen = [*zip(versions[near_it].tolist(), logprobs[near_it].tolist(), strict=True)]
-            print(f"stamped wrong: token {at} of {length}, around it {seen}", file=sys.stderr, flush=True)
+            self.examples.append({"token": int(at), "of": length, "ended": time.monotonic(), "around": seen})
+            print(f"stamped wrong: {self.examples[-1]}", file=sys.stderr, flush=True)
+
+    def counts(self) -> dict[str, int]:
+        """What was counted until now, of sequences that have ended."""
+        return {key: getattr(self, key) for key in ("finished", "lost", "wrong", "tokens")}
 
     async def _record_arrivals(self) -> None:
         while True:
