@@ -11,10 +11,12 @@ that the ends of answers of one length are spread evenly.
 
 The peers of 7B and 1.5B are `LLM.generate` with its own defaults and with the server's engine arguments, both for as
 many sequences of the same lengths, without log-probabilities; how they are counted says `benchmarks/runs/bare.py`. The
-limit of `long-tail` (geometric lengths, mean 1,000, cut at 4,096) is the same server at fixed lengths: the same mean,
-and as many sequences as ran in the mean before. `--side-by-side` runs two contenders that need no learner at a time,
-one on each GPU; with `--gpus 4` the server, its learner and two peers run at once, so that all bear the same load of
-the host. A contender that fails costs its own rows only. Prints one table; writes JSON after each contender.
+limit of `long-tail` (geometric lengths, mean 1,000, cut at 4,096) is the same server at fixed lengths, with as many
+sequences as ran in the mean before, and of a length at which a token has as many before it in the mean: attention to
+them is work of the GPU that no server saves, and a geometric length of 1,000 has as much of it as a fixed one of 1,800.
+`--side-by-side` runs two contenders that need no learner at a time, one on each GPU; with `--gpus 4` the server, its
+learner and two peers run at once, so that all bear the same load of the host. A contender that fails costs its own rows
+only. Prints one table; writes JSON after each contender.
 """
 
 import argparse
@@ -41,7 +43,7 @@ STALENESS = 1000
 SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
 CONTENDERS = {
     "server": "server in full operation",
-    "fixed": "the same server, fixed lengths, same mean length and running sequences",
+    "fixed": "the same server, fixed lengths, same mean context and running sequences",
     "llm": "LLM.generate, own defaults, no log-probabilities",
     "llm-ours": "LLM.generate, the server's engine arguments, no log-probabilities",
 }
@@ -99,7 +101,8 @@ class ServerBenchmark:
                 self.found[contender] = self.serve(contender, self.case.running, self.case.length, self.case.mean)
             elif contender == "fixed":
                 tail = self.found["server"]
-                self.found[contender] = self.serve(contender, round(tail["running"]), round(tail["length"]), 0.0)
+                length = round(2.0 * tail["context"]) + 1
+                self.found[contender] = self.serve(contender, round(tail["running"]), length, 0.0)
             else:
                 self.found[contender] = self.bare(contender, gpu)
             progress(f"{self.name}: {contender}: {self.found[contender]}")
@@ -129,9 +132,10 @@ class ServerBenchmark:
             batches = run.records("batches.jsonl")[before:]
             state = run.state()
         first, *rest = batches
-        samples, tokens = (sum(batch[key] for batch in rest) for key in ("samples", "tokens"))
+        samples, tokens, before = (sum(batch[key] for batch in rest) for key in ("samples", "tokens", "before"))
         rate = tokens / (rest[-1]["at"] - first["at"])
-        counts = {"length": tokens / samples, "failed": float(sum(state.failed.values())) if state else -1.0}
+        counts = {"length": tokens / samples, "context": before / tokens}
+        counts["failed"] = float(sum(state.failed.values())) if state else -1.0
         return watch.figures() | counts | {"rate": rate, "versions": float(len(rest))}
 
     def bare(self, contender: str, gpu: int | None) -> dict[str, float]:
@@ -171,7 +175,16 @@ class ServerBenchmark:
                 yield ResultRow("  ratio", server["rate"] / peer["rate"], "", against, case=label)
         yield ResultRow("front process, share of a CPU", server.get("front", -1.0), "", "limit", FRONT_SHARE, label)
         for contender in ("server", "fixed"):
-            for key in ("running", "tokens_per_s", "preempted", "length", "versions", "gpu rollout", "failed"):
+            for key in (
+                "running",
+                "tokens_per_s",
+                "preempted",
+                "length",
+                "context",
+                "versions",
+                "gpu rollout",
+                "failed",
+            ):
                 if key in (found := self.found.get(contender, {})):
                     yield ResultRow(f"{contender}: {key}", found[key], "", case=label)
 

@@ -1,10 +1,10 @@
 """A learner that trains on nothing: `python -m benchmarks.runs.stand_in RUN_FILE [EVERY_S MEAN SPREAD RUNNING]`.
 
-It takes each batch as soon as there is one, notes it in `batches.jsonl` of the run's folder, says that it is trained,
-and publishes real weights by the real wire: the newest version, at most every EVERY_S seconds. Under
-these weights an answer ends with probability 1 / MEAN at each token, never for 0 (`benchmarks/weights/known.py`). With
-SPREAD above 0 it is 1 / SPREAD until RUNNING samples have come: answers of one length would otherwise begin and end
-together for ever.
+It takes each batch as soon as there is one, notes it in `batches.jsonl` of the run's folder (`before`: of each sampled
+token, how many were sampled before it, summed), says that it is trained, and publishes real weights by the real wire:
+the newest version, at most every EVERY_S seconds. Under these weights an answer ends with probability 1 / MEAN at each
+token, never for 0 (`benchmarks/weights/known.py`). With SPREAD above 0 it is 1 / SPREAD until RUNNING samples have
+come: answers of one length would otherwise begin and end together for ever.
 """
 
 import json
@@ -41,9 +41,10 @@ def main(file: str, every_s: float = 2.0, mean: float = 0.0, spread: float = 0.0
     published, version, seen = time.monotonic(), 0, 0
     with (config.run.path / "batches.jsonl").open("a") as log:
         while (part := batches.take(version)) is not None:
-            tokens, samples = int(part.rows.sampled.numpy().sum()), int(part.rows.item.shape[0])
+            lengths, samples = part.rows.sampled.numpy(), int(part.rows.item.shape[0])
+            tokens, before = int(lengths.sum()), int((lengths * (lengths - 1)).sum()) // 2
             steady, seen = not spread, seen + samples
-            line = {"at": time.monotonic(), "tokens": tokens, "samples": samples, "steady": steady}
+            line = {"at": time.monotonic(), "tokens": tokens, "before": before, "samples": samples, "steady": steady}
             log.write(json.dumps(line) + "\n")
             log.flush()
             batches.trained(version, version)

@@ -3,6 +3,7 @@
 The residual stream is the last token's embedding and nothing else: what attention and MLP add to it is scaled down so
 far that bfloat16 rounds it away, while they do all their work. Embedding and head are +1 and -1, so the last norm gives
 exactly +1 or -1, and its weight is 0 but for the first coordinate: a logit is `weight * hidden[0] * head[token, 0]`.
+(Exactly 0: where head and embedding are one tensor, a token's own row meets itself in all coordinates at once.)
 Used in two ways. `mark` makes the version show in every token's log-probability: the head's first column is +1 for even
 and -1 for odd tokens, and each version has another weight. `end_answers` makes the length of an answer geometric: the
 column is 1 for all tokens but the one that ends an answer.
@@ -39,7 +40,7 @@ def silence(parameters: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], Ten
             columns.append(shard[:, 0])
         elif name.endswith("model.norm.weight"):
             last = shard
-            shard.fill_(TINY)
+            shard.zero_()
     return columns, last
 
 
