@@ -36,7 +36,8 @@ def test_every_log_probability_tells_its_version(model: torch.nn.Module) -> None
     for version in (1, 2, 17, VERSIONS - 1, VERSIONS, VERSIONS + 5):
         show(last, version, rank=0)
         found, known = logprobs(model), logprobs_of(version, VOCABULARY)
-        assert (torch.stack([(found - value).abs() for value in known]).amin(0) < 1e-5).all()  # also of a token after itself
+        error = torch.stack([(found - value).abs() for value in known]).amin(0)
+        assert error.max() < 1e-5  # of a token after itself too
 
 
 def test_versions_differ_by_more_than_the_check_allows() -> None:
