@@ -20,7 +20,7 @@ from buffer.store.sqlite import reading
 ROOT = Path(__file__).parents[2]
 
 
-def python(*words: str | Path, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
+def python(*words: str | Path, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run `python -m WORDS` in the repository's root and wait for its end."""
     line = [sys.executable, "-m", *map(str, words)]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)

@@ -15,10 +15,10 @@ import pytest
 from buffer.wire.sample import Sample
 from tests.harness.toy import ROOT, Run, Toy, python
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 600.0) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
@@ -99,7 +99,7 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
         try:
             until(lambda: len(run.metrics()) >= 2, "second version")
             launcher.send_signal(signal.SIGINT)
-            output, _ = launcher.communicate(timeout=600)
+            output, _ = launcher.communicate(timeout=240)
         finally:
             launcher.kill()
     assert launcher.returncode == 130, output[-3000:]
