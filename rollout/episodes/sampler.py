@@ -14,7 +14,7 @@ import numpy as np
 from rollout.episodes.prompts import Prompts
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import finite
-from rollout.tasks.trajectory import Completion, Problem, Trajectory, column
+from rollout.tasks.trajectory import Completion, Problem, Trajectory
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
@@ -84,14 +84,16 @@ class Sampler:
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
         if len(trajectory.tokens) > self.longest:
             yield f"it has {len(trajectory.tokens)} tokens, and a sample at most {self.longest}; {LONGER}"
-        sampled = column("B", trajectory.sampled)
-        if sampled.max() > 1 or sampled[: trajectory.start].any():
+        sampled = np.array(trajectory.sampled)
+        if not np.isin(sampled, (0, 1)).all() or sampled[: trajectory.start].any():
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
-        if not np.isfinite(column("f", trajectory.logprobs)).all():
+        with np.errstate(over="ignore"):
+            logprobs = np.array(trajectory.logprobs, np.float32)
+        if not np.isfinite(logprobs).all():
             yield "a log-probability is not finite"
-        if ((column("i", trajectory.versions) >= 0) != sampled).any():
+        if ((np.array(trajectory.versions, np.int32) >= 0) != (sampled == 1)).any():
             yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
         if trajectory.finish not in ("stop", "length"):
             yield f"its finish is {trajectory.finish!r}, neither stop nor length"
@@ -101,16 +103,11 @@ class Sampler:
 
     def _no_tokens(self, name: str, tokens: list[int]) -> Iterator[str]:
         """An id that no row of the embedding stands for would end the engine, or the learner."""
-        vocabulary = self.engine.vocabulary
-        try:
-            ids = column("q", tokens)
-        except TypeError:
-            ids = np.empty(0)
-        if not ids.size:
-            yield f"{name} must be a list of token ids, one at least; is {str(tokens)[:40]!r}"
-        elif ids.min() < 0 or ids.max() >= vocabulary:
-            wrong = ids[(ids < 0) | (ids >= vocabulary)][0]
-            yield f"{name} hold {wrong}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
+        ids, vocabulary = np.array(tokens), self.engine.vocabulary
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
+        elif (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
+            yield f"{name} hold {wrong[0]}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
 
 
 def first_of(problems: Iterator[str]) -> str | None:
