@@ -150,7 +150,6 @@ class ServerBenchmark:
             except Died:
                 if not out.exists():
                     raise
-            time.sleep(0.5)  # until it is written completely
             found: dict[str, float] = json.loads(out.read_text())
         return found
 

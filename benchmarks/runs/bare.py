@@ -85,6 +85,8 @@ def running_of(config: Config) -> int:
 if __name__ == "__main__":
     file, name, waves, out = sys.argv[1:]
     found = generate(load([file]), name == "llm-ours", int(waves))
-    Path(out).write_text(json.dumps(found))
+    part = Path(out).with_suffix(".part")
+    part.write_text(json.dumps(found))
+    part.replace(out)  # whoever waits for it finds it complete
     sys.stdout.flush()
     os._exit(0)  # vLLM's objects complain when the interpreter takes them apart
