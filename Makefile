@@ -1,4 +1,4 @@
-# The whole contributor interface: quickstart, check, test, oldest, gpu, chaos. Each installs what it needs into .venv first.
+# The whole contributor interface: quickstart, quickstart-vision, check, test, oldest, gpu, chaos. Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 VENV := .venv
@@ -7,15 +7,17 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart check test oldest gpu chaos clean
+.PHONY: install packages quickstart quickstart-vision check test oldest gpu chaos clean
 install: $(STAMP)
 
-# On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports; text models do not need them.
+# On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
+# them, torchvision.
 $(STAMP): pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade "pip>=25"
 	$(MAKE) --no-print-directory packages
-	if [ "$(EXTRA)" = cpu ]; then $(RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
+	if [ "$(EXTRA)" = cpu ]; then $(RUN) -m pip uninstall --quiet --yes torchaudio torchcodec; fi
+	if [ "$(EXTRA)" = cpu ]; then $(RUN) -m actors.doctor.mend_torchvision; fi
 	$(RUN) -m actors doctor
 	touch $@
 
@@ -29,7 +31,10 @@ packages:
 	&& $(RUN) -m pip install --quiet --extra-index-url $(TORCH_CPU) $(PACKAGE); }
 
 quickstart: $(STAMP)
-	$(RUN) -m examples.countdown.quickstart
+	$(RUN) -m examples.quickstart countdown
+
+quickstart-vision: $(STAMP)
+	$(RUN) -m examples.quickstart shapes
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

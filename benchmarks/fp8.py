@@ -39,6 +39,7 @@ def quantised_run(args: argparse.Namespace, quantization: str | None) -> dict[st
         sampling={"max_tokens": args.length},
         batch={"groups": GROUPS, "samples": SAMPLES, "max_staleness": 0},
         rollout={**sequences(GROUPS * SAMPLES, SAMPLES), "engine": engine, "heartbeat_s": 1.0},
+        learner={"tokens_per_microbatch": 16384},
         weights={"probe_every": 1, "probe_tolerance": 1.0},
     )  # fmt: skip
     with Processes(file, {"rollout": 0, "learner": 1}) as run:

@@ -21,14 +21,14 @@ from buffer import inspect
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
-from buffer.problems import load_problems
+from buffer.problems import check_images, load_problems
 from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
 from configs import load, resume
-from configs.checks import check
+from configs.checks import check, existing
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
 from configs.schema import Config
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         }
         print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
         print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
-    config = load.read(argv, PROG, partial(check, files=("data.train", "run.folder")))
+    config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
         uvloop.run(run(config))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
@@ -75,7 +75,8 @@ async def run(config: Config) -> None:
     keys = server_keys_for(config.buffer.address, config.run.path)
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
-        problems = load_problems(config.data.train, config.data)
+        problems = load_problems(config.data.train, config.data, room=existing(config.run.path))
+        check_images(config, problems)
         changed = resume.changes(past(config).settings, config)
         path = store_path(config)
         with Store(path, config.buffer.fsync, problems, problems.digest) as store:

@@ -46,6 +46,7 @@ COLUMNS = pa.schema(
         ("problem", pa.string()), ("reward", pa.float64()), ("finish", pa.string()), ("answer", pa.string()),
         ("tokens", pa.list_(pa.int32())), ("sampled", pa.list_(pa.uint8())),
         ("behaviour_logprobs", pa.list_(pa.float32())), ("versions", pa.list_(pa.int32())), ("metrics", pa.string()),
+        ("images", pa.list_(pa.struct([("start", pa.int32()), ("digest", pa.string()), ("data", pa.binary())]))),
     ]
 )  # fmt: skip
 
@@ -164,6 +165,11 @@ def _sample(index: int, data: bytes, tokenizer: "Tokenizer | None") -> Iterable[
     sample = Sample.unpack(data)
     figures = " ".join(f"{name} {value:g}" for name, value in sample.metrics.items())
     yield f"sample {index}     reward {sample.reward:g}, {sample.finish}, {sample.tokens.shape[0]} tokens {figures}"
+    of_row = 0
+    for image in sample.images:
+        what = f"{len(image.data):,} bytes of its task" if image.data else f"image {of_row} of its row"
+        of_row += not image.data
+        yield f"    at token {image.start}: {what}, pixels {image.digest[:12]}"
     yield from (f"    {line}" for line in sample.answer.splitlines())
     yield f"    {'position':>8} {'token':>8} {'version':>8} {'logprob':>10}{'  text' if tokenizer else ''}"
     columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
@@ -195,6 +201,5 @@ def _row(*fields: Any) -> dict[str, Any]:
     sample = Sample.unpack(fields[-1])
     scalars = {"reward": sample.reward, "finish": sample.finish, "answer": sample.answer}
     arrays = {name: getattr(sample, name).numpy() for name in Sample.DTYPES}
-    return (
-        dict(zip(COLUMNS.names, fields[:-1], strict=False)) | scalars | arrays | {"metrics": json.dumps(sample.metrics)}
-    )
+    further = {"metrics": json.dumps(sample.metrics), "images": [image.model_dump() for image in sample.images]}
+    return dict(zip(COLUMNS.names, fields[:-1], strict=False)) | scalars | arrays | further

@@ -2,14 +2,16 @@
 
 Rows keep all their columns; the rollout servers interpret them (prompt, reward). Accepted are TinyZero
 and verl rows, `{data_source, prompt, ability, reward_model: {ground_truth}, extra_info}`, and EasyR1 rows,
-`{problem, answer}`.
+`{problem, answer}`. Rows of either kind may have `images`, which are not held in memory (`image_rows.py`).
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from math import ceil
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,11 +19,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from buffer.image_rows import IMAGES, ImageRows
+from buffer.images import ImageError, ImageFormat
 from configs.load import ConfigError
-from configs.schema import DataConfig
+from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
 ACCEPTED = {"TinyZero/verl": ("prompt", "reward_model"), "EasyR1": ("problem", "answer")}
-IMAGES = "images"
+ROWS_AT_ONCE = 16
+"""Rows whose images are in memory at a time while a parquet file is read."""
+LOOKED_AT = 1000
+"""Rows, evenly spread, whose images' sizes are read."""
 
 
 class ProblemsError(ConfigError):
@@ -32,15 +39,22 @@ class ProblemsError(ConfigError):
 
 
 class Problems(Sequence[dict[str, Any]]):
-    """The rows, each converted when it is read, with Python's built-in types only, as MessagePack takes them.
+    """The rows, each converted when it is read, with Python's built-in types only, as MessagePack takes them; but the
+    `images` of a row that has some are ImageFiles.
 
     Example: `problems[0]` -> `{"problem": "1 + 1 = ?", "answer": "2"}`
     """
 
-    def __init__(self, number: int, row: Callable[[int], dict[str, Any]], digest: str) -> None:
-        self._number, self._row = number, row
+    def __init__(
+        self, number: int, row: Callable[[int], dict[str, Any]], digest: str, images: ImageRows | None = None
+    ) -> None:
+        self._number, self._text, self.images = number, row, images
         self.digest = digest
         """SHA-256 of the file."""
+
+    def _row(self, index: int) -> dict[str, Any]:
+        files = self.images and self.images.of(index)
+        return self._text(index) | ({IMAGES: files} if files else {})
 
     def __len__(self) -> int:
         return self._number
@@ -55,8 +69,11 @@ class Problems(Sequence[dict[str, Any]]):
         return self._row(range(self._number)[index])
 
 
-def load_problems(path: Path, data: DataConfig) -> Problems:
-    """The rows of `path`, one of the files of `data`. Raises ProblemsError for a file that cannot be trained on."""
+def load_problems(path: Path, data: DataConfig, room: Path | None = None) -> Problems:
+    """The rows of `path`, one of the files of `data`. Raises ProblemsError for a file that cannot be trained on.
+
+    `room`: an existing folder on the disk that has room for a copy of the images in a parquet file.
+    """
     key = next((name for name in ("train", "eval") if getattr(data, name) == path), "train")
     where = f"data.{key} {path}"
     readers = {".parquet": _parquet, ".jsonl": _jsonl}
@@ -65,22 +82,67 @@ def load_problems(path: Path, data: DataConfig) -> Problems:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        number, row = readers[path.suffix](path, where)
+        number, row, found = readers[path.suffix](path, where)
     except OSError as error:
         line = (error.strerror or str(error)).splitlines()[0]
         raise ProblemsError(f"{where}: {line}; name a file that can be read") from None
     if not number:
         raise ProblemsError(f"{where}: no rows; name a file with problems")
-    return Problems(number, row, digest)
+    images = _images(found, path, data, number, room, where) if found is not None else None
+    return Problems(number, row, digest, images)
 
 
-def _parquet(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
+    """How the model sees the images of data file `key`; None if no row has any. Raises ConfigError if they contradict
+    the run file."""
+    sizes = problems.images.num_bytes() if problems.images else []
+    if not sizes:
+        return None
+    form = ImageFormat.of(config.model.path, config.data)
+    if form is None:
+        problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} is a text model"
+        remedy = "name a vision-language model, or leave these rows out"
+        raise ProblemsError(f"data.{key} {getattr(config.data, key)}: {problem}; {remedy}")
+    limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
+    needed = ceil(sum(sizes[:rows]) / 2**20)
+    if key == "train" and needed > limit:
+        what = f"the images of {rows} rows, a rank's part of a batch"
+        remedy = f"set it to {needed} or more"
+        if needed > MOST_MESSAGE_MIB:
+            remedy = "store smaller images, or add learner.ranks"
+        raise ProblemsError(f"buffer.max_message_mib: {limit} is less than {what}, can take, {needed:,} MiB; {remedy}")
+    return form
+
+
+Found = Iterable[tuple[Any, Any]]
+"""Images and text of each row."""
+Rows = tuple[int, Callable[[int], dict[str, Any]], Found | None]
+"""How many; each by its index, without images; and their images, None for a file that has none."""
+
+
+def _images(found: Found, path: Path, data: DataConfig, number: int, room: Path | None, where: str) -> ImageRows:
+    every = max(1, number // LOOKED_AT)
     try:
-        table = pq.read_table(path)
+        return ImageRows(found, data.image_dir or path.parent, data.max_images, every, room)
+    except ImageError as error:
+        raise ProblemsError(f"{where}: {error}") from None
+    except pa.ArrowException as error:
+        line = str(error).splitlines()[0]
+        raise ProblemsError(f"{where}: its images cannot be read ({line}); write it again") from None
+    except OSError as error:
+        place = room or tempfile.gettempdir()
+        raise ProblemsError(f"{where}: no copy of its images in {place}: {error.strerror}; make room there") from None
+
+
+def _parquet(path: Path, where: str) -> Rows:
+    try:
+        file = pq.ParquetFile(path, memory_map=True)
+        names = file.schema_arrow.names
+        table = pq.read_table(path, columns=[name for name in names if name != IMAGES])
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
         raise ProblemsError(f"{where}: not a readable parquet file ({line}); write it again") from None
-    needed = _required_columns(table.column_names, where)
+    needed = _required_columns(names, where)
     for name in needed:
         _require_filled(table.column(name), name, where)
     if needed == ACCEPTED["TinyZero/verl"]:
@@ -90,11 +152,18 @@ def _parquet(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any
         _require_filled(
             pc.struct_field(table.column("reward_model"), "ground_truth"), "reward_model.ground_truth", where
         )
-    if IMAGES in table.column_names:
-        for number, images in enumerate(table.column(IMAGES).to_pylist()):
-            _no_images(images, f"{where}: row {number}")
-        table = table.drop_columns([IMAGES])
-    return table.num_rows, lambda index: _plain(table.slice(index, 1).to_pylist()[0])
+    found = _images_in(file, table.select([needed[0]])) if IMAGES in names else None
+    return table.num_rows, lambda index: _plain(table.slice(index, 1).to_pylist()[0]), found
+
+
+def _images_in(file: pq.ParquetFile, texts: pa.Table) -> Iterator[tuple[Any, Any]]:
+    """The images and the text of each row, few rows in memory at a time."""
+    row = 0
+    for batch in file.iter_batches(ROWS_AT_ONCE, columns=[IMAGES]):
+        images = batch.column(0).to_pylist()
+        yield from zip(images, texts.slice(row, len(images)).column(0).to_pylist(), strict=True)
+        row += len(images)
+    pa.default_memory_pool().release_unused()  # a page of a column may hold a thousand images
 
 
 def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
@@ -103,20 +172,25 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
         raise ProblemsError(f"{where}: row {first}: {name} is empty; fill it, or leave the row out")
 
 
-def _jsonl(path: Path, where: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+def _jsonl(path: Path, where: str) -> Rows:
     lines: list[bytes] = []
+    with_images = False
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
-            _check_line(line, f"{where}: line {number}")
+            with_images |= IMAGES in _checked(line, f"{where}: line {number}")
             lines.append(line)
 
     def row(index: int) -> dict[str, Any]:
         return {name: _plain(value) for name, value in json.loads(lines[index]).items() if name != IMAGES}
 
-    return len(lines), row
+    def found() -> Iterator[tuple[Any, Any]]:
+        for row in map(json.loads, lines):
+            yield row.get(IMAGES), row[_required_columns(list(row), where)[0]]
+
+    return len(lines), row, found() if with_images else None
 
 
-def _check_line(line: bytes, where: str) -> None:
+def _checked(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -130,7 +204,7 @@ def _check_line(line: bytes, where: str) -> None:
     model = row.get("reward_model")
     if "reward_model" in needed and not (isinstance(model, dict) and model.get("ground_truth") is not None):
         raise ProblemsError(f"{where}: reward_model has no ground_truth")
-    _no_images(row.get(IMAGES), where)
+    return row
 
 
 def _required_columns(names: Sequence[str], where: str) -> tuple[str, ...]:
@@ -140,11 +214,6 @@ def _required_columns(names: Sequence[str], where: str) -> tuple[str, ...]:
             return needed
     accepted = " or ".join(f"{', '.join(needed)} ({who})" for who, needed in ACCEPTED.items())
     raise ProblemsError(f"{where}: needs the columns {accepted}; it has {', '.join(names) or 'none'}")
-
-
-def _no_images(images: Any, where: str) -> None:
-    if images:
-        raise ProblemsError(f"{where}: has images, which Headrace does not train on; leave such rows out")
 
 
 def _plain(value: Any) -> Any:

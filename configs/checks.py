@@ -21,7 +21,7 @@ TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 
 FILES = (
-    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
+    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
     *("reward.function", "rollout.task", "run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
@@ -41,7 +41,8 @@ ENGINE_KEYS_ELSEWHERE = {
 
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
-    *("pipeline_parallel_size", "scheduler_cls", "disable_log_stats", "kv_transfer_config"),
+    *("pipeline_parallel_size", "scheduler_cls", "disable_log_stats", "kv_transfer_config", "limit_mm_per_prompt"),
+    *("mm_processor_kwargs", "mm_processor_cache_gb", "mm_device_do_normalize"),
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
@@ -58,7 +59,7 @@ def check(
     the caller, such as columns missing from the data.
     """
     found = [
-        *_lengths(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
+        *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
         *_functions(config, files), *_trackers(config, files), *further,
     ]  # fmt: skip
@@ -77,6 +78,11 @@ def max_sample_tokens(config: Config) -> int:
 def max_group_bytes(config: Config) -> int:
     """Bytes of the largest possible group, as stored and sent."""
     return config.batch.samples * max_sample_tokens(config) * TOKEN_BYTES
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the lowest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -98,6 +104,12 @@ def _lengths(config: Config) -> Iterator[str]:
     positions = model_facts(config.model.path).positions
     if positions is not None and positions < tokens:
         yield f"model.path: {config.model.path} has {positions} positions, less than {sample}; shorten those"
+
+
+def _images(config: Config) -> Iterator[str]:
+    least, most = config.data.min_pixels, config.data.max_pixels
+    if least and most and least > most:
+        yield f"data.min_pixels: {least} is more than data.max_pixels {most}; lower it or raise data.max_pixels"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -239,9 +251,11 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
                 yield f"data.{name}: {path}: {problem} (from {Path.cwd()}); correct the path"
             elif name == "format_prompt":
                 yield from _template(path)
+    folder = config.data.image_dir
+    if folder and "data.image_dir" in files and not folder.is_dir():
+        yield f"data.image_dir: {folder}: no such folder (from {Path.cwd()}); correct the path"
     if "run.folder" in files:
-        path = config.run.path.absolute()
-        place = next(parent for parent in (path, *path.parents) if parent.exists())
+        place = existing(config.run.path)
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             remedy = "choose another folder or change its permissions"
             yield f"run.folder: {config.run.folder}: {place} cannot be written to; {remedy}"

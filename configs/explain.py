@@ -24,7 +24,8 @@ def explain(config: Config, problems: int | None = None) -> list[str]:
     flow = expected(config, admitted_staleness(config))
     notes = (*_notes_on_flow(config, problems, flow), *_notes_on_learning(config), *_notes_on_addresses(config))
     return [
-        *_batch(config), *_data(config, problems), *_flow(config, flow), *_machines(config), *_disk(config),
+        *_batch(config), *_data(config, problems), *_images(config), *_flow(config, flow), *_machines(config),
+        *_disk(config),
         *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
@@ -55,6 +56,19 @@ def _data(config: Config, problems: int | None) -> Iterator[str]:
     order = "shuffled anew each" if config.data.shuffle else "in the order of the file"
     epochs = f"the run trains {needed:,} groups = {needed / problems:,.2f} epochs, {order}"
     yield f"data: {problems:,} problems make {problems / groups:,.1f} batches per epoch; {epochs}"
+
+
+def _images(config: Config) -> Iterator[str]:
+    """For a vision-language model."""
+    facts, frozen = model_facts(config.model.path), config.model.freeze
+    if facts.tower is None:
+        return
+    most = config.data.max_pixels
+    pixels = f"at most {most:,} pixels" if most else "as large as the model's processor lets it be"
+    trained = f"of which model.freeze leaves out: {' and '.join(frozen)}" if frozen else "all of them trained"
+    tower = f"its tower has {_with_prefix(facts.tower)} of the parameters, {trained}"
+    budget = "a microbatch takes 2 patches for each token of its budget, 4 patches are a token"
+    yield f"images: at most {config.data.max_images} a sample, each {pixels}; {tower}; {budget}"
 
 
 def _flow(config: Config, flow: Flow) -> Iterator[str]:

@@ -35,8 +35,8 @@ class ConfigError(ValueError):
     """The run file is wrong. `problems` has one line each, for people; the text is all of them."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+        self.problems = tuple(dict.fromkeys(problems))  # two checks may find the same
+        super().__init__("\n".join(self.problems))
 
 
 class MergedTree:

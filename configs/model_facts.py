@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+TOWER = ".visual."
+"""In the names of the weights that read images, in every release of the models that are known."""
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what checkpoints take."""
 
@@ -23,6 +25,8 @@ class ModelFacts:
     parameters: int | None = None
     heads: int | None = None
     positions: int | None = None
+    tower: int | None = None
+    """Of the parameters those that read images; None for a text model."""
 
 
 def model_facts(path: str) -> ModelFacts:
@@ -30,13 +34,15 @@ def model_facts(path: str) -> ModelFacts:
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        sizes = [_parameters(file) for file in sorted(folder.glob("*.safetensors"))]
+        sizes = [size for file in sorted(folder.glob("*.safetensors")) for size in _parameters(file)]
     except (OSError, ValueError):
         return ModelFacts()
+    tower = sum(number for name, number in sizes if TOWER in f".{name}")
     config = config.get("text_config", config)
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
-    return ModelFacts(sum(sizes) or None, config.get("num_attention_heads"), positions)
+    parameters = sum(number for _, number in sizes)
+    return ModelFacts(parameters or None, config.get("num_attention_heads"), positions, tower or None)
 
 
 def checkpoint_bytes(parameters: int, dtype: str, exported: bool) -> int:
@@ -44,11 +50,11 @@ def checkpoint_bytes(parameters: int, dtype: str, exported: bool) -> int:
     return parameters * (12 + exported * {"bfloat16": 2, "float32": 4}[dtype])
 
 
-def _parameters(file: Path) -> int:
-    """Number of elements of all tensors in a safetensors file: 8 bytes of length, then a JSON header with shapes."""
+def _parameters(file: Path) -> list[tuple[str, int]]:
+    """Name and number of elements of each tensor in a safetensors file: 8 bytes of length, then a JSON header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > 100_000_000:  # the format's own bound: not a safetensors file
             raise ValueError(f"{file}: no safetensors header")
         header = json.loads(stream.read(length))
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return [(name, prod(tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"]

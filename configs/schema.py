@@ -15,6 +15,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Address = Annotated[
     str, Field(pattern=r"^tcp://(\*|[^:/]+|\[[0-9a-fA-F:.]+\]):(\*|\d{1,5})$", examples=["tcp://127.0.0.1:5600"])
 ]
+MOST_MESSAGE_MIB = 4096
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 1.0
 
 
@@ -47,6 +48,10 @@ class ModelConfig(Section):
     """Compute dtype of learner and servers, and the dtype of weights on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model. Leave it off unless you have read that code."""
+    freeze: list[Literal["vision", "projector"]] = []
+    """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, without the
+    `projector`, which turns its features into those of the text model. What is frozen needs no gradients and optimizer
+    state, and is sent to each server once."""
 
 
 class DataConfig(Section):
@@ -67,7 +72,19 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle each epoch anew, seeded by `run.seed`; false keeps the order of the file."""
     max_prompt_tokens: Positive = 1024
-    """Longest prompt in tokens; a problem with a longer one is dropped with that reason."""
+    """Longest prompt in tokens, those of its images included; a problem with a longer one is dropped with that
+    reason."""
+    image_dir: Path | None = None
+    """Folder that paths of images in the data are relative to; null: the folder of the data file. The buffer reads
+    them, each when its row is dispatched."""
+    min_pixels: Positive | None = None
+    """Fewest pixels of an image as the model sees it: a smaller one is enlarged. null: what the model's own image
+    processor has."""
+    max_pixels: Positive | None = 1_048_576
+    """Most pixels of an image as the model sees it: a larger one is made smaller. A token is 28 x 28 pixels with
+    Qwen2.5-VL, 32 x 32 with Qwen3-VL. null: what the model's own image processor has, often 16,384 tokens."""
+    max_images: Positive = 8
+    """Most images of one sample, those of later turns included; a row of the data with more is refused."""
 
 
 class RewardConfig(Section):
@@ -170,6 +187,9 @@ class LearnerConfig(Section):
     torch's varlen_attn, or SDPA; `auto` takes the first that works."""
     tokens_per_microbatch: Positive | Literal["auto"] = 8192
     """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory."""
+    share_prompts: bool = True
+    """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
+    only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
     head_chunk_tokens: Positive = 1024
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
@@ -282,7 +302,7 @@ class BufferConfig(Section):
     """Trained samples: remove those older than the oldest kept checkpoint, or keep all as provenance."""
     max_gib: Annotated[float, Field(gt=0)] = 8.0
     """Size of stored samples not yet trained, above which servers wait to put a group (back-pressure)."""
-    max_message_mib: Annotated[int, Field(ge=1, le=4096)] = 256
+    max_message_mib: Annotated[int, Field(ge=1, le=MOST_MESSAGE_MIB)] = 256
     """Largest message accepted."""
 
 

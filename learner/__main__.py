@@ -4,8 +4,8 @@ Starts `learner.ranks` ranks on this machine unless torchrun has started them; b
 it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after the current version
 and a checkpoint (exit 0), the second at once. Exit 2: config, model or device do not work, found before anything was
 started. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last checkpoint. Exit 3: the data
-ended before the last version; 4: the run was given up, because attempts only fail, or because its last checkpoint could
-not be written.
+ended before the last version; 4: the run was given up, because attempts only fail, its last checkpoint could not be
+written, or an image is not the one that the policy saw.
 """
 
 import logging
@@ -14,16 +14,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from buffer.curve import KeysError, client_keys_for, server_keys_for
+from buffer.images import ImageFormat
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished
 from configs.checks import check, max_sample_tokens
@@ -51,8 +54,9 @@ from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budg
 from learner.model.policy import Policy
 from learner.trackers import Tracker
 from learner.train.optimizer import Optimizer
+from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.step import Algorithm
-from learner.weights.probe import tokens_of
+from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
 from learner.weights.sender.publish import Follower, Sender
 
 log = logging.getLogger("learner")
@@ -66,14 +70,14 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
     try:
-        device = choose_device(config)
+        device, form = choose_device(config), image_format(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner.ranks)
-        finished = train(config, configure_process(config, device))
-    except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory) as error:
+        finished = train(config, configure_process(config, device), form)
+    except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory, PictureMismatch) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
-        full = isinstance(error, NoDiskSpace)
-        return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if full else BAD_INPUT
+        over = isinstance(error, NoDiskSpace | PictureMismatch)
+        return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
     if finished is None:
         return DONE
     if os.environ.get("RANK", "0") == "0":
@@ -98,6 +102,15 @@ def choose_device(config: Config) -> torch.device:
     except (ValueError, OSError) as error:
         raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
     return device
+
+
+def image_format(config: Config) -> ImageFormat | None:
+    """How the model sees images, None for a text model. Raises ConfigError if it cannot be trained with them."""
+    form, path = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze)), config.model.path
+    if form is not None and find_spec("transformers.vision_utils") is None:
+        problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
+        raise ConfigError([f"model.path: {problem}, and {transformers.__version__} is installed; upgrade it"])
+    return form
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:
@@ -127,18 +140,19 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def train(config: Config, device: torch.device) -> Finished | None:
+def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
     """Build the loop's parts, run it, and close them in order. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path)
     with process_group(config, device) as mesh, ExitStack() as parts:
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
-        expected, budget = memory_budget(config, device, world, needs_reference(config.algorithm))
+        patches = max_sample_patches(config, form) if form else 0
+        expected, budget = memory_budget(config, device, world, needs_reference(config.algorithm), patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
-        policy, algorithm = build(config, mesh, budget)
+        policy, algorithm = build(config, mesh, budget, form)
         checkpoints = Checkpoints(path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions)
-        weights = open_weights_wire(config, policy, rank)
+        weights = open_weights_wire(config, policy, rank, form)
         record = config.model_dump(mode="json")
         trackers = [Tracker(name, path, config.run.name, record) for name in config.log.trackers if rank == 0]
         speed = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -146,7 +160,8 @@ def train(config: Config, device: torch.device) -> Finished | None:
         log.info("waiting for the buffer at %s", config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
-        batches = LearnerClient(config.buffer.address, name, print_, rank, world, serves, keys=buffer_keys)
+        options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.share_prompts}
+        batches = LearnerClient(config.buffer.address, name, print_, rank, world, serves, **options)
         parts.callback(batches.close)
         draining = Draining(batches)
         with StopSignals(draining.begin):
@@ -158,7 +173,13 @@ def train(config: Config, device: torch.device) -> Finished | None:
     return draining.finished
 
 
-def build(config: Config, mesh: DeviceMesh, budget: int) -> tuple[Policy, Algorithm]:
+def max_sample_patches(config: Config, form: ImageFormat) -> int:
+    """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
+    most = config.data.max_images * form.max_pixels // form.patch**2
+    return min(most, max_sample_tokens(config) * form.merge**2)
+
+
+def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient)
@@ -169,19 +190,24 @@ def build(config: Config, mesh: DeviceMesh, budget: int) -> tuple[Policy, Algori
     placed = f"{mesh.size()} x {policy.device}, attention {policy.attention}, {budget} tokens per microbatch"
     log.info("%s: %.1f M parameters on %s", config.model.path, parameters, placed)
     optimizer = Optimizer(policy, config.learner, config.run.versions)
-    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference)
+    return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form)
 
 
-def open_weights_wire(config: Config, policy: Policy, rank: int) -> Sender | Follower:
-    """This rank's end of the weights wire."""
-    specs, seed = policy.weight_specs(), config.run.seed
+def open_weights_wire(config: Config, policy: Policy, rank: int, form: ImageFormat | None) -> Sender | Follower:
+    """This rank's end of the weights wire. Raises ConfigError if a sample is too short for its probe."""
+    specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    probe = tokens_of(tokenizer, max_sample_tokens(config) - 1)
+    longest = max_sample_tokens(config) - 1
+    if form is None:
+        probe: ShownProbe | list[int] = tokens_of(tokenizer, longest)
+    else:
+        tokens, image = shown_tokens(tokenizer, longest, form)
+        probe = ShownProbe(tokens, image, one_shown(tokens, [image]))
     if rank > 0:
-        return Follower(specs, config.weights, seed, probe)
+        return Follower(specs, config.weights, seed, probe, frozen)
     keys = server_keys_for(f"tcp://{config.weights.host}:0", config.run.path)
     folder = config.run.path / "weights"
-    return Sender(specs, config.weights, seed, policy.device, probe, keys, folder=folder)
+    return Sender(specs, config.weights, seed, policy.device, probe, keys, folder=folder, frozen=frozen)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
     from learner.weights.receiver.follow import Receiver
 
     buffer = RolloutClient(connection, lambda: engine.version)
-    receiver = Receiver(buffer.where, engine, connection.name, config.weights, connection.keys)
+    form = setup.prompts.form
+    receiver = Receiver(buffer.where, engine, connection.name, config.weights, connection.keys, form=form)
     updates = PolicyUpdates(receiver, config.run.versions)
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
     revoke = partial(episodes.abandon, failure=REVOKED)

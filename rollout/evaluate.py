@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from configs.checks import existing
 from configs.entrypoint import DONE, split_flags
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
@@ -21,6 +22,7 @@ from configs.schema import Config
 from rollout.concurrency import Places
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Episodes, Failure, Group
+from rollout.episodes.prompts import without_images
 from rollout.episodes.setup import RolloutSetup, check_server
 
 if TYPE_CHECKING:
@@ -50,8 +52,9 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
-def load_rows(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of `data.eval`. Raises ConfigError if rows or `models` are missing."""
+def load_rows(config: Config, models: Sequence[Path]) -> Sequence[dict[str, Any]]:
+    """The rows of `data.eval`, read when they are asked for. Raises ConfigError if rows or `models` are missing, or the
+    rows have images that the run cannot show."""
     if not models:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if config.data.eval is None:
@@ -59,14 +62,15 @@ def load_rows(config: Config, models: Sequence[Path]) -> list[dict[str, Any]]:
     problem = "no config.json there; name a folder in Hugging Face format"
     if absent := [f"--models {model}: {problem}" for model in models if not (model / "config.json").is_file()]:
         raise ConfigError(absent)
-    from buffer.problems import load_problems  # pyarrow: slow to import, and not used by a server
+    from buffer.problems import check_images, load_problems  # pyarrow: slow to import, and not used by a server
 
-    problems = load_problems(config.data.eval, config.data)
-    return [problems[index] for index in range(len(problems))]
+    problems = load_problems(config.data.eval, config.data, room=existing(config.run.path))
+    check_images(config, problems, "eval")
+    return problems
 
 
 async def evaluate(
-    config: Config, setup: RolloutSetup, rows: list[dict[str, Any]], models: Sequence[Path]
+    config: Config, setup: RolloutSetup, rows: Sequence[dict[str, Any]], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
     """Start an engine, evaluate each model, close the engine."""
     from rollout.engine.vllm_engine import Engine
@@ -80,7 +84,7 @@ async def evaluate(
 
 
 async def evaluate_models(
-    config: Config, setup: RolloutSetup, engine: "Engine", rows: list[dict[str, Any]], models: Sequence[Path]
+    config: Config, setup: RolloutSetup, engine: "Engine", rows: Sequence[dict[str, Any]], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
     """One record per model, printed as soon as it is known."""
     episodes = setup.episodes(config, engine, temperature=0.0, samples=1)
@@ -98,7 +102,7 @@ async def evaluate_models(
     return results
 
 
-async def answer_all(episodes: Episodes, rows: list[dict[str, Any]], places: Places) -> list[Group | Failure]:
+async def answer_all(episodes: Episodes, rows: Sequence[dict[str, Any]], places: Places) -> list[Group | Failure]:
     """An answer to each row, or why there is none; as many at a time as there are places."""
     async with asyncio.TaskGroup() as tasks:
         answering = []
@@ -110,7 +114,7 @@ async def answer_all(episodes: Episodes, rows: list[dict[str, Any]], places: Pla
     return [task.result() for task in answering]
 
 
-def summary(model: str, outcomes: Sequence[Group | Failure], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(model: str, outcomes: Sequence[Group | Failure], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean reward, share of full rewards (1 or more), and the first answers, for people and for the report.
 
     Failed problems count in neither mean; they are listed instead.
@@ -126,5 +130,7 @@ def summary(model: str, outcomes: Sequence[Group | Failure], rows: list[dict[str
         "length": sum(int(sample.sampled.numpy().sum()) for _, sample in samples) / count,
         "failed": len(failures),
         "reasons": sorted(set(failures))[:5],
-        "examples": [{"problem": row, "answer": s.answer, "reward": s.reward} for row, s in samples[:SHOWN]],
+        "examples": [
+            {"problem": without_images(row), "answer": s.answer, "reward": s.reward} for row, s in samples[:SHOWN]
+        ],
     }

@@ -2,7 +2,7 @@
 
 Prints one line per finding, `ok`, `warn` or `FAIL`, with a remedy for each trouble; exit code 1 if any failed, 2 for a
 run file that `launch` refuses. Without a run file it judges the installation only. Changes nothing; waits a few seconds
-for one import of torch and for the trials of `run_file.py`. `make install` ends with it.
+for imports of torch and torchvision and for the trials of `run_file.py`. `make install` ends with it.
 """
 
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from actors.doctor.host import Machine, read_machine
+from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
@@ -26,7 +27,7 @@ WITH_TORCH = {("0.23", "0.26"): "2.11", ("0.27", "0.32"): "2.13", ("0.33", "0.33
 TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("26", "28")}
 """Oldest version that works, and the first one that was not tried."""
 REINSTALL = "rm -r .venv; make install"
-COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+COMPANIONS = ("torchaudio", "torchcodec")
 RUN_FILE = "run file"
 GIB = 2**30
 
@@ -88,7 +89,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _torch(machine: Machine) -> Iterator[Finding]:
-    """torch, and three libraries that transformers imports if they are there.
+    """torch, and the libraries that transformers imports if they are there.
 
     On CPU, vLLM's package installs CUDA builds of them; with those, the imports fail.
     """
@@ -99,11 +100,27 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     error = machine.torch.error
     says = f"{torch}, importing it fails: {error}" if error else torch
     yield Finding("fail" if error else "ok", "torch", says, REINSTALL)
+    yield _torchvision(machine, torch)
     for name in COMPANIONS:
         version = machine.installed.get(name)
         if version is not None and _clash(_build(version), _build(torch)):
             says = f"{version} is built for another torch than {torch}, imports of transformers fail"
-            yield Finding("fail", name, says, f"pip uninstall -y {name} (text models do not need it)")
+            yield Finding("fail", name, says, f"pip uninstall -y {name} (nothing here needs it)")
+
+
+def _torchvision(machine: Machine, torch: str) -> Finding:
+    """torchvision beside this torch: vLLM imports it for vision-language models, transformers wherever it is there."""
+    version, error = machine.installed.get("torchvision"), machine.torchvision.error
+    if version is None:
+        return Finding("warn", "torchvision", "not installed, vision-language models cannot run", MEND_TORCHVISION)
+    if _numbers(version)[:2] != _numbers(fitting(torch))[:2]:
+        says = f"{version} is made for another torch than {torch}, imports of transformers fail"
+        return Finding("fail", "torchvision", says, MEND_TORCHVISION)
+    if error:
+        return Finding("fail", "torchvision", f"{version}, importing it fails: {error}", MEND_TORCHVISION)
+    if _build(torch) != "cpu" and _clash(_build(version), _build(torch)):
+        return Finding("fail", "torchvision", f"{version} is built for another torch than {torch}", REINSTALL)
+    return Finding("ok", "torchvision", f"{version}, beside torch {torch}")
 
 
 def _vllm(machine: Machine) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """What this machine has, as plain facts: versions, GPUs, disk, memory, limits. `findings.py` judges them.
 
-Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch, whose import fails on a broken installation,
-is imported in a subprocess. Waits at most PROBE_S for that.
+Versions come from the packages' metadata, GPUs from `nvidia-smi`. torch and torchvision, whose imports fail on a broken
+installation, are imported in a subprocess each. Waits at most PROBE_S for one.
 """
 
 import os
@@ -26,6 +26,8 @@ if importlib.util.find_spec("flash_attn"):
 print(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 """
 """Imports the packages that fail in a broken installation; prints how many GPUs torch can use."""
+TORCHVISION = "import torchvision; print(0)"
+"""The same for torchvision, where it is installed."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Machine:
     gpus: list[Gpu] = field(default_factory=list)
     cluster: str = ""
     """Address of the Ray cluster, which has further machines."""
+    torchvision: Torch = Torch()
+    """Result of importing torchvision, where it is installed."""
     clock_behind_s: float = 0.0
     """How far the clock is behind the time stamp of the newest file of this installation."""
 
@@ -68,10 +72,12 @@ def read_machine(folder: Path) -> Machine:
     """The facts of this machine; `folder` is where the run will write."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     shm = Path("/dev/shm")
+    installed = dict(_installed())
     return Machine(
         python=sys.version_info[:2],
-        installed=dict(_installed()),
+        installed=installed,
         torch=probe(),
+        torchvision=probe(TORCHVISION) if "torchvision" in installed else Torch(),
         disk_free=shutil.disk_usage(place).free,
         memory_free=psutil.virtual_memory().available,
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else None,
@@ -83,7 +89,7 @@ def read_machine(folder: Path) -> Machine:
 
 
 def probe(code: str = PROBE, timeout_s: float = PROBE_S) -> Torch:
-    """Import torch in a subprocess."""
+    """Import torch, or torchvision, in a subprocess."""
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

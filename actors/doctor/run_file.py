@@ -11,14 +11,17 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from actors.doctor.host import find_gpus
+from actors.doctor.image_sizes import judge_images
 from actors.doctor.trial import Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
+from buffer.image_rows import IMAGES, ImageFiles
+from buffer.images import ImageError
 from buffer.store.lock import InUse, lock_of, locked
-from configs.checks import BUILT_IN, check
+from configs.checks import BUILT_IN, check, existing
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
@@ -29,6 +32,8 @@ from rollout.engine.arguments import problems as engine_problems
 
 ROWS = 1000
 """Rows of data.train that are made prompts."""
+IMAGE_BYTES = 32 * 2**20
+"""Of the images of these rows, which are copied to each process that tries something."""
 
 
 def main() -> int:
@@ -70,7 +75,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
             from buffer.problems import load_problems  # imports pyarrow, which is slow
 
             try:
-                problems = load_problems(path, config.data)
+                problems = load_problems(path, config.data, room=existing(config.run.path))
+                judge_images(judgement, config, problems, "train" if path == config.data.train else "eval")
             except ConfigError as error:
                 further += error.problems
                 continue
@@ -82,7 +88,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     if not live:
         further += _port(config.buffer.address)
     further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)
-    refused, judgement.warnings = addresses(config, os.environ.get("RAY_ADDRESS", ""))
+    refused, warned = addresses(config, os.environ.get("RAY_ADDRESS", ""))
+    judgement.warnings += warned
     try:
         check(config, problems=judgement.rows, further=[*further, *refused])
     except ConfigError as error:
@@ -92,17 +99,24 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
 
 
 def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
-    """The first, the middle and the last row, then others in random order, ROWS at most."""
+    """The first, the middle and the last row, then others in random order, ROWS at most, and IMAGE_BYTES of images."""
     last = len(problems) - 1
     ends = list(dict.fromkeys([0, last // 2, last]))
     others = set(range(0, last + 1, max(1, -(-len(problems) // ROWS)))).difference(ends)
     numbers = [*ends, *random.Random(0).sample(sorted(others), len(others))]
-    return [(number, problems[number]) for number in numbers]
-
-
-def existing(path: Path) -> Path:
-    """`path`, or the lowest folder above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    rows: list[tuple[int, dict[str, Any]]] = []
+    left = IMAGE_BYTES
+    for number in numbers:
+        row = problems[number]
+        if isinstance(files := row.get(IMAGES), ImageFiles):
+            left -= files.num_bytes
+            if rows and left < 0:
+                break
+            with suppress(ImageError):  # it is among those that `judge_images` names
+                rows.append((number, row | {IMAGES: list(files)}))
+        else:
+            rows.append((number, row))
+    return rows
 
 
 def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import msgpack
 
+from buffer.image_rows import IMAGES
 from configs.load import ConfigError
 from configs.schema import Config
 
@@ -51,7 +52,7 @@ class Judgement:
     """Number of rows in data.train, where known."""
 
     def add(self, other: "Judgement") -> None:
-        self.refused += other.refused
+        self.refused += [line for line in other.refused if line not in self.refused]
         self.warnings += other.warnings
         self.facts += other.facts
 
@@ -175,6 +176,7 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
     import transformers
 
+    from buffer.images import ImageFormat
     from rollout.episodes.prompts import Prompts, load_tokenizer
     from rollout.errors import PromptError
 
@@ -182,7 +184,8 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
     late = f"model.path: the tokenizer of {config.model.path} did not load in {TOKENIZER_S:g} s, prompts are not judged"
     try:
         with trial.limit(TOKENIZER_S, trial.found.warnings, late):
-            made = Prompts(load_tokenizer(config), config)
+            form = ImageFormat.of(config.model.path, config.data, tuple(config.model.freeze))
+            made = Prompts(load_tokenizer(config), config, form)
     except ConfigError as error:
         trial.found.refused += error.problems
         return
@@ -191,15 +194,18 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
         return
     lengths: dict[int, int] = {}
     failed: dict[int, str] = {}
+    shown: set[bool] = set()
     end = time.monotonic() + ROWS_S
     for number, row in rows:
         try:
-            tokens = made.encode(row)
+            row, pictures = made.with_pictures(row) if row.get(IMAGES) else (row, [])
+            tokens = made.encode(row, pictures)
         except PromptError as error:
             failed[number] = one_line(error)
         else:
-            if not lengths:
-                text = shortened(repr(made.tokenizer.decode(tokens)))
+            if bool(pictures) not in shown:  # the first with images, and the first without
+                shown.add(bool(pictures))
+                text = shortened(repr(made.shown(tokens)))
                 trial.found.facts.append(f"prompts: that of row {number} has {len(tokens)} tokens: {text}")
             lengths[number] = len(tokens)
         if time.monotonic() > end:
@@ -212,13 +218,12 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
     """Rows that cannot be made a prompt: refused if all of them."""
-    number, reason = next(iter(failed.items()))
-    example = f"row {number}: {reason}"
+    example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
         share = f"{len(failed):,} of {len(failed) + others:,} rows looked at cannot be made a prompt and are dropped"
         found.warnings.append(f"data.train: {config.data.train}: {share}, such as {example}")
     else:
-        keys = "its columns, data.chat_template and data.format_prompt"
+        keys = "its columns and images, data.chat_template and data.format_prompt"
         found.refused.append(f"data.train: {config.data.train}: no row can be made a prompt, {example}; correct {keys}")
 
 
@@ -238,10 +243,11 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 def reward(trial: Trial, config: Config, rows: Rows) -> None:
     """Import the reward and call it with an empty answer to three rows."""
+    from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
     from rollout.rewards.convention import Answer
 
-    name = config.reward.function
+    name, rows = config.reward.function, [(number, without_images(row)) for number, row in rows]
     with trial.importing("reward.function", name, import_s(config)):
         function = load_reward(config.reward)
     asked = f"reward.function: {name}, asked for the reward of an empty answer,"

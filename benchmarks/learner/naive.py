@@ -43,8 +43,9 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     adamw.step()
     assert torch.isfinite(norm)
     synchronize(gpu)
-    seconds, tokens = time.perf_counter() - start, sum(map(len, texts))
-    flops = costs.total((len(text), len(text) - min(PROMPT, len(text) // 2)) for text in texts)
+    seconds, lengths = time.perf_counter() - start, [len(text) for text in texts]
+    tokens, trainable = sum(lengths), sum(n - min(PROMPT, n // 2) for n in lengths)
+    flops = costs.total(tokens, trainable, sum(n * n for n in lengths))
     answer = {"seconds": seconds, "tokens_per_s": tokens / seconds, "microbatch_samples": size}
     return answer | {"flops_per_s": flops / seconds / mesh.size(), "tokens": tokens}
 

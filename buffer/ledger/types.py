@@ -30,6 +30,10 @@ class SampleStats:
     """Policy version of its oldest sampled token; not written down, the item's dispatch version accounts for it."""
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
     """Further numbers of the reward function or task; written down in the sample only."""
+    prompt: int = field(default=0, compare=False)
+    """Tokens before the first sampled one; written down in the sample only."""
+    row_images: int = field(default=0, compare=False)
+    """Images of its row that it shows; written down in the sample only."""
 
     def row_values(self) -> tuple[int | float, ...]:
         """What the store writes, in the order of the fields."""

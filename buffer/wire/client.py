@@ -55,15 +55,18 @@ class RolloutClient:
         return items
 
     async def _ask(self, room: int) -> list[WorkItem] | None:
-        self._requests += 1
-        ask = protocol.Ask(request=self._requests, version=self._version(), room=room)
-        answer = await self.client.request(ask)
-        if isinstance(answer, protocol.Finished):
-            self.finished = answer
-            return None
-        assert isinstance(answer, protocol.Work)
-        self.holding.update(item.lease for item in answer.items)
-        return answer.items
+        items: list[WorkItem] = []
+        while not items:  # of those that there were, no image could be read
+            self._requests += 1
+            ask = protocol.Ask(request=self._requests, version=self._version(), room=room)
+            answer = await self.client.request(ask)
+            if isinstance(answer, protocol.Finished):
+                self.finished = answer
+                return None
+            assert isinstance(answer, protocol.Work)
+            items = answer.items
+        self.holding.update(item.lease for item in items)
+        return items
 
     async def put(self, item: WorkItem, samples: Sequence[Sample]) -> protocol.Stored:
         """Hand over a finished group; waits while the buffer is full. Not `accepted`: the lease was over."""
@@ -139,8 +142,10 @@ class LearnerClient:
         serves: str | None = None,
         timeout_s: float | None = None,
         keys: ClientKeys | None = None,
+        share_prompts: bool = False,
     ) -> None:
         self.address, self.rank, self.world, self.timeout_s = address, rank, world, timeout_s
+        self.share_prompts = share_prompts
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="batches", daemon=True)
         self._thread.start()
@@ -170,7 +175,7 @@ class LearnerClient:
     def take(self, version: int) -> Part | None:
         """This rank's part of batch `version`; None: there will be none, and `finished` says why."""
         self._raise_refusal()
-        take = protocol.Take(version=version, rank=self.rank, world=self.world)
+        take = protocol.Take(version=version, rank=self.rank, world=self.world, share_prompts=self.share_prompts)
         answer = self._wait(self.client.request(take), "Take")
         if isinstance(answer, protocol.Finished):
             self.finished = answer

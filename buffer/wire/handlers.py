@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from buffer.image_rows import IMAGES
+from buffer.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import Transaction
@@ -75,7 +77,7 @@ class Handlers:
         """Of samples accepted and not yet trained."""
         self._ended: str | None = None
         """`reasons.ended` as last written; None: nobody knows what the run's last launch wrote."""
-        self._split: tuple[tuple[int, int], list[protocol.Part]] | None = None
+        self._split: tuple[tuple[int, int, bool], list[protocol.Part]] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -192,14 +194,16 @@ class Handlers:
             # Not before the learner: one that starts anew before it is told goes on, and needs its servers.
             held = self.ledger.state.given_up and not self.ledger.state.told
             return None if held else self._finished()
-        return protocol.Work(
-            items=[
-                protocol.WorkItem(
-                    item=it.item, lease=it.lease, version=it.version, problem=dict(self.problems[it.index])
-                )
-                for it in leases
-            ]
-        )
+        items = []
+        for it in leases:
+            problem = dict(self.problems[it.index])
+            try:
+                problem |= {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else {}
+            except ImageError as error:
+                self.ledger.fail(peer.key, it.item, it.lease, f"row {it.index}: {error}", now, kind="prompt")
+            else:
+                items.append(protocol.WorkItem(item=it.item, lease=it.lease, version=it.version, problem=problem))
+        return protocol.Work(items=items)
 
     def _put(self, peer: Peer, put: protocol.Put, now: float) -> Message | None:
         if len(put.samples) != self.limits.samples:
@@ -207,6 +211,7 @@ class Handlers:
                 f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.limits.samples}"
             )
         stats = [sample_stats(data) for data in put.samples]
+        self._check_images(put.item, max(sample.row_images for sample in stats))
         if self.bytes_stored >= self.limits.max_bytes and not self.learner_waiting:
             return None
         leased = self.ledger.state_of(put.item) == "leased"
@@ -218,6 +223,12 @@ class Handlers:
                 self._bytes[put.item] = sum(map(len, put.samples))
                 self.bytes_stored += self._bytes[put.item]
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
+
+    def _check_images(self, item: int, shown: int) -> None:
+        """Raises ValueError if a sample shows more images of its row than it has: the learner could not see them."""
+        known = self.ledger.items.get(item)
+        if shown and known and shown > (has := len(self.problems[known.row].get(IMAGES, ()))):
+            raise ValueError(f"Put of item {item}: a sample shows {shown} images of row {known.row}, which has {has}")
 
     def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
         self.ledger.fail(
@@ -241,7 +252,7 @@ class Handlers:
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
-        key = take.version, take.world
+        key = take.version, take.world, take.share_prompts
         if self._split is None or self._split[0] != key:
             groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             totals = self.ledger.state.totals
@@ -250,8 +261,18 @@ class Handlers:
                 counts[name] = int(
                     sum(p.stats.get(name, 0) for p in self.peers.values() if p.key in self.ledger.servers)
                 )
-            self._split = key, parts(*key, groups, counts)
+            images = {item: found for item in batch.items if (found := self._row_images(item))}
+            self._split = key, parts(take.version, take.world, groups, counts, take.share_prompts, images)
         return self._split[1][take.rank]
+
+    def _row_images(self, item: int) -> protocol.RowImages | None:
+        """Raises ImageError for one that is gone or another since its item was dispatched: the batch waits for it."""
+        row = self.ledger.items[item].row
+        try:
+            files = list(self.problems[row].get(IMAGES, ()))
+        except ImageError as error:
+            raise ImageError(f"item {item}, row {row}: {error}, and start the learner again") from None
+        return protocol.RowImages(item=item, images=files) if files else None
 
     def _finished(self) -> protocol.Finished | None:
         """The answer to a request that waits for work or for a batch, once there will be none."""

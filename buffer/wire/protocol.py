@@ -19,7 +19,7 @@ from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 4
+PROTOCOL = 5
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 
@@ -32,7 +32,7 @@ class WorkItem(Message):
     version: Count
     """Version it was dispatched under: the group's age counts from here."""
     problem: dict[str, Any]
-    """The row of the data set."""
+    """The row of the data set; its `images`, if it has some, are encoded files."""
 
 
 class Waiter(Message):
@@ -118,6 +118,8 @@ class Take(Message):
     version: Count
     rank: Count
     world: Annotated[int, Field(ge=1)]
+    share_prompts: bool = False
+    """The learner computes each prompt once on a rank: the parts are to have whole groups."""
 
 
 class Trained(Message):
@@ -192,6 +194,13 @@ class SampleRows(Message):
     """float64 by name, NaN for samples without that metric."""
 
 
+class RowImages(Message):
+    """The images of an item's row, as encoded files: those that its samples have no data of."""
+
+    item: Count
+    images: list[bytes]
+
+
 class Part(Message):
     """The samples of batch `version` that rank `rank` trains, and a row for each sample of the whole batch."""
 
@@ -203,6 +212,8 @@ class Part(Message):
     """int64 [len(samples)]: the row of each of `samples`."""
     samples: list[bytes]
     """`Sample.pack()` each."""
+    images: list[RowImages] = Field(default_factory=list)
+    """Of each item that has a sample here and images in its row, once."""
     failed: Count = 0
     """Attempts that failed in the run so far."""
     dropped: Count = 0
@@ -217,8 +228,9 @@ class Part(Message):
     """Sequences that they had places for."""
 
     def size_hint(self) -> int:
-        """Of its samples, which are megabytes."""
-        return sum(map(len, self.samples)) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
+        """Of its samples and images, which are megabytes."""
+        files = [len(data) + OVERHEAD_PER_ROW for row in self.images for data in row.images]
+        return sum(map(len, self.samples)) + sum(files) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
 
 
 class Finished(Message):

@@ -15,7 +15,22 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
-from buffer.wire.message import LIMITS, Array, Message, in_words, open_map
+from buffer.wire.message import LIMITS, Array, Count, Message, in_words, open_map
+
+
+class SampleImage(Message):
+    """An image in a sample.
+
+    Example: the first image of the row at token 15, whose placeholders run from there: `start` 15, `digest` "9f86...".
+    """
+
+    start: Count
+    """Index of its first placeholder among the tokens."""
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """`Picture.digest`: of the pixels that the model saw."""
+    data: bytes = b""
+    """The encoded file of an image that the task made; empty for those of the row, which follow each other: the k-th
+    image without data is the row's k-th."""
 
 
 class Sample(Message):
@@ -41,6 +56,8 @@ class Sample(Message):
     """The sampled text, for people."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Further numbers of the reward function or task, averaged into the metrics of the batch."""
+    images: list[SampleImage] = Field(default_factory=list)
+    """In order of `start`."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -59,6 +76,12 @@ class Sample(Message):
                 )
         if not self.sampled.numpy().any():
             raise ValueError("a sample without a sampled token")
+        before = -1
+        for place, image in enumerate(self.images):
+            if not before < image.start < self.tokens.shape[0] or self.sampled.numpy()[image.start]:
+                rule = f"images stand in order, among the {self.tokens.shape[0]} tokens, where a token was given"
+                raise ValueError(f"image {place} at token {image.start}: {rule}")
+            before = image.start
         return self
 
     def pack(self) -> bytes:
@@ -77,7 +100,7 @@ BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values
 
 
 def sample_stats(data: bytes) -> SampleStats:
-    """Tokens, reward, oldest version and metrics of a packed sample.
+    """Tokens, reward, oldest version, metrics and prompt's length of a packed sample.
 
     Raises ValueError, in one line, for what is not a sample, or has a sampled token without a policy version.
     """
@@ -85,7 +108,7 @@ def sample_stats(data: bytes) -> SampleStats:
 
 
 def _parse_fast(data: bytes) -> SampleStats | None:
-    """The same for what `Sample.pack` wrote; None: look closer."""
+    """The same for what `Sample.pack` wrote of a sample without images; None: look closer."""
     number = _num_tokens(data)
     headers, places, end = _layout(number)
     for position, fixed in headers:
@@ -100,7 +123,8 @@ def _parse_fast(data: bytes) -> SampleStats | None:
     if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags:
         return None
     oldest = int(np.minimum.reduce(versions.view("<u4")))  # of those that are not -1
-    return SampleStats(number, flags.count(1, 1), rest["reward"], rest["finish"] == "length", oldest, rest["metrics"])
+    trainable, truncated = flags.count(1, 1), rest["finish"] == "length"
+    return SampleStats(number, trainable, rest["reward"], truncated, oldest, rest["metrics"], flags.index(1))
 
 
 def _parse_checked(data: bytes) -> SampleStats:
@@ -113,7 +137,9 @@ def _parse_checked(data: bytes) -> SampleStats:
     if oldest < 0:
         raise ValueError("a sampled token without the policy version that sampled it")
     trainable = int(sampled[1:].sum())  # nothing predicts the first token
-    return SampleStats(sampled.size, trainable, sample.reward, sample.finish == "length", oldest, sample.metrics)
+    truncated, prompt = sample.finish == "length", int(sampled.argmax())
+    images = sum(not image.data for image in sample.images)
+    return SampleStats(sampled.size, trainable, sample.reward, truncated, oldest, sample.metrics, prompt, images)
 
 
 def _sound(rest: dict[str, Any]) -> bool:
@@ -125,6 +151,7 @@ def _sound(rest: dict[str, Any]) -> bool:
         and isfinite(reward)
         and rest["finish"] in ("stop", "length")
         and type(rest["answer"]) is str
+        and rest["images"] == []
         and type(metrics) is dict
         and all(type(name) is str and type(value) is float for name, value in metrics.items())
     )

@@ -1,17 +1,26 @@
-"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `handlers.py`."""
+"""Split a batch into one part per learner rank, balanced by tokens. Pure; used by `handlers.py`.
+
+A learner that computes each prompt once gets whole groups, since each rank that has samples of a group computes its
+prompt.
+"""
 
 import heapq
-from collections.abc import Mapping, Sequence
-from math import nan
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import ceil, nan
 
 import numpy as np
 
 from buffer.ledger.types import SampleStats
 from buffer.wire.message import Array
-from buffer.wire.protocol import Part, SampleRows
+from buffer.wire.protocol import Part, RowImages, SampleRows
 
 Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
 """The groups of a batch in its order: (item, dispatch version, packed samples with their figures)."""
+
+
+MOST_OF_A_RANK = 0.75
+"""Share of a rank's mean load above which a group may be cut: whole, it would leave another rank waiting."""
 
 
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
@@ -29,6 +38,33 @@ def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
     return [sorted(positions) for positions in ranks]
 
 
+def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list[int]]:
+    """Positions of samples for each of `world` ranks, where a rank computes each prompt of a group only once.
+
+    Whole groups, the largest first, each to the rank with the least load; or, if that leaves the fullest rank with
+    less, after groups of more than `MOST_OF_A_RANK` are cut into pieces below it.
+    """
+    samples = [(group, stats) for group, members in enumerate(groups) for stats in members]
+
+    def load(positions: Iterable[int]) -> int:
+        chosen = [samples[position] for position in positions]
+        prompts = {(group, stats.prompt) for group, stats in chosen}
+        return sum(prompt for _, prompt in prompts) + sum(stats.tokens - stats.prompt for _, stats in chosen)
+
+    def distribute(units: Sequence[Sequence[int]]) -> list[list[int]]:
+        ranks = cut([load(unit) for unit in units], world)
+        return [sorted(position for chosen in rank for position in units[chosen]) for rank in ranks]
+
+    starts = accumulate(map(len, groups), initial=0)
+    whole = [range(start, start + len(members)) for start, members in zip(starts, groups, strict=False)]
+    most, pieces = MOST_OF_A_RANK * load(range(len(samples))) / world, []
+    for unit in whole:
+        answers = [samples[position][1].tokens - samples[position][1].prompt for position in unit]
+        number = min(ceil(load(unit) / most), len(unit))
+        pieces += [[unit[i] for i in chosen] for chosen in cut(answers, number)]
+    return min((distribute(units) for units in (whole, pieces)), key=lambda ranks: max(map(load, ranks)))
+
+
 def sample_rows(groups: Groups) -> SampleRows:
     """A row for each sample of a batch, in its order."""
     rows = [(item, dispatched, stats) for item, dispatched, group in groups for _, stats in group]
@@ -44,10 +80,23 @@ def sample_rows(groups: Groups) -> SampleRows:
     )
 
 
-def parts(version: int, world: int, groups: Groups, counts: Mapping[str, int] | None = None) -> list[Part]:
-    """The parts of batch `version`; `counts`: `failed` ... `places`, as in `Part`."""
+def parts(
+    version: int,
+    world: int,
+    groups: Groups,
+    counts: Mapping[str, int] | None = None,
+    share_prompts: bool = False,
+    images: Mapping[int, RowImages] | None = None,
+) -> list[Part]:
+    """The parts of batch `version`; `counts`: `failed` ... `places`, as in `Part`; `share_prompts` as in `Take`;
+    `images` by item."""
     samples = [data for *_, group in groups for data, _ in group]
-    rows = sample_rows(groups)
+    rows, images = sample_rows(groups), images or {}
+    items = rows.item.numpy().tolist()
+    if share_prompts:
+        ranks = cut_groups([[stats for _, stats in group] for *_, group in groups], world)
+    else:
+        ranks = cut(rows.tokens.numpy().tolist(), world)
     return [
         Part(
             version=version,
@@ -56,7 +105,8 @@ def parts(version: int, world: int, groups: Groups, counts: Mapping[str, int] | 
             rows=rows,
             positions=Array.of(np.array(positions, np.int64)),
             samples=[samples[position] for position in positions],
+            images=[images[item] for item in sorted({items[position] for position in positions} & images.keys())],
             **(counts or {}),
         )
-        for rank, positions in enumerate(cut(rows.tokens.numpy().tolist(), world))
+        for rank, positions in enumerate(ranks)
     ]

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.countdown.make_problems import render
 from examples.countdown.solver import expressions, solutions
+from examples.kept import is_kept
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
@@ -136,7 +137,7 @@ def write(args: argparse.Namespace) -> str:
     rows = pq.read_table(args.problems).to_pylist()
     asked = {"seed": args.seed, "steps": args.steps, "operations": args.operations, "problems": rows}
     made = args.out / "warm_start.json"
-    if made.exists() and (args.out / "model.safetensors").exists() and json.loads(made.read_text()) == asked:
+    if is_kept(made, asked, args.out / "model.safetensors"):
         return f"{args.out}: model kept, made before with the same arguments"
     torch.set_num_threads(1)
     disable_progress_bar()

@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from examples.kept import is_kept
+
 PROMPTS = {
     "short": "{numbers}={target}\n",
     "words": "Using the numbers [{numbers}], create an equation that equals {target}. You can use basic arithmetic "
@@ -91,7 +93,7 @@ def write(args: argparse.Namespace) -> str:
     asked = {key: value for key, value in vars(args).items() if key != "out"}
     made = args.out / "problems.json"
     files = {split: args.out / f"{split}.parquet" for split in ("train", "eval")}
-    if made.exists() and all(file.exists() for file in files.values()) and json.loads(made.read_text()) == asked:
+    if is_kept(made, asked, *files.values()):
         return f"{args.out}: problems kept, made before with the same arguments"
     source = random.Random(args.seed)
     problems = collect(source, args)

@@ -1,30 +1,32 @@
 """Variable-length attention over packed documents, registered with transformers under our own names.
 
 A microbatch is one row of tokens with the documents one after another; `cu_seq_lens_q` (where each document starts, and
-the end) and `max_length_q` reach these functions as keyword arguments of the model's forward. transformers builds no
-mask for names it has no mask function for, so no [tokens, tokens] mask ever exists. Used by `policy.py`; waits for
-nothing.
+the end), `max_length_q` and, where answers share prompts, `shared_prompts` reach these functions as keyword arguments
+of the model's forward; `is_causal=False` has all tokens of a piece see each other. transformers builds no mask for
+names it has no mask function for, so no [tokens, tokens] mask ever exists. The kernels are in `kernels/`. Used by
+`policy.py`; waits for nothing.
 """
 
 import importlib
-import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from configs.load import ConfigError
+from learner.model.kernels import joined
+from learner.model.kernels.implementations import KERNELS
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
 """transformers takes a name that contains `flash` for one of its own kernels, and looks for a package of that name."""
+TOWER = "_flash"
 AUTO = ("flash4", "flash", "varlen", "sdpa")
 """What `auto` tries, fastest first."""
 PACKAGES = {
@@ -34,13 +36,17 @@ PACKAGES = {
 """The package to install, and the module it provides."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
-GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11 accepts grouped heads without this argument, and does not know it."""
 
 
 def registered(name: str) -> str:
     """The attention's name in transformers' registry. Example: `registered("flash4") == "headrace_fa4"`"""
     return PREFIX + name.replace("flash", "fa")
+
+
+def of_tower(name: str) -> str:
+    """The attention of a vision tower beside `name`, the text model's. transformers hands over the bounds of all images
+    at once to a name with `flash` in it only; else it calls the attention image by image, and waits for the GPU."""
+    return registered("sdpa" if name == "sdpa" else "varlen") + TOWER  # no other kernel has been tried with 80 a head
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -91,72 +97,44 @@ def installed(name: str) -> bool:
     return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
-class Row(NamedTuple):
-    """What a kernel knows of a row of documents and of the model besides query, key and value."""
-
-    cu_seqlens: Tensor
-    longest: int
-    scale: float | None
-    window: int | None
-
-    def bounds(self, none: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The model's sliding window as (left, right) for the kernels; `none` if it has none."""
-        return none if self.window is None else (self.window - 1, 0)
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Row], Tensor]
-"""Causal attention of query, key and value [tokens, heads, head_dim]; key and value may have fewer heads."""
+def why_unshared(config: PreTrainedConfig, name: str, device: torch.device) -> str | None:
+    """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can."""
+    text = config.get_text_config()
+    if other := sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"}):
+        return f"the model has layers of {', '.join(other)}, and only full attention can share a prompt"
+    if window := getattr(text, "sliding_window", None):
+        return f"the model has a sliding window of {window}, and only full attention can share a prompt"
+    if name == "sdpa" and device.type != "cpu":
+        return f"attention sdpa can share a prompt on CPU only, and the learner is on {device.type}"
+    return None
 
 
-def adapt(kernel: Kernel) -> Attention:
-    """`kernel` as an attention for transformers."""
+def adapt(name: str) -> Attention:
+    """The kernel `name` as an attention for transformers: exactly one call of it where no prompt is shared."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-        return kernel(q, k, v, Row(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], scale, window))[None], None
+        row, shared = (kwargs["cu_seq_lens_q"], kwargs["max_length_q"]), kwargs.get("shared_prompts")
+        causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
+        if window is not None and shared is not None:
+            raise ValueError(f"learner.share_prompts: the model has a sliding window of {window}; set it to false")
+        scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
+        if name == "sdpa" and shared is None:
+            return sdpa(q, k, v, *row, causal, scale, window)[None], None
+        return joined.attention(q, k, v, *row, shared, (causal, scale, window, name))[None], None
 
     return attend
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
-    """flash-attn's variable-length kernel."""
-    from flash_attn import flash_attn_varlen_func  # an optional dependency, absent on CPU machines
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float, window: int | None
+) -> Tensor:
+    """torch's SDPA on [documents, longest], padded on the right inside attention only; works on any device.
 
-    places = (row.cu_seqlens, row.cu_seqlens, row.longest, row.longest)
-    window = row.bounds(none=(-1, -1))
-    out: Tensor = flash_attn_varlen_func(q, k, v, *places, softmax_scale=row.scale, causal=True, window_size=window)
-    return out
-
-
-def flash4(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
-    """FlashAttention 4, for Hopper and later."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    out: Tensor
-    out, _ = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=row.cu_seqlens, cu_seqlens_k=row.cu_seqlens, max_seqlen_q=row.longest,
-        max_seqlen_k=row.longest, softmax_scale=row.scale, causal=True, window_size=row.bounds(none=(None, None)),
-    )  # fmt: skip
-    return out
-
-
-def varlen(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
-    """torch's own variable-length kernel."""
-    places = (row.cu_seqlens, row.cu_seqlens, row.longest, row.longest)
-    out = varlen_attn(q, k, v, *places, scale=row.scale, window_size=row.bounds(none=(-1, 0)), **GQA)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
-    """torch's causal SDPA on [documents, longest], padded on the right inside attention only; works on any device.
-
-    Needs no mask: in causal attention a real token never sees the padding to its right.
+    Causal, it needs no mask: a real token never sees the padding to its right.
     """
-    cu_seqlens, longest, scale, window = row
     if window is not None and longest > window:
         raise ValueError(f"learner.attention: sdpa knows no sliding window, the model has one of {window}; use varlen")
     position = torch.arange(longest, device=q.device)
@@ -164,12 +142,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, row: Row) -> Tensor:
     real = position < lengths[:, None]
     index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
     q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))  # [documents, heads, longest, head_dim]
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    mask = None if causal else real[:, None, None]
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)[real]
 
 
-ATTENTIONS = {name: adapt(kernel) for name, kernel in (("flash", flash), ("varlen", varlen), ("sdpa", sdpa))}
-ATTENTIONS["flash4"] = torch.compiler.disable(adapt(flash4))  # it compiles itself
+ATTENTIONS = {name: adapt(name) for name in KERNELS}
 
 for _name, _attention in ATTENTIONS.items():
     AttentionInterface.register(registered(_name), _attention)
+    AttentionInterface.register(registered(_name) + TOWER, _attention)

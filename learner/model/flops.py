@@ -4,17 +4,21 @@
 
 B: parameters of all blocks' matrices; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
 trainable tokens; L: blocks; a: heads x head dimension; q: sum of the squared document lengths (causal attention: half
-of all pairs). 6 = 2 in the forward and 4 in the backward pass. Recomputation (checkpointing, some losses' logits),
-padding and embedding look-ups do not count. Pure; used by `learner/train/step.py` and `learner/metrics.py`.
+of all pairs). A prompt of P tokens that answers of R tokens each share counts once: t = P + sum R, q = P² + sum R (R +
+2 P). 6 = 2 in the forward and 4 in the backward pass. Recomputation (checkpointing, some losses' logits), padding and
+embedding look-ups do not count. The tower of a vision-language model adds c p + d p² for each image of p patches that
+it encodes (`TowerCosts`). Pure; used by `learner/train/step.py` and `learner/metrics.py`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from learner.model.loading import blocks
+from learner.model.vision import mergers, tower_of
 
 PEAKS = {
     "H200": 989e12,
@@ -36,7 +40,7 @@ class Costs:
     per_token: float
     per_trainable: float
     per_pair: float
-    """Attention, per squared token of a document's length."""
+    """Attention, per squared token of a document's length, or what counts as one where a prompt is shared."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Costs":
@@ -44,13 +48,53 @@ class Costs:
         config, layers = model.config.get_text_config(), blocks(model)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1)
+        matrices = sum(map(_matrices, layers))
         head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return cls(6.0 * matrices, 6.0 * head.numel(), 6.0 * len(layers) * width)
 
-    def total(self, documents: Iterable[tuple[int, int]]) -> float:
-        """FLOPs of documents of (tokens, trainable tokens) each."""
-        return sum(n * (self.per_token + self.per_pair * n) + self.per_trainable * m for n, m in documents)
+    def total(self, tokens: float, trainable: float, squares: float) -> float:
+        """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
+        return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
+
+    per_patch: float
+    per_pair: float
+    """Attention of the blocks that see whole images, per squared patch of one."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "TowerCosts | None":
+        """The costs of the tower of `model` as it is frozen by now; None for a text model.
+
+        A matrix costs 2 in the forward pass, 2 more for its own gradient and 2 for that of its input, if wanted.
+        """
+        tower = tower_of(model)
+        if tower is None:
+            return None
+        config: Any = model.config.vision_config
+        layers, unit = list(tower.blocks), config.spatial_merge_size**2  # type: ignore[arg-type]
+        trained = any(p.requires_grad for p in layers[0].parameters())
+        projected = any(p.requires_grad for p in mergers(tower)[0].parameters())
+        passes = 3 if trained else 1
+        full = getattr(config, "fullatt_block_indexes", range(len(layers)))
+        window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
+        pairs = 4.0 * passes * config.hidden_size
+        per_patch = 2.0 * passes * sum(map(_matrices, layers)) + pairs * window * (len(layers) - len(full))
+        per_patch += 2.0 * (1 + trained) * _matrices(tower.patch_embed)  # type: ignore[arg-type]
+        back = projected + (trained or projected)  # the projector begins with a norm
+        per_patch += 2.0 * (1 + back) * sum(map(_matrices, mergers(tower))) / unit
+        return cls(per_patch, pairs * len(full))
+
+    def total(self, patches: Iterable[int]) -> float:
+        """FLOPs of images of so many patches each."""
+        return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.dim() > 1)
 
 
 def peak(name: str) -> float | None:

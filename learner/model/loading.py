@@ -4,11 +4,13 @@ Consumes the folder `model.path`, which rank 0 alone reads. `distribute_weights`
 ranks must call them. Used by `policy.py` and, for arithmetic without weights, by `memory.py`.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from configs.schema import ModelConfig
 
@@ -20,13 +22,24 @@ def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
     trusted = model.trust_remote_code
+    # a causal attention of ours would not do for the tower, which gets its own in `vision.py`
+    attentions = {"text_config": attention, "vision_config": "sdpa"} if sees(config) else attention
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=trusted
+        empty = _auto_class(config).from_config(
+            config, dtype=torch.float32, attn_implementation=attentions, trust_remote_code=trusted
         )
     assert isinstance(empty, PreTrainedModel)
     empty.train()
     return empty
+
+
+def sees(config: Any) -> bool:
+    """Whether a model's config is of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def _auto_class(config: Any) -> Any:
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -37,6 +50,11 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
             f"model.path: {type(model).__name__} has no decoder.layers; take a model that lists its blocks there"
         )
     return list(layers)
+
+
+def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """What is sharded block by block: the transformer blocks, and those of the tower of a vision-language model."""
+    return [*(model.model.visual.blocks if sees(model.config) else ()), *blocks(model)]
 
 
 def distribute_weights(empty: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool) -> None:
@@ -63,7 +81,9 @@ def distribute_weights(empty: PreTrainedModel, model: ModelConfig, device: torch
 
 def _read(model: ModelConfig) -> dict[str, Tensor]:
     """The weights and buffers in the folder `model.path`, in the dtype of its files."""
-    read = AutoModelForCausalLM.from_pretrained(model.path, dtype="auto", trust_remote_code=model.trust_remote_code)
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    trusted = model.trust_remote_code
+    read = _auto_class(config).from_pretrained(model.path, dtype="auto", trust_remote_code=trusted)
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
 
@@ -78,3 +98,6 @@ def init_random(empty: PreTrainedModel, device: torch.device) -> None:
             local.normal_(0.0, spread, generator=generator) if parameter.dim() > 1 else local.fill_("norm" in name)
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)
+    if sees(empty.config):
+        tower = empty.model.visual
+        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config=empty.config.vision_config).to(device)

@@ -6,9 +6,10 @@ at the start and has `explain_out_of_memory` around the training; waits for noth
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from configs.checks import max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
-from learner.model.loading import blocks, build_on_meta
+from learner.model.loading import all_blocks, blocks, build_on_meta
+from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -28,7 +30,7 @@ SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; the rest is for CUDA, NCCL and fragmentation."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
-"""Tokens in the forward pass on meta."""
+"""Tokens, or patches, in the forward pass on meta."""
 META_ATTENTION = attention.registered("varlen")
 """It keeps what every variable-length kernel keeps: query, key, value, output and a norm per token and head."""
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -80,12 +82,16 @@ class Estimate:
         return f"{self.total(tokens) / GIB:.1f} GiB = " + " + ".join(f"{size / GIB:.1f} {name}" for name, size in sizes)
 
 
-def memory_budget(config: Config, device: torch.device, world: int, reference: bool) -> tuple[Estimate, int]:
+def memory_budget(
+    config: Config, device: torch.device, world: int, reference: bool, patches: int = 0
+) -> tuple[Estimate, int]:
     """The memory that a rank will take, and the tokens of its microbatches; logged before anything is loaded.
 
-    `reference`: a frozen copy of the model is kept too. Raises ConfigError if the GPU is too small.
+    `reference`: a frozen copy of the model is kept too. `patches`: most of one sample. Raises ConfigError if the GPU is
+    too small.
     """
-    wanted, sample = config.learner.tokens_per_microbatch, max_sample_tokens(config)
+    wanted, tokens = config.learner.tokens_per_microbatch, max_sample_tokens(config)
+    sample = max(tokens, -(-patches // PATCHES_PER_TOKEN))
     expected = estimate(config.model, config.learner, world, reference)
     if device.type != "cuda":
         return expected, max(AUTO_TOKENS_ON_CPU, sample) if wanted == "auto" else wanted
@@ -93,46 +99,88 @@ def memory_budget(config: Config, device: torch.device, world: int, reference: b
     budget = expected.fit(int(SHARE * available)) if wanted == "auto" else wanted
     needed = expected.describe(max(budget, sample))
     log.info("%d tokens per microbatch: a rank takes %s of %.1f GiB", budget, needed, available / GIB)
-    if budget < sample or expected.total(budget) > available:
-        problem = f"learner.tokens_per_microbatch: {wanted}: a sample of {sample} tokens takes {needed}, a GPU has "
+    if (wanted == "auto" and budget < sample) or expected.total(max(budget, sample)) > available:
+        images = f" and {patches} patches of images" if patches else ""
+        problem = f"learner.tokens_per_microbatch: {wanted}: a sample of {tokens} tokens{images} takes {needed}, a GPU "
         remedy = "set learner.activation_checkpointing: block or learner.cpu_offload, or raise learner.ranks"
-        raise ConfigError([f"{problem}{available / GIB:.1f} GiB; {remedy}"])
+        remedy += ", or lower data.max_pixels" if patches else ""
+        raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {remedy}"])
     return expected, budget
 
 
 def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: bool = False) -> Estimate:
     """The estimate for one of `world` ranks. `reference`: a frozen copy of the model is kept too."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
-    parameters = empty.num_parameters()
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in blocks(empty)]
+    freeze(empty, model.freeze)
+    parameters, trained = empty.num_parameters(), empty.num_parameters(only_trainable=True)
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
     root, block = parameters - sum(sizes), max(sizes)
     head = empty.get_output_embeddings().weight.numel()  # type: ignore[no-untyped-call]
     chunk = learner.head_chunk_tokens * empty.config.get_text_config().vocab_size
     kept, working = _activations(empty, model, learner)
+    images, in_tower = _tower_activations(empty, model, learner)
     on_gpu = 0 if learner.cpu_offload else 1
     always = {
         "weights": 4 * parameters * on_gpu * (1 + reference) // world,
-        "gradients": 4 * parameters * on_gpu // world,
-        "optimizer": 8 * parameters * on_gpu // world,
+        "gradients": 4 * trained * on_gpu // world,
+        "optimizer": 8 * trained * on_gpu // world,
     }
     gathered = width * (root * (1 + reference) + 2 * block)
     # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient. They exist at the
     # end of the forward pass or at the start of the backward pass, while all activations are kept.
     at_head = PeakCandidate(
-        always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept}
+        always | {"gathered weights": gathered, "head": (4 + width) * (head + chunk)}, {"activations": kept} | images
     )
     # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
     # output embedding, which is reduced at the end.
     rest = {"gathered weights": gathered + width * block, "head": width * head, "block's gradient": (4 + width) * block}
-    in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working})
-    return Estimate([at_head, in_block])
+    in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
+    if not images:
+        return Estimate([at_head, in_block])
+    # In the backward pass of the tower that of the text model is over, and what it kept is gone.
+    return Estimate([at_head, in_block, PeakCandidate(always | rest, images | {"backward pass": in_tower})])
 
 
 def _activations(empty: PreTrainedModel, model: ModelConfig, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
-    everything, matmuls, inputs = _trace(empty.to(getattr(torch, model.dtype)))
-    layers = len(blocks(empty))
-    width = getattr(torch, model.dtype).itemsize * empty.config.get_text_config().hidden_size
+    empty.to(getattr(torch, model.dtype))
+    tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
+    decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
+    embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    traced = _trace(empty, lambda: decoder(**embedded, cu_seq_lens_q=_meta_places(), max_length_q=META_TOKENS))
+    hidden: int = empty.config.get_text_config().hidden_size
+    return _saved(*traced, len(blocks(empty)), getattr(torch, model.dtype).itemsize * hidden, learner)
+
+
+def _tower_activations(
+    empty: PreTrainedModel, model: ModelConfig, learner: LearnerConfig
+) -> tuple[dict[str, int], int]:
+    """The same of the tower, in a row with PATCHES_PER_TOKEN patches for each of its tokens; empty for a text model."""
+    tower: Any = tower_of(empty)
+    if tower is None:
+        return {}, 0
+    Sight(empty, attention.of_tower("varlen"))
+    config, dtype = empty.config.vision_config, getattr(torch, model.dtype)
+    hidden = torch.zeros(META_TOKENS, config.hidden_size, dtype=dtype, device="meta")
+    trained = any(p.requires_grad for p in tower.blocks.parameters())
+    angles = 2 * [torch.zeros(META_TOKENS, config.hidden_size // config.num_heads, device="meta")]
+    given = {"cu_seqlens": _meta_places(), "max_seqlen": META_TOKENS, "position_embeddings": angles}
+    everything, matmuls, inputs = _trace(empty, lambda: tower.blocks[0](hidden.requires_grad_(trained), **given))
+    n, width = len(tower.blocks), dtype.itemsize * config.hidden_size
+    kept, working = _saved(n * everything, n * matmuls, n * inputs, n, width, learner) if trained else (0, 0)
+    kept += sum(_trace(empty, partial(merger, hidden))[0] for merger in mergers(tower))
+    kept += trained * dtype.itemsize * tower.patch_embed.proj.weight[0].numel()  # the patches themselves
+    return {"tower": PATCHES_PER_TOKEN * kept}, PATCHES_PER_TOKEN * working
+
+
+def _meta_places() -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device="meta")
+
+
+def _saved(
+    everything: int, matmuls: int, inputs: int, layers: int, width: int, learner: LearnerConfig
+) -> tuple[int, int]:
+    """Of what `_trace` finds in `layers` blocks of `width` bytes: what is kept, and what a backward pass works with."""
     working = 3 * matmuls // (2 * layers)
     if learner.activation_checkpointing == "block":
         return (layers + 2) * width, working + everything // layers  # 2: what the last norm keeps
@@ -151,8 +199,9 @@ def _add(storages: Storages, *tensors: Tensor) -> None:
     storages.update({tensor.untyped_storage()._cdata: tensor for tensor in tensors})
 
 
-def _trace(empty: PreTrainedModel) -> tuple[int, int, int]:
-    """Bytes per token that the forward pass keeps: all; outputs of matmuls and attention; other inputs of matmuls."""
+def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int, int]:
+    """Bytes per token that `forward` keeps, a pass of META_TOKENS tokens or patches: all; outputs of matmuls and
+    attention; other inputs of matmuls."""
     fixed: Storages = {}
     kept: Storages = {}
     _add(fixed, *empty.parameters(), *empty.buffers())
@@ -161,11 +210,8 @@ def _trace(empty: PreTrainedModel) -> tuple[int, int, int]:
         _add(kept, tensor)
         return tensor
 
-    tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
-    places = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32, device="meta"), "max_length_q": META_TOKENS}
     with _MatmulRecorder() as matmuls, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
-        decoder(input_ids=tokens, position_ids=tokens, use_cache=False, **places)
+        forward()
 
     def per_token(storages: Storages, without: Storages) -> int:
         return sum(x.untyped_storage().nbytes() for key, x in storages.items() if key not in without) // META_TOKENS
@@ -187,7 +233,7 @@ class _MatmulRecorder(TorchDispatchMode):
         if func in MATMULS:
             _add(self.outputs, output)
             _add(self.inputs, *(x for x in args if isinstance(x, Tensor)))
-        elif func is torch.ops.torch_attn._varlen_attn.default:
+        elif func is torch.ops.headrace.attend.default:
             _add(self.outputs, *output)
         return output
 

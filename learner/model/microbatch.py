@@ -1,16 +1,41 @@
 """A microbatch: documents (prompt and answer) one after another in a single row, without padding.
 
-Consumes token arrays of whole documents; waits for nothing. `learner/train/batch.py` decides which documents go
+Where samples of a group share their prompt, the row is [shared prompts | their answers, group by group | whole
+documents]: pieces that attention treats as documents, except that an answer sees its prompt too, and its positions go
+on from there. Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides which documents go
 together, `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its trainable tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from learner.model.vision import PackedImages
+
+
+class SharedPrompts(NamedTuple):
+    """Which answers of a row see which prompt: all of group i see prompt i.
+
+    Example: two prompts of 4 and 9 tokens, the first with answers of 2 and 3, the second with answers of 1 and 1:
+    `answer_starts` [0, 5, 7], `prompt_starts` [0, 4, 13], `longest_answers` 5, `longest_prompt` 9, `prompts_end` 13,
+    `answers_end` 20.
+    """
+
+    answer_starts: Tensor
+    """int32 [groups + 1]: where each group's answers start, counted from the first answer, and the end."""
+    prompt_starts: Tensor
+    """int32 [groups + 1]: where each prompt starts, and the end."""
+    longest_answers: int
+    """Tokens of the answers of the group that has most."""
+    longest_prompt: int
+    prompts_end: int
+    """Tokens of all prompts: the answers start here."""
+    answers_end: int
+    """Tokens of all prompts and answers: the whole documents start here."""
 
 
 @dataclass(frozen=True)
@@ -23,26 +48,41 @@ class Microbatch:
     tokens: Tensor
     """int64 token ids."""
     positions: Tensor
-    """int64, from 0 in each document."""
+    """int64, from 0 in each document; those of an answer go on from its prompt's. With images [4, tokens]: below them
+    those in time, height and width (`rope_positions`)."""
     cu_seqlens: Tensor
-    """int32 [documents + 1]: where each document starts, and the end."""
+    """int32 [pieces + 1]: where each document, shared prompt and answer starts, and the end."""
     max_seqlen: int
-    """Tokens of the longest document."""
+    """Tokens of the longest piece."""
     sampled: Tensor
     """bool: trainable. Never true for a document's first token: nothing predicts it."""
     scored: Tensor
     """int64 [trainable tokens]: indices at which `sampled` is true."""
+    predictor: Tensor
+    """int64 [trainable tokens]: index of the token whose hidden state predicts each: the one before it in its document.
+    That is its prompt's last for the first token of every answer to a shared prompt."""
     behaviour: Tensor
     """float32 log-probability with which the token was sampled."""
     versions: Tensor
     """int64 policy version that sampled the token, -1 for prompt tokens."""
     sequence: Tensor
-    """int64 index of the token's sample in `Batch.rows`; 0 in a dummy."""
+    """int64 index of the token's sample in `Batch.rows`, of any of its group in a shared prompt; 0 in a dummy."""
+    shared: SharedPrompts | None
+    """None: the row has whole documents only."""
+    images: PackedImages | None = None
+    """None: the row has no image."""
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch on `device`."""
-        moved = {name: x.to(device, non_blocking=True) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return Microbatch(max_seqlen=self.max_seqlen, **moved)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, SharedPrompts):
+                return SharedPrompts(*map(moved, value))
+            if isinstance(value, PackedImages):
+                return value.to(device)
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        return Microbatch(**{name: moved(value) for name, value in vars(self).items()})
 
 
 def lay_out(
@@ -51,26 +91,53 @@ def lay_out(
     behaviour: Sequence[Any],
     versions: Sequence[Any],
     rows: Sequence[int],
+    groups: Sequence[int] = (),
 ) -> Microbatch:
-    """The microbatch of some documents: of each document an array for each field, and its index in `Batch.rows`."""
+    """The microbatch of some pieces: of each piece an array for each field, and its index in `Batch.rows`.
+
+    `groups`: numbers of answers to shared prompts. So many prompts come first, without trainable tokens, then the
+    answers to the first one, and so on; the rest are whole documents.
+    """
 
     def joined(arrays: Sequence[Any], dtype: Any) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(dtype))
 
-    lengths = [len(ids) for ids in tokens]
+    lengths = np.array([len(ids) for ids in tokens])
     cu_seqlens = np.cumsum([0, *lengths])
-    trainable = joined(sampled, bool)
-    trainable[cu_seqlens[:-1]] = False
+    answers = slice(len(groups), len(groups) + sum(groups))
+    prompt = np.repeat(np.arange(len(groups)), groups)  # of each answer
+    first = np.zeros_like(lengths)
+    first[answers] = lengths[prompt]
+    before = np.arange(-1, cu_seqlens[-1] - 1)
+    before[cu_seqlens[:-1]] = -1
+    before[cu_seqlens[:-1][answers]] = cu_seqlens[1:][prompt] - 1
+    trainable = np.concatenate(sampled).astype(bool) & (before >= 0)
+    scored = trainable.nonzero()[0]
     return Microbatch(
         tokens=joined(tokens, np.int64),
-        positions=joined([np.arange(n) for n in lengths], np.int64),
+        positions=joined([np.arange(start, start + n) for start, n in zip(first, lengths, strict=True)], np.int64),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=max(lengths),
-        sampled=trainable,
-        scored=trainable.nonzero().squeeze(1),
+        max_seqlen=int(max(lengths)),
+        sampled=torch.from_numpy(trainable),
+        scored=torch.from_numpy(scored),
+        predictor=torch.from_numpy(before[scored]),
         behaviour=joined(behaviour, np.float32),
         versions=joined(versions, np.int64),
         sequence=torch.from_numpy(np.repeat(rows, lengths).astype(np.int64)),
+        shared=_shared_prompts(cu_seqlens, groups) if groups else None,
+    )
+
+
+def _shared_prompts(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
+    prompts = cu_seqlens[: len(groups) + 1]
+    answers = cu_seqlens[len(groups) + np.cumsum([0, *groups])]
+    return SharedPrompts(
+        answer_starts=torch.from_numpy((answers - answers[0]).astype(np.int32)),
+        prompt_starts=torch.from_numpy(prompts.astype(np.int32)),
+        longest_answers=int(np.diff(answers).max()),
+        longest_prompt=int(np.diff(prompts).max()),
+        prompts_end=int(prompts[-1]),
+        answers_end=int(answers[-1]),
     )
 
 

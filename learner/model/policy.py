@@ -5,7 +5,9 @@ reduces gradients in fp32. The same code runs on gloo with CPU and on NCCL with 
 collective: all ranks must call it, and wait for the last. Built by `learner/__main__.py`.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,18 +20,19 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
-from learner.model import attention, loading
-from learner.model.flops import Costs
+from learner.model import attention, loading, vision
+from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
 from learner.model.microbatch import Microbatch, one_document
 from learner.weights.plan import Spec
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 SAVED_OPS = [
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
     *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
-    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.headrace.attend.default,
 ]
 """Matmuls and attention: what selective activation checkpointing keeps, because recomputing it is expensive."""
 
@@ -59,7 +62,15 @@ class Policy(nn.Module):
         self.attention = attention.choose(learner.attention, self.device, self.dtype)
         self.model = loading.build_on_meta(model, attention.registered(self.attention))
         self.model.requires_grad_(not frozen)
-        self.costs = Costs.of(self.model)
+        if not frozen:
+            vision.freeze(self.model, model.freeze)
+        seeing = loading.sees(self.model.config)
+        self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
+        self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
+        unshared = attention.why_unshared(self.model.config, self.attention, self.device)
+        self.share_prompts = learner.share_prompts and unshared is None
+        if learner.share_prompts and unshared and not frozen:
+            log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", unshared)
         offload = learner.cpu_offload and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)
@@ -76,7 +87,7 @@ class Policy(nn.Module):
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
-        for block in loading.blocks(self.model):
+        for block in loading.all_blocks(self.model):
             if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             fully_shard(block, **options)
@@ -90,9 +101,10 @@ class Policy(nn.Module):
         Both are 0 where `microbatch.sampled` is false: the head skips these tokens. With `loss`, a function of slices
         of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third result.
         """
-        scored = microbatch.scored
+        scored, hidden, predictor = microbatch.scored, self._hidden(microbatch), microbatch.predictor
+        shared = microbatch.shared is not None
         inputs = (
-            self._hidden(microbatch).index_select(0, scored - 1),
+            _Gather.apply(hidden, predictor) if shared else hidden.index_select(0, predictor),  # type: ignore[no-untyped-call]
             self.model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
             microbatch.tokens[scored],
         )
@@ -107,12 +119,15 @@ class Policy(nn.Module):
     def _hidden(self, microbatch: Microbatch) -> Tensor:
         """Final hidden states: [tokens, hidden_size]."""
         decoder = self.model.get_decoder()  # type: ignore[no-untyped-call]
+        tokens, positions = microbatch.tokens, microbatch.positions
+        given = {"input_ids": tokens[None]} if self.sight is None else self.sight.inputs(tokens, microbatch.images)
         hidden: Tensor = decoder(
-            input_ids=microbatch.tokens[None],
-            position_ids=microbatch.positions[None],
+            **given,
+            position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
             use_cache=False,
             cu_seq_lens_q=microbatch.cu_seqlens,
             max_length_q=microbatch.max_seqlen,
+            shared_prompts=microbatch.shared,
         ).last_hidden_state[0]
         return hidden
 
@@ -124,28 +139,64 @@ class Policy(nn.Module):
         self.reshard()  # only a backward pass does it by itself, and readers of the weights want shards
         return logprobs
 
-    def logprobs_of(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it."""
-        return self.score(one_document(tokens).to(self.device), temperature=1.0)[1:].tolist()
+    def place(self, microbatch: Microbatch) -> Microbatch:
+        """`microbatch`, made on the CPU, on this policy's device."""
+        if self.sight is not None and microbatch.images is not None:
+            microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
+        return microbatch.to(self.device)
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole weight with its Hugging Face name, in `model.dtype` on this rank's device; order of
-        `weight_specs`.
+    def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
+        """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it; with images as a microbatch
+        of that one document (`learner/train/pictures.py`)."""
+        row = tokens if isinstance(tokens, Microbatch) else one_document(tokens)
+        return self.score(self.place(row), temperature=1.0)[1:].tolist()
+
+    def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Each whole weight but those named `without`, with its Hugging Face name, in `model.dtype` on this rank's
+        device; order of `weight_specs`.
 
         Each tensor is a collective: every rank must iterate to the end.
         """
         for name, parameter in self.model.named_parameters():  # a tied head is listed once, as the embedding
-            shard = parameter.detach().to(self.device, self.dtype)
-            yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
+            if name not in without:
+                shard = parameter.detach().to(self.device, self.dtype)
+                yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""
         return [Spec(name, tuple(p.shape), self.dtype) for name, p in self.model.named_parameters()]
 
+    def frozen_names(self) -> frozenset[str]:
+        """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules."""
+        return frozenset(name for name, p in self.model.named_parameters() if not p.requires_grad)
+
+    @property
+    def patch_cost(self) -> float:
+        """FLOPs of a patch in the tower over those of a token in the text model; 0 for a text model."""
+        tower = self.tower_costs
+        return tower.per_patch / (self.costs.per_token + self.costs.per_trainable) if tower else 0.0
+
     @property
     def attention_cost(self) -> float:
         """FLOPs of attention per token pair over all other FLOPs per token: the q of n + q n² for n tokens."""
         return self.costs.per_pair / (self.costs.per_token + self.costs.per_trainable)
+
+
+class _Gather(torch.autograd.Function):
+    """`hidden[index]` [indices, hidden_size], whose gradient adds up in float32 where an index occurs many times, as
+    that of a shared prompt's last token does. `index_select` would add up in the dtype of `hidden`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.like = hidden.shape, hidden.dtype
+        return hidden.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
+        total = grads[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+        return total.index_add_(0, index, grads[0].to(total.dtype)).to(dtype), None
 
 
 def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:
@@ -159,3 +210,7 @@ def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> N
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
     if learner.activation_checkpointing == "block" or ("context_fn" in options and not learner.compile):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.disable_input_require_grads()  # or a frozen tower would be differentiated down to its patches
+    for block in loading.all_blocks(model):
+        if not any(parameter.requires_grad for parameter in block.parameters()):
+            block.gradient_checkpointing = False  # type: ignore[assignment]  # frozen, it keeps nothing

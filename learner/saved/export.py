@@ -12,11 +12,13 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from configs.schema import ModelConfig
 from learner.model.policy import Policy
 
 SHARD_BYTES = 5 << 30
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -35,9 +37,15 @@ def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
             if path.is_file() and not path.name.endswith(WEIGHT_FILES):
                 shutil.copy2(path, folder / path.name)
     else:  # a name on the hub, which transformers has in its cache
-        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+        known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        known.save_pretrained(folder)
         AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+        for name in PROCESSOR_FILES if hasattr(known, "vision_config") else ():
+            if file := cached_file(model.path, name, _raise_exceptions_for_missing_entries=False):
+                shutil.copy(file, folder / name)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": model.dtype}, indent=2) + "\n")
+    for part in (config, *(config[name] for name in ("text_config", "vision_config") if name in config)):
+        part.pop("torch_dtype", None)
+        part["dtype"] = model.dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)

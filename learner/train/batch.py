@@ -1,19 +1,60 @@
 """A rank's part of a batch becomes microbatches: samples are packed into rows of at most a token budget.
 
-Consumes the buffer's `Part`, which has a row for each sample of the whole batch. `Batch.from_part` is a collective: the
-ranks agree on the number of microbatches, so that FSDP's collectives match. Used by `step.py`.
+Samples that share a prompt are packed as one unit, with the prompt once. Consumes the buffer's `Part`, which has a row
+for each sample of the whole batch. `Batch.from_part` is a collective: the ranks agree on the number of microbatches, so
+that FSDP's collectives match. Used by `step.py`.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 
+from buffer.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample
 from learner.model.microbatch import Microbatch, lay_out
+from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train import collectives
+from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, num_patches, open_images, show
+
+LEAST_SAVED = 0.03
+"""A prompt is shared where that saves at least this share of its samples' tokens: the second call of attention and the
+joining have their price."""
+Document = tuple[Sample, int]
+"""A sample, and its index in `Batch.rows`."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Samples that share their prompt, which is computed once; or a single one, whole."""
+
+    documents: Sequence[Document]
+    prompt: int
+    """Tokens before the first sampled one."""
+
+    @property
+    def answers(self) -> list[int]:
+        """Tokens of each sample after the prompt."""
+        return [sample.tokens.shape[0] - self.prompt for sample, _ in self.documents]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row that it takes."""
+        return self.prompt + sum(self.answers)
+
+    @property
+    def squares(self) -> int:
+        """What attention costs, as the square of a document's length costs that document."""
+        return self.prompt**2 + sum(n * (n + 2 * self.prompt) for n in self.answers)
+
+    @property
+    def saves(self) -> float:
+        """Share of the samples' tokens that need not be computed."""
+        saved = (len(self.documents) - 1) * self.prompt
+        return saved / (saved + self.tokens)
 
 
 @dataclass(frozen=True)
@@ -26,46 +67,110 @@ class Batch:
     num_versions: list[int]
     """For each of this rank's samples: how many policy versions sampled its tokens."""
     microbatches: list[Microbatch]
+    tokens: int
+    """Of this rank's rows: each shared prompt counts once, dummies do not."""
+    squares: int
+    """Of this rank's rows: what attention costs (`Unit.squares`)."""
 
     @classmethod
-    def from_part(cls, part: Part, budget: int, quadratic: float = 0.0) -> "Batch":
-        """Pack `part` into microbatches of at most `budget` tokens; a longer sample gets one of its own.
+    def from_part(
+        cls,
+        part: Part,
+        budget: int,
+        quadratic: float = 0.0,
+        share_prompts: bool = False,
+        form: ImageFormat | None = None,
+        patch_cost: float = 0.0,
+    ) -> "Batch":
+        """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each of them; a
+        longer sample gets one of its own.
 
-        `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n². Raises RuntimeError
-        when the ranks' parts are not of one batch.
+        `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n²; `patch_cost`: cost of a
+        patch of its images. `form`: how a vision-language model sees images. Raises RuntimeError when the ranks' parts
+        are not of one batch, PictureMismatch, on all ranks, if one has an image that is not what the policy saw.
         """
-        positions, samples = part.positions.numpy().tolist(), [Sample.unpack(data) for data in part.samples]
-        lengths = [sample.tokens.shape[0] for sample in samples]
-        least = max(len(first_fit(lengths, budget)), 1)
+        samples = [Sample.unpack(data) for data in part.samples]
+        documents = list(zip(samples, part.positions.numpy().tolist(), strict=True))
+        seen, problem = open_images(part, samples, form)
+        items = part.rows.item.numpy()
+        units = shared_units(documents, items, budget, seen) if share_prompts else alone(documents)
+        images = [[image for _, row in unit.documents for image in seen.get(row, ())] for unit in units]
+        lengths, squares = [unit.tokens for unit in units], [unit.squares for unit in units]
+        patches, sizes = list(map(num_patches, images)), list(map(_room, lengths, images))
+        least = max(len(first_fit(sizes, budget)), 1)
         version, digest = part.version, crc32(part.rows.item.data + part.rows.reward.data)
-        agreed = map(int, collectives.all_reduce_max(least, version, -version, digest, -digest))
-        number, newest, oldest, largest, smallest = agreed
+        agreed = map(int, collectives.all_reduce_max(least, version, -version, digest, -digest, bool(problem)))
+        number, newest, oldest, largest, smallest, mismatch = agreed
         if (newest, largest) != (-oldest, -smallest):
             raise RuntimeError(
                 f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree"
             )
-        documents = list(zip(samples, positions, strict=True))
-        bins = balance(lengths, budget, quadratic, number)
-        microbatches = [pack([documents[i] for i in chosen]) for chosen in bins]
-        return cls(part.version, part.rows, [_num_versions(sample) for sample in samples], microbatches)
+        if mismatch:
+            raise PictureMismatch(problem or "another rank has an image that is not what the policy saw")
+        figures = zip(lengths, squares, patches, strict=True)
+        costs = [n + quadratic * q + patch_cost * p for n, q, p in figures]
+        microbatches = [pack([units[i] for i in chosen], seen) for chosen in balance(sizes, costs, budget, number)]
+        versions = [_num_versions(sample) for sample in samples]
+        return cls(part.version, part.rows, versions, microbatches, sum(lengths), sum(squares))
+
+
+def alone(documents: Sequence[Document]) -> list[Unit]:
+    """Each document by itself."""
+    return [Unit([document], 0) for document in documents]
+
+
+def shared_units(
+    documents: Sequence[Document], items: np.ndarray, budget: int, seen: Seen = NOTHING_SEEN
+) -> list[Unit]:
+    """The documents in units of at most `budget` tokens, and as many patches as it allows: those of one item with the
+    same prompt together.
+
+    `items`: of each row of the batch. `seen`: images, by row. A group larger than the budget becomes several units; a
+    document without others of its prompt is one by itself, and so is each of a unit that would save less than
+    `LEAST_SAVED`.
+    """
+    groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
+    for sample, row in documents:
+        prompt = sample.tokens.numpy()[: sample.sampled.numpy().argmax()]
+        shown = tuple(image.picture.digest for image in seen.get(row, ()) if image.start < len(prompt))
+        groups[items[row], prompt.tobytes(), shown].append((sample, row))
+    units = []
+    for (_, text, _), group in groups.items():
+        whole = Unit(group, len(text) // group[0][0].tokens.numpy().itemsize)
+        images = [seen.get(row, ()) for _, row in group]
+        before = _room(whole.prompt, [image for image in images[0] if image.start < whole.prompt])
+        behind = [[image for image in each if image.start >= whole.prompt] for each in images]
+        answers = list(map(_room, whole.answers, behind))
+        for chosen in first_fit(answers, max(budget - before, 1)):
+            unit = Unit([group[i] for i in chosen], whole.prompt)
+            units += [unit] if unit.saves >= LEAST_SAVED else alone(unit.documents)
+    return units
+
+
+def _room(tokens: int, images: Sequence[SeenImage]) -> int:
+    """What tokens with `images` take of a microbatch's budget, which bounds patches too."""
+    return max(tokens, -(-num_patches(images) // PATCHES_PER_TOKEN))
 
 
 def _num_versions(sample: Sample) -> int:
     return len(np.unique(sample.versions.numpy()[sample.sampled.numpy() != 0]))
 
 
-def pack(documents: Sequence[tuple[Sample, int]]) -> Microbatch:
-    """A microbatch of `documents`, each with its index in `Batch.rows`; of none, a dummy without trainable tokens."""
-    if not documents:
+def pack(units: Sequence[Unit], seen: Seen = NOTHING_SEEN) -> Microbatch:
+    """A microbatch of `units`, with the images `seen` by row; of none, a dummy without trainable tokens."""
+    if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
-    samples, rows = zip(*documents, strict=True)
-    return lay_out(
-        [sample.tokens.numpy() for sample in samples],
-        [sample.sampled.numpy() for sample in samples],
-        [sample.behaviour_logprobs.numpy() for sample in samples],
-        [sample.versions.numpy() for sample in samples],
-        rows,
-    )
+    shared = [unit for unit in units if len(unit.documents) > 1]
+    pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
+    pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]
+    pieces += [(unit.documents[0], slice(None)) for unit in units if len(unit.documents) == 1]
+    names = ("tokens", "sampled", "behaviour_logprobs", "versions")
+    arrays = ([getattr(sample, name).numpy()[part] for (sample, _), part in pieces] for name in names)
+    tokens, sampled, behaviour, versions = arrays
+    rows, groups = [row for (_, row), _ in pieces], [len(unit.documents) for unit in shared]
+    packed = lay_out(tokens, sampled, behaviour, versions, rows, groups)
+    pictured = [Piece(seen.get(row, ()), sample.tokens.shape[0], part) for (sample, row), part in pieces]
+    return show(packed, pictured) if seen else packed
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -82,12 +187,11 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def balance(lengths: Sequence[int], budget: int, quadratic: float, number: int) -> list[list[int]]:
+def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
     """Indices of `lengths` in `number` bins of at most `budget` and of similar cost, the costliest bin first.
 
     `number` is at least what `first_fit` takes; where balancing does not fit the budget, its bins are the answer.
     """
-    costs = [n + quadratic * n * n for n in lengths]
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

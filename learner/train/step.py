@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from buffer.images import ImageFormat
 from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
@@ -37,7 +38,7 @@ class Algorithm:
     """Loss, advantages and optimizer. `reference` is the frozen initial model, if the loss needs one.
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
-    default, `aggregation: constant` count.
+    default, `aggregation: constant` count. `form`: how a vision-language model sees images.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class Algorithm:
         budget: int,
         max_tokens: int,
         reference: Policy | None = None,
+        form: ImageFormat | None = None,
     ) -> None:
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
+        self.form = form
         # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
         # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/learner.md).
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
@@ -57,9 +60,12 @@ class Algorithm:
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
         """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks."""
         times = [time.perf_counter()]
-        batch = Batch.from_part(part, self.budget, policy.attention_cost)
+        costs = policy.attention_cost, policy.patch_cost
+        batch = Batch.from_part(part, self.budget, costs[0], policy.share_prompts, self.form, costs[1])
         times.append(time.perf_counter())
         sums = self.backward(policy, batch) | version_sums(batch.num_versions, policy.device)
+        computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
+        sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         totals = _all_reduce(sums)  # waits for the GPU
         times.append(time.perf_counter())
         metrics = batch_metrics(batch, totals) | self.optimizer.update(batch.version)
@@ -68,13 +74,14 @@ class Algorithm:
         metrics |= {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried")}
         metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
         metrics["buffer/failed_share"] = part.failed / max(part.failed + part.generated, 1)
-        lengths = zip(batch.rows.tokens.numpy().tolist(), batch.rows.sampled.numpy().tolist(), strict=True)
-        return metrics | {"flops": policy.costs.total(lengths)}
+        flops = policy.costs.total(totals["row_tokens"], metrics["tokens_sampled"], totals["squares"])
+        metrics |= {name: totals[name] for name in ("images", "patches") if name in totals}
+        return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": totals["row_tokens"]}
 
     def backward(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
         """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
         shared = self.shared_context(batch, policy.device)
-        microbatches = [microbatch.to(policy.device) for microbatch in batch.microbatches]  # all now: copies block
+        microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
         if needs_first_pass(self.config):
             shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
         return combine([self.backward_of(policy, microbatch, shared) for microbatch in microbatches])
@@ -139,6 +146,15 @@ class Algorithm:
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         squares = collectives.all_gather_ragged(torch.cat([m2_squares(each.clean()) for each in inputs]))
         return m2_limit(torch.cat(squares), self.config.m2_budget)
+
+
+def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
+    """Images that this rank encodes, their patches and the tower's FLOPs; empty for a text model."""
+    if policy.tower_costs is None:
+        return {}
+    images = [row.images.grid.prod(-1) for row in batch.microbatches if row.images is not None]
+    patches = [number for grid in images for number in grid.tolist()]
+    return {"images": len(patches), "patches": sum(patches), "tower": policy.tower_costs.total(patches)}
 
 
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:

@@ -6,11 +6,11 @@ sender's two copies.
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -25,29 +25,51 @@ ROW = 8 * WORDS
 FACTOR = 0x9E3779B97F4A7C1
 
 
-class Buckets:
-    """The buckets of `plan` on `device`: flat uint8 tensors, zero at first.
+class Allocation:
+    """Buckets of `sizes` bytes in one allocation on `device`, flat uint8 tensors, zero at first. Each is aligned to a
+    row of the checksum, so that a few operations compute all checksums."""
 
-    `rotating`: only two are allocated, and bucket i overwrites bucket i - 2. Otherwise all buckets lie in one
-    allocation, each aligned to a row of the checksum, so that a few operations compute all checksums.
+    def __init__(self, sizes: Iterable[int], device: torch.device) -> None:
+        rows = [(size, max(1, -(-size // ROW))) for size in sizes]
+        begins = [0, *accumulate(count for _, count in rows)]
+        self._memory = torch.zeros(begins[-1] * ROW, dtype=torch.uint8, device=device)
+        self.buckets = [self._memory[at * ROW : at * ROW + size] for at, (size, _) in zip(begins, rows, strict=False)]
+        self._ends = torch.tensor(begins[1:], device=device) - 1
+        self._row_weights = torch.cat([_row_weights(count, device) for _, count in rows])
+
+    def checksums(self) -> torch.Tensor:
+        """`checksum` of every bucket, `[buckets] int64`, in six operations for all of them: each operation of this
+        thread waits for the GIL, which training or generation holds."""
+        rows = self._memory.view(torch.int64).view(-1, WORDS).sum(1)
+        sums = (rows * self._row_weights).cumsum(0)[self._ends]
+        return sums.diff(prepend=sums.new_zeros(1))
+
+
+class Buckets:
+    """The buckets of `plan` on `device`: the frozen ones, if any, in one allocation, the trained ones in another.
+
+    `rotating`: only two are allocated, and bucket i overwrites bucket i - 2. `beside`: another copy, whose frozen
+    buckets are this one's too.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, rotating: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, device: torch.device, rotating: bool = False, beside: "Buckets | None" = None
+    ) -> None:
         self.plan, self.rotating = plan, rotating
-        rows = [max(1, -(-size // ROW)) for size in plan.sizes]
-        places = [max(rows)] * min(2, len(rows)) if rotating else rows
-        begins = [0, *accumulate(places)]
-        self._memory = torch.zeros(begins[-1] * ROW, dtype=torch.uint8, device=device)
-        starts = [begins[index % len(places)] * ROW for index in range(len(rows))]
-        self.buckets = [self._memory[start : start + size] for start, size in zip(starts, plan.sizes, strict=True)]
-        if not rotating:
-            self._ends = torch.tensor(begins[1:], device=device) - 1
-            self._row_weights = torch.cat([_row_weights(count, device) for count in rows])
+        self._parts: list[Allocation] = []
+        if rotating:
+            two = Allocation([max(plan.sizes)] * min(2, len(plan.sizes)), device).buckets
+            self.buckets = [two[index % 2][:size] for index, size in enumerate(plan.sizes)]
+            return
+        if plan.frozen:
+            self._parts.append(beside._parts[0] if beside else Allocation(plan.sizes[: plan.frozen], device))
+        self._parts.append(Allocation(plan.sizes[plan.frozen :], device))
+        self.buckets = [bucket for part in self._parts for bucket in part.buckets]
 
-    def views(self, bucket: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, or those of one bucket, by name, in order: views, not copies."""
+    def views(self, bucket: int | None = None, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors from bucket `first` on, or those of one bucket, by name, in order: views, not copies."""
         for slot in self.plan.slots:
-            if bucket in (None, slot.bucket):
+            if slot.bucket >= first and bucket in (None, slot.bucket):
                 yield slot.spec.name, self.view(slot)
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -56,32 +78,33 @@ class Buckets:
         return flat.view(slot.spec.dtype).view(slot.spec.shape)
 
     @torch.no_grad()
-    def fill(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `weights` in. Raises ValueError if they are not the plan's, but only after consuming all of them:
-        gathering them is collective, and the other ranks go on."""
-        problem, slots = "", iter(self.plan.slots)
+    def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
+        """Copy `weights` in, which are all, in the plan's order but for the frozen ones among them; or all but those
+        named `without`. Raises ValueError if they are not the plan's, but only after consuming all of them: gathering
+        them is collective, and the other ranks go on."""
+        problem, frozen = "", self.plan.frozen_names
+        wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
+        kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
         for name, tensor in weights:
-            slot = next(slots, None)
+            slot = next(kinds[name in frozen], None)
             got = (name, tuple(tensor.shape), tensor.dtype)
             if slot is None or got != tuple(slot.spec):
                 planned = tuple(slot.spec) if slot else "no more tensors"
                 problem = problem or f"weights: got {got}, the plan has {planned}"
             else:
                 self.view(slot).copy_(tensor, non_blocking=True)
-        missing = next(slots, None)
+        missing = next(chain(*kinds), None)
         if not problem and missing is not None:
             problem = f"weights: {missing.spec.name} is missing"
         if problem:
             raise ValueError(problem)
 
-    def checksums(self) -> torch.Tensor:
-        """`checksum` of every bucket, `[buckets] int64`, in six operations for all of them: each operation of this
-        thread waits for the GIL, which training or generation holds. Raises ValueError if rotating."""
+    def checksums(self, first: int = 0) -> torch.Tensor:
+        """`checksum` of every bucket, `[buckets] int64`, or of those from `first` on, the first trained one. Raises
+        ValueError if rotating."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
-        rows = self._memory.view(torch.int64).view(-1, WORDS).sum(1)
-        sums = (rows * self._row_weights).cumsum(0)[self._ends]
-        return sums.diff(prepend=sums.new_zeros(1))
+        return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
@@ -120,8 +143,8 @@ class PublishedPolicy:
     """Done once all weights are copied, or, on a GPU, queued to be copied before this event."""
     probe: "Future[Probe] | None" = None
     """The probe, if one is due: its forward pass follows the copying."""
-    checksums: "asyncio.Future[list[int]] | None" = None
-    """Computed in the background in its first round, for all its rounds."""
+    checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
+    """Those of each plan, by its digest: computed in the background in its first round, for all its rounds."""
     holders: int = 0
 
 
@@ -145,7 +168,8 @@ class DoubleBuffer:
         """A copy to fill, invisible to others until offered; the newest one only if there is no other. Raises
         TimeoutError."""
         if len(self._copies) < 2:
-            self._copies.append(PublishedPolicy(Buckets(self.plan, self._device)))
+            first = self._copies[0].weights if self._copies else None
+            self._copies.append(PublishedPolicy(Buckets(self.plan, self._device, beside=first)))
             return self._copies[-1]
         with self._changed:
             if not self._changed.wait_for(lambda: any(not copy.holders for copy in self._copies), timeout_s):

@@ -2,11 +2,14 @@
 
 Tensors keep their order (vLLM loads layer by layer) and are never split: a tensor larger than a bucket gets a bucket of
 its own. Each starts at a multiple of `ALIGN` bytes, so that it can be viewed in place. Two plans with the same `digest`
-are equal.
+have the same tensors in the same places.
+
+Weights that are never trained, such as a frozen vision tower, come first, in buckets of their own. The whole plan is
+sent to a server that has none of this learner's weights; `Plan.trained`, the rest of the buckets, to all others.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -37,32 +40,58 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All slots in order, and the size of each bucket in bytes."""
+    """All slots in order, and the size of each bucket in bytes. The first `frozen` buckets hold what is never
+    trained."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]
+    frozen: int = 0
 
     @classmethod
-    def of(cls, specs: Iterable[Spec], bucket_bytes: int) -> "Plan":
-        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError if there is no tensor or a name comes
-        twice."""
+    def of(cls, specs: Iterable[Spec], bucket_bytes: int, frozen: Collection[str] = ()) -> "Plan":
+        """Lay `specs` out in buckets of at most `bucket_bytes`; those named `frozen` come first. Raises ValueError if
+        none is trained, a name comes twice, or `frozen` has others."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()
-        for name, shape, dtype in specs:
+        num_frozen = 0
+        for name, shape, dtype in sorted(specs, key=lambda spec: spec[0] not in frozen):
             if name in seen:
                 raise ValueError(f"the policy has two weights of the name {name}")
             seen.add(name)
             spec = Spec(name, tuple(shape), dtype)
             size = prod(spec.shape) * dtype.itemsize
             padded = -(-size // ALIGN) * ALIGN
-            if not sizes or sizes[-1] + padded > bucket_bytes:
+            only_frozen = len(sizes) == num_frozen and name not in frozen
+            if not sizes or only_frozen or sizes[-1] + padded > bucket_bytes:
                 sizes.append(0)
             slots.append(Slot(spec, len(sizes) - 1, sizes[-1], size))
             sizes[-1] += padded
-        if not sum(sizes):
-            raise ValueError("a policy without weights")
-        return cls(tuple(slots), tuple(sizes))
+            num_frozen = len(sizes) if name in frozen else num_frozen
+        if unknown := set(frozen) - seen:
+            raise ValueError(f"the policy has no weight {min(unknown)}, which is to be frozen")
+        if not sum(sizes[num_frozen:]):
+            raise ValueError("a policy without weights to train")
+        return cls(tuple(slots), tuple(sizes), num_frozen)
+
+    @cached_property
+    def trained(self) -> "Plan":
+        """The plan of what is trained: all but the frozen buckets."""
+        if not self.frozen:
+            return self
+        slots = (slot._replace(bucket=slot.bucket - self.frozen) for slot in self.slots if slot.bucket >= self.frozen)
+        return Plan(tuple(slots), self.sizes[self.frozen :])
+
+    @cached_property
+    def frozen_names(self) -> frozenset[str]:
+        """Weights that are never trained."""
+        return frozenset(slot.spec.name for slot in self.slots if slot.bucket < self.frozen)
+
+    def first(self, digest: str) -> int:
+        """The first bucket of the plan of that digest, which is this one or `trained`. Raises ValueError."""
+        if digest not in (self.digest, self.trained.digest):
+            raise ValueError(f"the plan {digest} of the weights is neither {self.digest} nor {self.trained.digest}")
+        return 0 if digest == self.digest else self.frozen
 
     @cached_property
     def digest(self) -> str:

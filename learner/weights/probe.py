@@ -1,41 +1,63 @@
-"""The probe: a fixed text whose log-probabilities learner and server must agree on. Used by `sender/publish.py`; waits
-for the policy's forward pass only."""
+"""The probe: a fixed text whose log-probabilities learner and server must agree on. Used by `sender/publish.py` and
+`receiver/staged.py`; waits for the policy's forward pass only.
+
+For a model that sees, a picture comes first, and the text tells what is in it: of a text alone a wrong tower, or an
+image that the server keeps from before, changes nothing. Each end draws the picture by itself.
+"""
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
+from buffer.images import ImageFormat, Picture, SeenImage
+from configs.load import ConfigError
 from configs.schema import WeightsConfig
 from learner.weights.plan import Spec
-from learner.weights.protocol import Probe
+from learner.weights.protocol import Probe, ProbeImage
 
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text every model predicts well. Where a token is nearly certain, rounding to bfloat16 changes its log-probability
 little and wrong weights change it much; elsewhere two correct implementations differ by some hundredths. SmolLM2-135M
 in bfloat16, vLLM against transformers: 0.005 nat on this text, 0.016 on names of days and months, 0.07 on sums."""
+CAPTION = "The left half of the picture is red, the right half is blue. "
+"""Begins the text behind the picture: likely of this picture only."""
+PICTURE = (4, 6)
+"""Its height and width in tokens: more than one window of Qwen2.5-VL's tower."""
+LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
+
+
+class ShownProbe(NamedTuple):
+    """A probe with a picture. `row`: both, as the policy's `logprobs_of` takes them."""
+
+    tokens: list[int]
+    image: SeenImage
+    row: Any
 
 
 class ProbedPolicy(Protocol):
     """A policy as the sender sees it (`learner/model/policy.py`)."""
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def logprobs_of(self, tokens: list[int]) -> list[float]: ...
+    def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def logprobs_of(self, tokens: Any) -> list[float]: ...
 
 
 class Prober:
     """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
     published and at multiples of `weights.probe_every`, never if that is 0."""
 
-    def __init__(self, specs: Sequence[Spec], config: WeightsConfig, seed: int, tokens: Sequence[int] | None) -> None:
-        """`tokens` None: tokens drawn from `seed` among the rows of the first matrix, the embedding."""
-        if tokens is None:
+    def __init__(
+        self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
+    ) -> None:
+        """`probe` None: tokens drawn from `seed` among the rows of the first matrix, the embedding."""
+        if probe is None:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
-            tokens = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        self._tokens, self._every, self._tolerance = list(tokens), config.probe_every, config.tolerance
+            probe = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
+        self._probe, self._every, self._tolerance = probe, config.probe_every, config.tolerance
         self._first = True
 
     def due(self, version: int) -> bool:
@@ -45,16 +67,61 @@ class Prober:
 
     def ask(self, policy: ProbedPolicy) -> Probe:
         """The probe and its log-probabilities under `policy`: a forward pass."""
-        return Probe(tokens=self._tokens, logprobs=policy.logprobs_of(self._tokens), tolerance=self._tolerance)
+        if not isinstance(self._probe, ShownProbe):
+            tokens = list(self._probe)
+            return Probe(tokens=tokens, logprobs=policy.logprobs_of(tokens), tolerance=self._tolerance)
+        tokens, (start, picture), row = self._probe
+        height, width, _ = picture.pixels.shape
+        image = ProbeImage(start=start, height=height, width=width, digest=picture.digest)
+        behind = policy.logprobs_of(row)[start + picture.num_tokens :]
+        return Probe(tokens=tokens, image=image, logprobs=behind, tolerance=self._tolerance)
 
 
-def tokens_of(tokenizer: Any, longest: int) -> list[int]:
-    """TEXT as the model's tokens, at most `longest` of them; random tokens for a tokenizer without digits.
+def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
+    """`text` as the model's tokens, at most `longest` of them; for a tokenizer that does not know it random tokens, but
+    none of `without`.
 
     A server samples one token after the probe, so `longest` is one less than what every server accepts.
     """
-    tokens: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)[:PROBE_TOKENS]
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
-        draw = random.Random(0)  # the same on every rank
-        tokens = [draw.randrange(len(tokenizer)) for _ in range(PROBE_TOKENS)]
+        draw, known = random.Random(0), [token for token in range(len(tokenizer)) if token not in without]
+        tokens = [draw.choice(known) for _ in range(PROBE_TOKENS)]  # the same on every rank
     return tokens[:longest]
+
+
+def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
+    """The tokens of a probe with a picture, at most `longest`, and the picture. Raises ConfigError if they are more."""
+    picture = draw(form, PICTURE[0] * form.factor, PICTURE[1] * form.factor)
+    before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
+    text = tokens_of(tokenizer, longest - len(before), CAPTION + TEXT, before)
+    if longest < len(before) + PROBE_TOKENS // 8:
+        short = f"the weights' probe with its picture takes {len(before) + PROBE_TOKENS // 8} tokens"
+        raise ConfigError([f"sampling.max_tokens: {short}, and a sample has at most {longest + 1}; raise it"])
+    return [*before, *text], SeenImage(1, picture)
+
+
+def draw(form: ImageFormat, height: int, width: int) -> Picture:
+    """A red half and a blue one, neither of them even: by arithmetic, so that it is the same everywhere."""
+    y, x = np.indices((height, width))
+    colours = np.where((x < width // 2)[..., None], LEFT, RIGHT)
+    return Picture((colours + ((7 * y + 13 * x) % 41 - 20)[..., None]).astype(np.uint8), form)
+
+
+def images_of(probe: Probe, form: ImageFormat | None) -> list[SeenImage]:
+    """The picture of `probe`, if it has one, as a server draws it whose model sees as `form` says. Raises ValueError
+    unless it is the learner's."""
+    if probe.image is None:
+        return []
+    if form is None:
+        raise ValueError(
+            "the probe has a picture, and this server's model sees none: give both ends the same model.path"
+        )
+    height, width = probe.image.height, probe.image.width
+    if height % form.factor or width % form.factor:
+        raise ValueError(f"the probe's picture has sides {height} x {width}, here they are multiples of {form.factor}")
+    picture = draw(form, height, width)
+    if picture.digest != probe.image.digest:
+        both = f"{picture.digest[:12]} here and {probe.image.digest[:12]} at the learner"
+        raise ValueError(f"the probe's picture has the digest {both}: run the same Headrace at both ends")
+    return [SeenImage(probe.image.start, picture)]

@@ -24,7 +24,7 @@ from pydantic import Field
 from buffer.curve import ClientKeys, ServerKeys
 from buffer.wire.message import Count, Message, open_map, validate
 
-PROTOCOL = 3
+PROTOCOL = 4
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
@@ -42,7 +42,8 @@ class Join(Message):
     backend: str
     """`nccl` or `gloo`: what its workers can receive with."""
     digest: str = ""
-    """Digest of the plan its workers have allocated for; empty at first."""
+    trained: str = ""
+    """Digests of the plans its workers have allocated for; empty at first."""
     session: str = ""
     version: int = -1
 
@@ -98,11 +99,16 @@ class TensorSpec(Message):
 
 
 class ServerWelcome(Message):
-    """What will be sent: allocate room, then Join again with the digest."""
+    """What will be sent: allocate room, then Join again with the digests."""
 
     tensors: list[TensorSpec]
+    frozen: list[str] = Field(default_factory=list)
+    """Names of those that are sent once: to a server that has no weights of this learner."""
     bucket_bytes: Count
     digest: str
+    """Of the plan of all tensors."""
+    trained: str
+    """Of the plan of those that are not frozen; the same digest where none is."""
     heartbeat_s: float
 
 
@@ -123,13 +129,25 @@ class Checksums(Message):
     checksums: list[int]
 
 
+class ProbeImage(Message):
+    """A picture that both ends draw (`probe.draw`), `height` x `width` pixels with this SHA-256; its placeholders are
+    the probe's tokens from `start` on."""
+
+    start: Count
+    height: Count
+    width: Count
+    digest: str
+
+
 class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities of all but the first, at temperature 1. A server compares its
-    own once it generates under the version."""
+    """Fixed tokens and the learner's log-probabilities of the last of them, at temperature 1: of all but the first, or
+    of those behind the `image`. A server compares its own once it generates under the version."""
 
     round: Count = 0
     """Set when it is sent: one probe may be sent in several rounds."""
     tokens: list[int]
+    image: ProbeImage | None = None
+    """For a model that sees."""
     logprobs: list[float]
     tolerance: float
 
@@ -152,6 +170,8 @@ class Go(Message):
     session: str
     """Of the learner: changes with each start of it."""
     version: Count
+    plan: str
+    """Digest of the plan that is sent: that of all tensors, or of the trained ones."""
     timeout_s: float
     source: RankAssignment | str
     probe: bool = False

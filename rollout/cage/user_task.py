@@ -1,20 +1,25 @@
-"""A user's task in worker processes: problems, completions and trajectories travel as plain values.
+"""A user's task in worker processes: problems, completions and trajectories travel as plain values. Images travel as
+files, and both ends decode them: the row's, where the task asks for them, and those that the task shows.
 
 `UserTask` is the server's end, built by `rollout/episodes/setup.py`; `load` and what it returns run in a worker.
 """
 
-from collections.abc import Awaitable, Callable
-from dataclasses import fields
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config, ModelConfig
+from buffer.images import ImageError, ImageFormat, decode
+from configs.schema import Config, DataConfig, ModelConfig
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
+from rollout.errors import EpisodeError
 from rollout.tasks import load_task
-from rollout.tasks.trajectory import Completion, Generate, Problem, Trajectory
+from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Trajectory, place
 
+SENT = ("row", "prompt", "max_tokens")
+"""What travels of a problem; the worker makes the rest of it."""
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 ATTRIBUTES = tuple(vars(Trajectory([])))
@@ -28,11 +33,11 @@ class UserTask:
     """
 
     def __init__(self, config: Config, log: Path | None = None) -> None:
-        rollout, model = config.rollout, config.model.model_dump(mode="json")
+        rollout, model, data = config.rollout, config.model, config.data
         self.function = CagedFunction(
             name=rollout.task,
             loader="rollout.cage.user_task:load",
-            arguments=[rollout.task, model],
+            arguments=[rollout.task, model.model_dump(mode="json"), data.model_dump(mode="json")],
             timeout_s=rollout.task_timeout_s,
             memory_gib=rollout.task_memory_gib,
             prefix="rollout.task_",
@@ -51,11 +56,41 @@ class UserTask:
     async def __call__(self, problem: Problem, generate: Generate) -> Trajectory:
         """One episode. Raises CagedError, and what `generate` raises."""
 
+        shown = ShownImages(problem.format)
+
         async def sample(tokens: list[int], **options: Any) -> dict[str, Any]:
+            if "images" in options:
+                options["images"] = await shown.decoded(options["images"])
             return vars(await generate(tokens, **options))
 
-        plain = {field.name: getattr(problem, field.name) for field in fields(problem) if field.name != "tokenizer"}
-        return trajectory_of(self.function.name, await self._cage.call(plain, generate=sample))
+        plain = {name: getattr(problem, name) for name in SENT}
+        trajectory = trajectory_of(self.function.name, await self._cage.call(plain, generate=sample))
+        trajectory.images = await shown.decoded(trajectory.images)
+        return trajectory
+
+
+class ShownImages:
+    """The images that one episode has shown, decoded here once each: every turn sends them all."""
+
+    def __init__(self, form: ImageFormat | None) -> None:
+        self.form = form
+        self._known: dict[tuple[int, bytes], PlacedImage] = {}
+
+    async def decoded(self, sent: Any) -> list[PlacedImage]:
+        """What a worker sent as [start, file] each. Raises EpisodeError for anything else."""
+        if not sent:
+            return []
+        if self.form is None:
+            raise EpisodeError("its images cannot be shown: the model sees none")
+        try:
+            keys = [(int(start), bytes(data)) for start, data in sent]
+            for key in keys:
+                if key not in self._known:
+                    picture = await asyncio.to_thread(decode, key[1], self.form)
+                    self._known[key] = PlacedImage(key[0], picture, key[1])
+            return [self._known[key] for key in keys]
+        except (ImageError, TypeError, ValueError) as error:
+            raise EpisodeError(f"its images cannot be shown: {type(error).__name__}: {error}") from None
 
 
 def trajectory_of(name: str, values: Any) -> Trajectory:
@@ -67,7 +102,7 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
     return trajectory
 
 
-def load(name: str, model: dict[str, Any]) -> Plain:
+def load(name: str, model: dict[str, Any], data: dict[str, Any]) -> Plain:
     """In a worker: the task `name`, as a function of plain values. Raises ValueError in one line."""
     task = load_task(name)
 
@@ -77,20 +112,43 @@ def load(name: str, model: dict[str, Any]) -> Plain:
 
         return load_tokenizer(Config.model_construct(model=ModelConfig(**model)))  # type: ignore[call-arg]
 
+    @cache
+    def form() -> ImageFormat | None:
+        return ImageFormat.of(model["path"], DataConfig(**data))
+
     class ProblemInWorker(Problem):
-        """Loads the run's tokenizer when it is first asked for."""
+        """Loads the run's tokenizer, and decodes the row's images, when they are first asked for."""
 
         tokenizer = cached_property(lambda self: tokenizer())
+        format = cached_property(lambda self: form())
+        images = cached_property(lambda self: images_of(self))
 
     async def play(values: dict[str, Any], generate: Plain) -> dict[str, Any]:
-        async def sample(tokens: list[int], max_tokens: int | None = None, stop: list[str] | None = None) -> Completion:
-            return Completion(**await generate(tokens, max_tokens=max_tokens, stop=stop))
+        async def sample(
+            tokens: list[int],
+            max_tokens: int | None = None,
+            stop: list[str] | None = None,
+            images: Sequence[PlacedImage] = (),
+        ) -> Completion:
+            more = {"images": files(images)} if images else {}
+            return Completion(**await generate(tokens, max_tokens=max_tokens, stop=stop, **more))
 
         problem = ProblemInWorker.__new__(ProblemInWorker)
         vars(problem).update(values)
         trajectory = await task(problem, sample)
         if not isinstance(trajectory, Trajectory):
             raise TypeError(f"{type(trajectory).__name__} returned instead of a Trajectory")
-        return {attribute: getattr(trajectory, attribute) for attribute in ATTRIBUTES}
+        return {name: getattr(trajectory, name) for name in ATTRIBUTES} | {"images": files(trajectory.images)}
 
     return play
+
+
+def images_of(problem: Problem) -> list[PlacedImage]:
+    """Those of the prompt, from the row's files."""
+    form = problem.format
+    return place(problem.prompt, [decode(data, form) for data in problem.row.get("images", ())]) if form else []
+
+
+def files(images: Sequence[PlacedImage]) -> list[tuple[int, bytes]]:
+    """What travels of images that the task shows."""
+    return [(image.start, image.data) for image in images]

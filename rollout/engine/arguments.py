@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from buffer.images import ImageFormat
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
 from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
@@ -32,6 +33,8 @@ GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
 """They say which CUDA graphs are captured, and vLLM takes one word on that only."""
 USUAL_PROMPT = 128
 """Tokens of the prompts with which the price of graphs without room for them was measured."""
+IMAGES_PER_STEP = 4
+"""Images of the largest size whose tokens a step of a GPU holds: vLLM encodes and keeps as many at a time."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -151,8 +154,11 @@ def environment(cpu: bool) -> dict[str, str]:
     return common | (CPU_ENVIRONMENT if cpu else gpu)
 
 
-def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
-    """Arguments for AsyncEngineArgs: our defaults, then `rollout.engine`, then what Headrace depends on."""
+def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | None = None) -> dict[str, Any]:
+    """Arguments for AsyncEngineArgs: our defaults, then `rollout.engine`, then what Headrace depends on.
+
+    `form`: how the model sees images, None for a text model.
+    """
     given = config.rollout.engine
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
@@ -167,7 +173,8 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
         if sequences > CPU_STEP_TOKENS:
             defaults["max_num_batched_tokens"] = sequences
     else:
-        tokens = defaults["max_num_batched_tokens"] = max(2 * sequences, MIN_STEP_TOKENS)
+        image_tokens = IMAGES_PER_STEP * form.max_pixels // form.factor**2 if form else 0
+        tokens = defaults["max_num_batched_tokens"] = max(2 * sequences, MIN_STEP_TOKENS, image_tokens)
         if not GRAPH_KEYS & given.keys():
             defaults["max_cudagraph_capture_size"] = min(tokens, MAX_GRAPH_TOKENS)
     ours = {field: attrgetter(key)(config) for field, key in ENGINE_KEYS_ELSEWHERE.items()} | {
@@ -179,4 +186,18 @@ def engine_arguments(config: Config, seed: int, cpu: bool) -> dict[str, Any]:
         "scheduler_cls": "rollout.engine.scheduler.scheduler",
         "disable_log_stats": True,  # vLLM's own; `rollout.engine.scheduler.Reports` takes their place
     }
-    return defaults | given | ours
+    return defaults | given | ours | (image_arguments(config, form) if form else {})
+
+
+def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
+    """For a model that sees images: they come decoded, resized and normalised, as the learner sees them."""
+    arguments = {
+        "skip_tokenizer_init": False,  # vLLM does not start such a model without it
+        "limit_mm_per_prompt": {"image": config.data.max_images, "video": 0},
+        # vLLM finds its largest batch by encoding images of the largest size that these allow
+        "mm_processor_kwargs": {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}},
+        "mm_processor_cache_gb": 0,  # our images do not come through vLLM's processor, and other weights rename them
+        "mm_device_do_normalize": False,  # weights that start as `dummy` would leave its constants random
+    }
+    known = set(vllm_fields())
+    return {field: value for field, value in arguments.items() if field in known}

@@ -2,11 +2,15 @@
 
 Held by each worker (`worker.py`), which calls it between two engine steps; `stream` runs in the staging's thread while
 the engine is paused. Nothing waits for the GPU: loads are queued on the current stream, which is that of the steps.
+
+Weights that are never trained come with the first policy only, before the others. A later load leaves the layers that
+they made as they are, which vLLM's reload does for whole layers: a layer of which only a part comes becomes garbage.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,16 @@ class ModelLoad:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
+        self.frozen: Collection[str] = ()
+        """Names, as they are sent, of the weights that come with the first policy only."""
+        self._held = set[str]()
+        """The parameters of vLLM's model that these have filled."""
         self._copies = RecordedCopies(model)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load all `weights`, views of the staging copy. Raises ValueError if some of the model's are not among
-        them."""
-        self._load(weights, self._copies.load)
+        them, nor held."""
+        self._load(weights, self.frozen, lambda trained: self._copies.load(trained, self._held))
 
     def forget_staged(self) -> None:
         """Let go of the staging copy, which is about to be allocated anew."""
@@ -47,7 +55,7 @@ class ModelLoad:
 
     def load_folder(self, folder: Path) -> None:
         """Load the weights of a Hugging Face folder. Raises ValueError as `load_staged` does."""
-        self._load(tensors_in(files_in(folder)), self.model.load_weights)
+        self._load(tensors_in(files_in(folder)), (), self.model.load_weights)
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load `weights` as they arrive in buckets that later ones overwrite. The engine is paused.
@@ -55,32 +63,53 @@ class ModelLoad:
         Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
         if loads_plainly(self.model, self.vllm_config, self.device):
-            self._load(weights, self.model.load_weights)
+            self._load(weights, self.frozen, self.model.load_weights)
             return
         try:
             # cloned, because vLLM keeps them until a layer is complete
-            self._load(((name, tensor.clone()) for name, tensor in weights), self.model.load_weights)
+            self._load(((name, tensor.clone()) for name, tensor in weights), self.frozen, self.model.load_weights)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 
     @torch.no_grad()
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], plainly: Load) -> None:
-        """`plainly` loads them where they may be loaded in place."""
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], plainly: Load) -> None:
+        """`plainly` loads what is trained where it may be loaded in place."""
         model, model_config, partial = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
             if loads_plainly(model, self.vllm_config, self.device):
                 expected = names(model)
-                loaded = plainly(weights)
+                loaded, held = self._load_kinds(weights, frozen, plainly)
             else:
                 initialize_layerwise_reload(model)  # the parameters are those of the file now, not the quantised ones
                 expected = names(model)
-                loaded = model.load_weights(weights)
+                loaded, held = self._load_kinds(weights, frozen, model.load_weights)
                 partial = partly_loaded(model)
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
                 repack_head(model)
-        check_complete(expected, loaded, partial, model_config)
+        check_complete(expected - held, loaded, partial, model_config)
+
+    def _load_kinds(
+        self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], load: Load
+    ) -> tuple[object, set[str]]:
+        """Load those named `frozen`, if they come, and then the others, by `load`. Returns what that returned, and the
+        parameters that hold what is frozen. Raises ValueError where one layer of vLLM's model is made of both."""
+        loaded, held = None, self._held if frozen else set[str]()
+        for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
+            if not is_frozen:
+                loaded = load(kind)
+                continue
+            held = self._held = self.model.load_weights(kind)
+            if not isinstance(held, set):
+                name = type(self.model).__name__
+                raise ValueError(f"model.freeze: vLLM's {name} does not say which weights it loads; freeze nothing")
+        layers = {name.rpartition(".")[0] for name in loaded} if isinstance(loaded, set) else set()
+        if split := [name for name in held if name.rpartition(".")[0] in layers]:
+            raise ValueError(
+                f"{min(split)}: only a part of this layer of vLLM's is frozen; freeze all of it or nothing"
+            )
+        return loaded, held
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
@@ -88,11 +117,12 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
     Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
     a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
-    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers. The
-    rule looks at the loaded model's own layers, and every update is verified by checksums before and by the probe
-    after.
+    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers; of
+    the towers that see images it was never tried. The rule looks at the loaded model's own layers, and every update is
+    verified by checksums before and by the probe after.
     """
-    if device.type != "cuda" or vllm_config.quant_config is not None:
+    sees_images = vllm_config.model_config.is_multimodal_model
+    if device.type != "cuda" or vllm_config.quant_config is not None or sees_images:
         return False
     modules = list(model.modules())
     methods = {type(method).__name__ for m in modules if (method := getattr(m, "quant_method", None)) is not None}
@@ -122,7 +152,8 @@ def check_complete(expected: set[str], loaded: object, partial: set[str], model_
     """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
     pass, unless a layer was loaded in part."""
     missing = expected - loaded if isinstance(loaded, set) else set()
-    if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+    configs = (model_config.hf_config, model_config.hf_text_config)  # vision-language models say it at the top only
+    if any(getattr(config, "tie_word_embeddings", False) for config in configs):
         missing = {name for name in missing if not name.endswith("lm_head.weight")}
     missing |= partial
     if missing:

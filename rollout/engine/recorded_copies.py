@@ -6,7 +6,7 @@ Where these copies are the whole load, each later policy is loaded by repeating 
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -46,14 +46,15 @@ class RecordedCopies:
         self.recording = None
 
     @torch.no_grad()
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> object:
-        """Load `weights`, views of one staging copy. Returns what `load_weights` returned, None if it was not needed.
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], held: Collection[str] = ()) -> object:
+        """Load `weights`, views of one staging copy, which fill all parameters but those named `held`. Returns what
+        `load_weights` returned, None if it was not needed.
 
         The load is recorded again where the staging copy or a parameter has moved.
         """
         first = next(weights)
         weights = chain([first], weights)
-        parameters = list(self._model.parameters())
+        parameters = [parameter for name, parameter in self._model.named_parameters() if name not in held]
         addresses = [parameter.data_ptr() for parameter in parameters]
         known = self.recording
         if known is None or storage(known.source) != storage(first[1]) or known.addresses != addresses:

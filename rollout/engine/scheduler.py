@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -52,6 +53,7 @@ class KeepingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rl_records: dict[str, Record] = {}
+        self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
         groups = self.kv_cache_config.kv_cache_groups
@@ -60,6 +62,8 @@ class KeepingScheduler(Scheduler):
             touch_blocks_at_their_ends(self.kv_cache_manager, groups[0].kv_cache_spec.block_size)
 
     def add_request(self, request: Any) -> None:
+        for image in request.mm_features or ():  # each request brings its own copy, megabytes: one of each name is kept
+            image.data = self.rl_images.setdefault(image.identifier, image.data)
         super().add_request(request)
         if request.sampling_params is not None and request.sampling_params.logprobs is not None:
             self.rl_records[request.request_id] = Record(request)

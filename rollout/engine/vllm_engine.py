@@ -22,11 +22,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from buffer.images import ImageFormat
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.image_input import image_input
 from rollout.engine.scheduler import Reports, unpack
 from rollout.errors import EngineDead, EngineError, EpisodeError
-from rollout.tasks.trajectory import Completion
+from rollout.tasks.trajectory import Completion, PlacedImage
 
 CLOSE_S = 0.5
 LOAD_FOLDER_S = 3600.0
@@ -35,10 +37,12 @@ START_S = 600.0
 
 
 class Engine:
-    """One vLLM engine, made by `start`. `version` salts the prefix cache: set it once the workers have loaded it."""
+    """One vLLM engine, made by `start`."""
 
     def __init__(self, llm: AsyncLLM, reports: Reports) -> None:
-        self._llm, self._reports, self.version, self._folders = llm, reports, 0, 0
+        self._llm, self._reports, self._version, self._loads, self._folders = llm, reports, 0, 0, 0
+        self.tower_frozen = False
+        """Whether policies leave what sees images as it is: then vLLM encodes an image once and keeps that."""
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
         self._last_stats = (time.monotonic(), 0)
@@ -47,10 +51,12 @@ class Engine:
     async def start(cls, config: Config, seed: int) -> "Engine":
         """Start vLLM with dummy weights: load real ones before generating. Raises ConfigError, EngineDead."""
         cpu = on_cpu(config)
-        arguments = engine_arguments(config, seed, cpu)
+        arguments = engine_arguments(config, seed, cpu, ImageFormat.of(config.model.path, config.data))
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
-        return await cls.launch(arguments)
+        engine = await cls.launch(arguments)
+        engine.tower_frozen = {"vision", "projector"} <= set(config.model.freeze)
+        return engine
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
@@ -65,9 +71,14 @@ class Engine:
         return engine
 
     async def generate(
-        self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
-        """Sample a continuation of `prompt` up to a stop token, which is kept, or `max_tokens`.
+        """Sample a continuation of `prompt`, which shows `images`, up to a stop token, which is kept, or `max_tokens`.
 
         Log-probabilities are those of the sampled tokens under `temperature`. If cancelled, vLLM aborts the request.
         Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
@@ -77,7 +88,7 @@ class Engine:
         try:
             parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
             with translate_engine_errors():
-                outputs = await self._llm.add_request(name, self._salted(prompt), parameters)
+                outputs = await self._llm.add_request(name, self._input(prompt, images), parameters)
                 final: Any = await outputs.get()
         except asyncio.CancelledError:
             await self._llm.abort(name)
@@ -97,14 +108,14 @@ class Engine:
             raise EngineError(f"vLLM ended a request: {output.finish_reason!r}, {len(output.token_ids)} tokens")
         return Completion(list(output.token_ids), *unpack(kept), output.finish_reason)
 
-    async def probe(self, tokens: list[int]) -> list[float]:
-        """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it."""
+    async def probe(self, tokens: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
+        """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it and their images."""
         parameters = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         result = None
         with translate_engine_errors():
-            async for output in self._llm.generate(self._salted(tokens), parameters, f"r{next(self._numbers)}"):
+            async for output in self._llm.generate(self._input(tokens, images), parameters, f"r{next(self._numbers)}"):
                 result = output.prompt_logprobs or result
         if result is None or len(result) != len(tokens):
             raise EngineError("vLLM gave no log-probabilities of the probe")
@@ -137,6 +148,7 @@ class Engine:
     async def load_folder(self, path: Path) -> None:
         """Load the weights of a Hugging Face folder as a published policy is loaded. Raises EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
+        self._loads += 1
         self._folders += 1
 
     async def alive(self, timeout_s: float) -> None:
@@ -149,6 +161,16 @@ class Engine:
         if handler is not None:
             await asyncio.wait([handler])
         raise EngineDead(DEAD)
+
+    @property
+    def version(self) -> int:
+        """Of the policy: set it once the workers have loaded it, and nothing that other weights computed is used."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self._loads += 1
 
     @property
     def vocabulary(self) -> int:
@@ -203,9 +225,13 @@ class Engine:
                     future.cancel()
                 await asyncio.wait([answer, death])
 
-    def _salted(self, tokens: list[int]) -> Any:
-        """Nothing is taken from the prefix cache that other weights computed: folders do not change the version."""
-        return {"prompt_token_ids": tokens, "cache_salt": f"{self.version} {self._folders}"}
+    def _input(self, tokens: list[int], images: Sequence[PlacedImage]) -> Any:
+        """Salted by loads: folders do not change the version, and a learner that fell back makes one a second time."""
+        salt = str(self._loads)
+        if not images:
+            return {"prompt_token_ids": tokens, "cache_salt": salt}
+        names = f"folder {self._folders}" if self.tower_frozen else salt
+        return image_input(tokens, images, salt, names, self._llm.model_config.dtype)
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:

@@ -49,12 +49,14 @@ class WorkerExtension:
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
         self.rl_version = version
 
-    def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str]:
-        """Allocate a staging copy or two buckets; returns the plan's digest, and `full` or `bucket`."""
+    def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str, str]:
+        """Allocate a staging copy or two buckets; returns the digests of the plans, and `full` or `bucket`."""
         if self.rl_staging is None:
             self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream)
         self.rl_model.forget_staged()  # its memory may be needed for another one
-        return self.rl_staging.prepare(welcome, staging)
+        prepared = self.rl_staging.prepare(welcome, staging)
+        self.rl_model.frozen = self.rl_staging.frozen
+        return prepared
 
     def rl_receive(self, go: bytes, notify: str) -> None:
         """Start to receive in the background."""

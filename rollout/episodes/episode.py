@@ -16,7 +16,7 @@ from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
-from rollout.episodes.prompts import Prompts
+from rollout.episodes.prompts import Prompts, without_images
 from rollout.episodes.sampler import Sampler
 from rollout.episodes.stages import Stages
 from rollout.errors import EngineDead, EpisodeError, all_errors, first_error
@@ -106,16 +106,18 @@ class Episodes:
 
     async def _play(self, row: dict[str, Any], ended: Ended) -> list[Sample]:
         """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
-        problem = self.sampler.problem(row)
+        images = row.get("images")  # decoding them would keep the event loop from all else
+        problem = await asyncio.to_thread(self.sampler.problem, row) if images else self.sampler.problem(row)
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
             for sample in playing:
                 sample.add_done_callback(ended)
         trajectories = [task.result() for task in playing]
-        answers = [self._answer(trajectory, row) for trajectory in trajectories]
+        answers = [self._answer(trajectory, without_images(row)) for trajectory in trajectories]
         with self.stages("scoring", len(answers)):
             scores = await self.rewards.score(answers)
-        return [t.sample(score, answer.text) for t, score, answer in zip(trajectories, scores, answers, strict=True)]
+        made = zip(trajectories, scores, answers, strict=True)
+        return [trajectory.sample(score, answer.text, problem.images) for trajectory, score, answer in made]
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
         """What the reward is given of a sample."""
@@ -129,7 +131,7 @@ class Episodes:
     async def _play_once(self, problem: Problem) -> Trajectory:
         try:
             with self.stages("task"):
-                trajectory = await self.task(problem, self.stages.around(self.sampler.generate))
+                trajectory = await self.task(problem, self.stages.around(self.sampler.generate_for(problem)))
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):

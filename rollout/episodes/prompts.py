@@ -1,8 +1,10 @@
 """From a row of the data set to the tokens of its prompt, and from tokens to text. Built by `setup.py`.
 
-Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text); waits for nothing.
+Reads the columns of TinyZero and verl (`prompt`: chat messages) and of EasyR1 (`problem`: text), and `images`, whose
+places are `<image>` in a text or an image part of a message; waits for nothing.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from buffer.image_rows import IMAGES, MARK
+from buffer.images import ImageError, ImageFormat, Picture, decode
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.errors import PromptError
@@ -19,9 +23,13 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """The run's templates around each problem. Raises ConfigError for a template or stops that cannot be used."""
+    """The run's templates around each problem. Raises ConfigError for a template or stops that cannot be used.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config) -> None:
+    `form`: how the model sees images, None for a text model.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
+        self.form = form
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
         problems: list[str] = []
         given = config.data.chat_template
@@ -43,47 +51,96 @@ class Prompts:
         if problems:
             raise ConfigError(problems)
 
-    def tokens(self, row: dict[str, Any]) -> list[int]:
-        """The prompt's tokens, with the chat template's header of an answer. Raises PromptError."""
-        tokens = self.encode(row)
+    def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
+        """The row, its image files read, and the pictures that a model sees of them: tens of milliseconds for a photo.
+        Raises PromptError."""
+        files, pictures = list[bytes](), list[Picture]()
+        try:
+            for data in row[IMAGES]:
+                files.append(data)
+                pictures += [decode(data, self.form)] if self.form else []
+        except ImageError as error:
+            raise PromptError(f"image {len(pictures)} of the row: {error}") from None
+        return row | {IMAGES: files}, pictures
+
+    def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
+        """The prompt's tokens, those of its `pictures` included, with the chat template's header of an answer. Raises
+        PromptError."""
+        tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             raise PromptError(f"prompt of {len(tokens)} tokens; data.max_prompt_tokens is {self.longest}")
         return tokens
 
-    def encode(self, row: dict[str, Any]) -> list[int]:
+    def encode(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
         """`tokens` of any number. Raises PromptError."""
         try:
             messages = self.messages(row)
             if self.plain:  # the special tokens are those that the tokenizer puts before any text
-                plain: list[int] = self.tokenizer.encode("\n\n".join(message["content"] for message in messages))
-                return plain
+                return self._expanded(self.tokenizer.encode(self._joined(messages)), pictures)
             text = self.tokenizer.apply_chat_template(
                 messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
             )
         except jinja2.TemplateError as error:
             raise PromptError(f"the chat template refuses the row: {error}") from None
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return tokens
+        return self._expanded(self.tokenizer.encode(text, add_special_tokens=False), pictures)
+
+    def _joined(self, messages: list[dict[str, Any]]) -> str:
+        """The texts without a chat template: images are marked as the model's own template marks them."""
+        if self.form is None:
+            return "\n\n".join(message["content"] for message in messages)
+        marks = (self.form.vision_start, self.form.image_token, self.form.vision_end)
+        image = "".join(map(str, self.tokenizer.convert_ids_to_tokens(list(marks))))
+        return "\n\n".join(flat(message["content"]).replace(MARK, image) for message in messages)
+
+    def _expanded(self, tokens: list[int], pictures: Sequence[Picture]) -> list[int]:
+        """`tokens` with a placeholder for each token of a picture, where the template has put one for each picture."""
+        if self.form is None:
+            return tokens
+        token, found, places = self.form.image_token, list[int](), tokens.count(self.form.image_token)
+        if places != len(pictures):
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            problem = f"the prompt has {places} placeholders {name} for {len(pictures)} images"
+            raise PromptError(f"{problem}; mark each image by {MARK} and never write {name} in a text")
+        left = iter(pictures)
+        for each in tokens:
+            found += [token] * next(left).num_tokens if each == token else [each]
+        return found
 
     def text(self, tokens: list[int]) -> str:
         """The text of these tokens, without the special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def shown(self, tokens: list[int]) -> str:
+        """The tokens as a person reads a prompt: the special ones too, and the placeholders of an image counted."""
+        text = str(self.tokenizer.decode(tokens))
+        if self.form is None:
+            return text
+        name = str(self.tokenizer.convert_ids_to_tokens(self.form.image_token))
+        return re.sub(f"({re.escape(name)})+", lambda run: f"{name} x {len(run[0]) // len(name)}", text)
+
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chat of a row: its `prompt`, or one message with its `problem`; template and system prompt applied."""
-        if row.get("images") or row.get("videos"):
-            raise PromptError("the row has images or videos; only text is sampled")
+        """The chat of a row: its `prompt`, or one message with its `problem`; template and system prompt applied. For a
+        row with images a text that shows one becomes a list of parts."""
+        if row.get("videos"):
+            raise PromptError("the row has videos; only text and images are shown to the model")
+        images = row.get(IMAGES)
+        if images and not self.form:
+            raise PromptError("the row has images, and the model of model.path sees none")
         prompt = row.get("prompt") or row.get("problem")
         if not prompt:
             raise PromptError(f"the row has neither prompt nor problem, but {', '.join(row)}")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chat = [dict(message) for message in messages]
+        if images:
+            chat = [message | {"content": flat(message["content"])} for message in chat]
         if self.template and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self.template.render(content=chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):
             chat.insert(0, {"role": "system", "content": self.system})
+        if images:
+            chat = [message | {"content": parts(message["content"])} for message in chat]
         return chat
 
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
@@ -98,6 +155,26 @@ class Prompts:
         if problems:
             raise ConfigError(problems)
         return [tokens[0] for tokens in found.values()] + self.ends
+
+
+def without_images(row: dict[str, Any]) -> dict[str, Any]:
+    """The row for rewards and reports, which take no image files."""
+    return {name: value for name, value in row.items() if name != IMAGES}
+
+
+def flat(content: str | list[dict[str, Any]]) -> str:
+    """The text of a message, with MARK for each part that is an image."""
+    if isinstance(content, str):
+        return content
+    return "".join(MARK if part["type"] == "image" else part["text"] for part in content)
+
+
+def parts(text: str) -> str | list[dict[str, Any]]:
+    """What a chat template takes: `"<image> Red?"` -> `[{"type": "image"}, {"type": "text", "text": " Red?"}]`. A text
+    without an image stays one, for templates that know texts only."""
+    pieces = [{"type": "text", "text": piece} for piece in text.split(MARK)]
+    marked = [part for piece in pieces for part in ({"type": "image"}, piece)][1:]
+    return [part for part in marked if part.get("text", MARK)] if len(pieces) > 1 else text
 
 
 def end_tokens(model: str, tokenizer: "PreTrainedTokenizerBase") -> set[int]:

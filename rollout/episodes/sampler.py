@@ -5,16 +5,18 @@ with it becomes an EpisodeError, in one sentence, and neither the engine nor the
 engine's tokens only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from buffer.images import ImageFormat
+from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import finite
-from rollout.tasks.trajectory import Completion, Problem, Trajectory
+from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Trajectory, place
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
@@ -36,25 +38,55 @@ class Sampler:
     """Of one turn, where the task names no other: `sampling.max_tokens`."""
     longest: int
     """Tokens of the longest whole sample, prompt included: the engine holds it and the learner can train it."""
+    form: ImageFormat | None = None
+    """How the model sees images; None for a text model."""
+    max_images: int = 0
+    """Of a whole sample."""
 
     def problem(self, row: dict[str, Any]) -> Problem:
-        """What a task is given for a row of the data set. Raises PromptError."""
-        prompt = self.prompts.tokens(row)
-        return Problem(row, prompt, self.prompts.tokenizer, self.longest - len(prompt))
+        """What a task is given for a row of the data set. Decodes its images, which takes long. Raises PromptError."""
+        row, pictures = self.prompts.with_pictures(row) if row.get("images") else (row, [])
+        prompt = self.prompts.tokens(row, pictures)
+        left = self.longest - len(prompt)
+        return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form)
+
+    def generate_for(self, problem: Problem) -> Generate:
+        """`generate` of one sample: it knows the prompt's images, and which tokens the policy sampled before."""
+        so_far = SampledSoFar()
+
+        async def generate(
+            tokens: list[int],
+            max_tokens: int | None = None,
+            stop: list[str] | None = None,
+            images: Sequence[PlacedImage] = (),
+        ) -> Completion:
+            shown = [*problem.images, *images]
+            completion = await self.generate(tokens, max_tokens, stop, shown, so_far)
+            if self.form:
+                so_far.add(tokens, completion.tokens)
+            return completion
+
+        return generate
 
     async def generate(
-        self, tokens: list[int], max_tokens: int | None = None, stop: list[str] | None = None
+        self,
+        tokens: list[int],
+        max_tokens: int | None = None,
+        stop: list[str] | None = None,
+        images: Sequence[PlacedImage] = (),
+        so_far: SampledSoFar | None = None,
     ) -> Completion:
-        """See `rollout.tasks.Generate`. Raises EpisodeError, EngineError, EngineDead."""
+        """See `rollout.tasks.Generate`, but `images` are those of all `tokens`. Raises EpisodeError, EngineError,
+        EngineDead."""
         wanted = self.max_tokens if max_tokens is None else max_tokens
-        if problem := first_of(self._unusable(tokens, wanted, stop)):
+        if problem := first_of(self._unusable(tokens, wanted, stop, images, so_far or SampledSoFar())):
             raise EpisodeError(f"generate: {problem}")
         try:
             stops = self.prompts.stops if stop is None else self.prompts.stop_tokens(stop, "stop")
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        return await self.engine.generate(tokens, min(wanted, room), self.temperature, stops)
+        return await self.engine.generate(tokens, min(wanted, room), self.temperature, stops, images)
 
     def check(self, problem: Problem, trajectory: object) -> Trajectory:
         """What a task returned for `problem`, if the learner can train on it. Raises EpisodeError."""
@@ -64,7 +96,14 @@ class Sampler:
             raise EpisodeError(f"the task returned a trajectory that cannot be trained on: {wrong}")
         return trajectory
 
-    def _unusable(self, tokens: list[int], max_tokens: int, stop: object) -> Iterator[str]:
+    def _unusable(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        stop: object,
+        images: Sequence[PlacedImage],
+        so_far: SampledSoFar,
+    ) -> Iterator[str]:
         if not isinstance(max_tokens, int) or max_tokens < 1:
             yield f"max_tokens is {max_tokens!r}; ask for a whole number of tokens, 1 or more"
         if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) for text in stop)):
@@ -72,6 +111,7 @@ class Sampler:
         yield from self._no_tokens("tokens", tokens)
         if len(tokens) >= self.longest:
             yield f"{len(tokens)} tokens leave no room in a sample of at most {self.longest}; {LONGER}"
+        yield from misplaced(tokens, so_far.among(tokens), images, self.form, self.max_images)
 
     def _wrong(self, problem: Problem, trajectory: Trajectory) -> Iterator[str]:
         """What the learner, or the wire to it, would stumble over; each line may rely on those before it."""
@@ -95,6 +135,8 @@ class Sampler:
             yield "a log-probability is not finite"
         if ((np.array(trajectory.versions, np.int32) >= 0) != (sampled == 1)).any():
             yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
+        images = [*problem.images, *trajectory.images]
+        yield from misplaced(trajectory.tokens, sampled == 1, images, self.form, self.max_images)
         if trajectory.finish not in ("stop", "length"):
             yield f"its finish is {trajectory.finish!r}, neither stop nor length"
         for name, value in trajectory.metrics.items():

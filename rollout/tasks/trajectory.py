@@ -3,17 +3,21 @@
 A user's task imports these names from `rollout.tasks`. Run by `rollout/episodes/episode.py`, once for each sample.
 """
 
-from collections.abc import Awaitable, Callable
+import io
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from buffer.images import ImageFormat, Picture, decode
 from buffer.wire.message import Array
-from buffer.wire.sample import Sample
+from buffer.wire.sample import Sample, SampleImage
+from rollout.errors import EpisodeError
 from rollout.rewards.convention import Score
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 
@@ -31,6 +35,29 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class PlacedImage:
+    """An image among tokens that were given: its placeholders are those from `start` to `end`."""
+
+    start: int
+    picture: Picture
+    data: bytes = b""
+    """The image file, of an image that a task made; empty for one of the row."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.picture.num_tokens
+
+
+def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
+    """`pictures` at their placeholders among `tokens`, in order."""
+    placed, end = list[PlacedImage](), 0
+    for picture in pictures:
+        placed.append(PlacedImage(tokens.index(picture.format.image_token, end), picture))
+        end = placed[-1].end
+    return placed
+
+
+@dataclass(frozen=True)
 class Problem:
     """What a task is to make a sample of."""
 
@@ -42,6 +69,10 @@ class Problem:
     """The model's, to read what was sampled and to write what the environment answers."""
     max_tokens: int
     """Longest sample in tokens after the prompt, given ones included."""
+    images: Sequence[PlacedImage] = ()
+    """Those of the prompt, in order."""
+    format: ImageFormat | None = None
+    """How the model sees images; None for a text model."""
 
     def left(self, tokens: list[int]) -> int:
         """How many tokens may follow these, which begin with the prompt; negative where these are too many already."""
@@ -57,6 +88,8 @@ class Trajectory:
         self.finish: Literal["stop", "length"] = "stop"
         self.metrics: dict[str, float] = {}
         """Numbers the task wants averaged into the batch's metrics."""
+        self.images: list[PlacedImage] = []
+        """Those that were shown after the prompt, in order: for `generate`."""
 
     def take(self, completion: Completion) -> None:
         """Append what the policy sampled: the learner trains on these tokens."""
@@ -73,8 +106,20 @@ class Trajectory:
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
-    def sample(self, score: Score, answer: str) -> Sample:
+    def show(self, image: "bytes | Image", problem: Problem) -> None:
+        """Append an image that the environment answers: an image file or a PIL image. Raises ImageError for one that
+        cannot be shown, EpisodeError for a model that sees no images."""
+        form = problem.format
+        if form is None:
+            raise EpisodeError("show: the model sees no images", permanent=True)
+        data = image if isinstance(image, bytes) else png(image)
+        picture = decode(data, form)
+        self.images.append(PlacedImage(len(self.tokens) + 1, picture, data))
+        self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
+
+    def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
         """The sample as it is sent to the buffer; `answer` is the text of all tokens after the prompt."""
+        images = [*prompt_images, *self.images]
         return Sample(
             tokens=Array.of(np.array(self.tokens, np.int32)),
             sampled=Array.of(np.array(self.sampled, np.uint8)),
@@ -84,17 +129,30 @@ class Trajectory:
             finish=self.finish,
             answer=answer,
             metrics={name: float(value) for name, value in self.metrics.items()} | score.metrics,
+            images=[SampleImage(start=each.start, digest=each.picture.digest, data=each.data) for each in images],
         )
+
+
+def png(image: "Image") -> bytes:
+    """The image as a file, without loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 class Generate(Protocol):
     """What a task samples with, under the run's temperature."""
 
     def __call__(
-        self, tokens: list[int], max_tokens: int | None = None, stop: list[str] | None = None
+        self,
+        tokens: list[int],
+        max_tokens: int | None = None,
+        stop: list[str] | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Awaitable[Completion]:
         """A continuation of `tokens`: of at most `max_tokens` (default: `sampling.max_tokens`) and of what is left of
         the sample's budget; up to a text of `stop` (default: `sampling.stop`), each one token, or the model's own end.
+        `images` are those of `tokens` after the prompt (`Trajectory.images`); the prompt's are known.
         Raises EpisodeError where nothing is left, or the arguments cannot be used."""
 
 

@@ -99,7 +99,6 @@ WRONG = {
     "no rows": ([], ["no rows"]),
     "truth": ([TINYZERO[0] | {"reward_model": {"style": "rule"}}], ["ground_truth"]),
     "null": ([EASYR1[0], EASYR1[1] | {"answer": None}], ["answer is empty"]),
-    "images": ([row | {"images": ["a.png"]} for row in EASYR1], ["has images"]),
 }
 
 

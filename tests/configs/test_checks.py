@@ -56,6 +56,10 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "set it to 16384 or more",
         ),
         (
+            ["data.min_pixels=2000", "data.max_pixels=1000"],
+            "data.min_pixels: 2000 is more than data.max_pixels 1000; lower it or raise data.max_pixels",
+        ),
+        (
             ["learner.ranks=9", "batch.groups=4", "batch.samples=2"],
             "learner.ranks: 9 is more than batch.groups 4 x batch.samples 2 = 8 samples, a rank would get nothing; "
             "raise batch.groups or lower learner.ranks",
@@ -208,7 +212,7 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_text("")
     lines = refused(
         *("model.path=empty", "data.eval=empty", "data.format_prompt=none.jinja", "reward.function=reward.py:missing"),
-        *("rollout.task=broken.py:task", "run.folder=file", "data.chat_template=none"),
+        *("rollout.task=broken.py:task", "run.folder=file", "data.chat_template=none", "data.image_dir=file"),
         files=FILES,
     )
     assert lines[:4] == [
@@ -217,10 +221,11 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
         f"data.eval: empty: not a file (from {tmp_path}); correct the path",
         f"data.format_prompt: none.jinja: no such file (from {tmp_path}); correct the path",
     ]
-    assert lines[4].startswith(f"run.folder: file: {tmp_path / 'file'} cannot be written to")
-    assert lines[5] == "reward.function: reward.py has no function missing; it has score"
-    assert lines[6].startswith("rollout.task: broken.py: not Python: ")
-    assert len(lines) == 7
+    assert lines[4] == f"data.image_dir: file: no such folder (from {tmp_path}); correct the path"
+    assert lines[5].startswith(f"run.folder: file: {tmp_path / 'file'} cannot be written to")
+    assert lines[6] == "reward.function: reward.py has no function missing; it has score"
+    assert lines[7].startswith("rollout.task: broken.py: not Python: ")
+    assert len(lines) == 8
     assert refused("reward.function=x.py", files=("reward.function",)) == [
         "reward.function: 'x.py' is neither one of countdown, math nor path/to/file.py:function"
     ]

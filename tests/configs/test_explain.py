@@ -51,6 +51,21 @@ def test_a_task_of_several_turns_fills_its_samples(model: Path) -> None:
     assert "16 samples; at most 65,536 tokens (4,096 each: prompt, all turns and what the task gives)" in text
 
 
+def test_a_model_that_sees(model: Path) -> None:
+    """The tower by the names of its weights, those of older releases too."""
+    assert not any(line.startswith("images:") for line in explain(config(f"model.path={model}")))
+    names = {"model.visual.merger.weight": [500, 2], "visual.blocks.0.weight": [500], "model.norm.weight": [7]}
+    header = json.dumps({name: {"shape": shape} for name, shape in names.items()}).encode()
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    run = config(f"model.path={model}", "model.freeze=[vision]", "data.max_images=2")
+    assert model_facts(str(model)).tower == 1500 and model_facts(str(model)).parameters == 1507
+    (line,) = (line for line in explain(run) if line.startswith("images:"))
+    assert "at most 2 a sample, each at most 1,048,576 pixels; its tower has 1.5 k of the parameters" in line
+    assert "of which model.freeze leaves out: vision" in line
+
+
 def test_a_microbatch_holds_whole_samples() -> None:
     """256 samples of 2,048 tokens, 3 per pass: 86 passes, although the tokens alone would fit into 75."""
     assert any("86 of 7,000 tokens" in line for line in explain(config("learner.tokens_per_microbatch=7000")))

@@ -13,17 +13,40 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from configs.schema import AlgorithmConfig
 from learner.model import attention
 from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
-from learner.model.microbatch import lay_out
+from learner.model.kernels import joined
+from learner.model.microbatch import SharedPrompts, lay_out
 from learner.train.batch import Batch
 from tests.harness import world
-from tests.harness.world import LEARNER, algorithm_of, cut, make_samples, plain, policy_of, tiny_model
+from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, make_samples, plain, policy_of, tiny_model
 from tests.learner.model.test_attention import documents, packed, padded_scores
+from tests.learner.model.test_shared_prompts import (
+    MIXED,
+    Groups,
+    attending,
+    by_mask,
+    inputs_of,
+    largest_error,
+    row_of,
+    visible,
+    with_gradients,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 NAMES = ["sdpa", "varlen", *(name for name in attention.PACKAGES if attention.installed(name))]
+KERNELS = [
+    "varlen",
+    *(
+        pytest.param(name, marks=pytest.mark.skipif(not attention.installed(name), reason=f"needs {package}"))
+        for name, (package, _) in attention.PACKAGES.items()
+    ),
+]
+"""All that share prompts on a GPU."""
+LONG: Groups = [(700, [130, 260, 5]), (1, [64, 64, 3]), (40, [7]), (129, [1] * 16), (300, [513])]
+"""Longer and shorter than the kernels' blocks of 64, 128 and 192."""
+Places = tuple[torch.Tensor, int, SharedPrompts | None]
 
 
 @pytest.fixture
@@ -89,13 +112,16 @@ def test_chunked_loss(vocabulary: int, tokens: int, bonus: bool) -> None:
         assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm()
 
 
+@pytest.mark.parametrize("share", [False, True], ids=["alone", "shared_prompts"])
 @pytest.mark.parametrize("loss", ["dppo", "m2po", "gspo"])
-def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: str) -> None:
+def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: str, share: bool) -> None:
     """From the forward pass to the end of the backward pass the CPU only launches kernels."""
     learner = LEARNER.model_copy(update={"attention": "varlen"})
     policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
     step, entries = algorithm_of(policy, 200, AlgorithmConfig(loss=loss)), make_samples(long=90)
-    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 200)
+    entries = make_groups() if share else entries
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 200, share_prompts=share)
+    assert (batch.microbatches[0].shared is not None) == share
     shared = step.shared_context(batch, policy.device) | {"m2_limit": torch.ones((), device="cuda")}
     microbatch = batch.microbatches[0].to(policy.device)
     step.backward_of(policy, microbatch, shared)  # compiles kernels, records FSDP's order
@@ -124,6 +150,90 @@ def test_attentions_are_equal(heads: tuple[int, int]) -> None:
     for name in NAMES[1:]:
         for ours, theirs in zip(found[name], found["sdpa"], strict=True):
             near(ours, theirs, 1e-2)
+
+
+@pytest.mark.parametrize("groups", [MIXED, LONG, [(9, [3, 5])]], ids=["mixed", "long", "one group"])
+@pytest.mark.parametrize(("heads", "head_dim"), [((12, 2), 128), ((4, 4), 64)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_shared_prompts_by_an_explicit_mask(name: str, heads: tuple[int, int], head_dim: int, groups: Groups) -> None:
+    """Both calls joined, in bf16, against fp32 arithmetic on the same inputs; beside it the kernel without sharing."""
+    errors = []
+    for share in (True, False):
+        row = row_of(groups, share)
+        given = [x.cuda() for x in inputs_of(row, heads, torch.bfloat16, head_dim)]
+        seen = visible(row).cuda()
+        wanted = with_gradients(lambda q, k, v, seen=seen: by_mask(q, k, v, seen), *(x.float() for x in given))
+        found = with_gradients(attending(row.to(torch.device("cuda")), name), *given)
+        assert all(x.isfinite().all() for x in found)
+        errors.append(largest_error(found, wanted))
+    assert errors[0] < 2e-2 and errors[0] < 2.5 * errors[1] + 1e-3, errors
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_attentions_of_whole_pieces(name: str) -> None:
+    """Not causal: every token of a piece sees all of it."""
+    row = row_of(LONG, share=False)
+    given = [x.cuda() for x in inputs_of(row, (4, 4), torch.bfloat16, 64)]
+    piece = torch.bucketize(torch.arange(len(row.tokens)), row.cu_seqlens[1:], right=True)
+    seen = (piece[:, None] == piece).cuda()
+    wanted = with_gradients(lambda q, k, v: by_mask(q, k, v, seen), *(x.float() for x in given))
+    found = with_gradients(attending(row.to(torch.device("cuda")), name, causal=False), *given)
+    assert largest_error(found, wanted) < 2e-2
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_shared_prompts_compiled(name: str) -> None:
+    """One graph without a break, for rows of several kinds and lengths, and what the kernel gives by itself."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+
+    def block(x: torch.Tensor, weights: list[torch.Tensor], places: Places, options: joined.Options) -> torch.Tensor:
+        q, k, v = ((x @ weight).view(x.shape[0], -1, 64) for weight in weights)
+        return torch.nn.functional.silu(joined.attention(q, k, v, *places, options).flatten(1))
+
+    compiled = torch.compile(block, dynamic=True, fullgraph=True)
+    draw = torch.Generator("cuda").manual_seed(0)
+    weights = [0.1 * torch.randn(96, 64 * n, device="cuda", generator=draw) for n in (4, 2, 2)]
+    weights = [weight.bfloat16().requires_grad_() for weight in weights]
+    for groups in (MIXED[:3], LONG, [(50, [20, 60])], MIXED):
+        row = row_of(groups).to(torch.device("cuda"))
+        places, options = (row.cu_seqlens, row.max_seqlen, row.shared), (True, 0.125, None, name)
+        x = torch.randn(len(row.tokens), 96, device="cuda", generator=draw).bfloat16().requires_grad_()
+        found = []
+        for call in (block, compiled):
+            out = call(x, weights, places, options)
+            found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, *weights])])
+        assert largest_error(*found) < 3e-2
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def shared_step(model, mesh: DeviceMesh, share: bool, budget: int, **changes) -> tuple[dict[str, torch.Tensor], Batch]:
+    policy = policy_of(model, mesh, LEARNER.model_copy(update={"share_prompts": share} | changes))
+    assert policy.share_prompts == share
+    entries = make_groups()
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, policy.share_prompts)
+    algorithm_of(policy, budget).backward(policy, batch)
+    return world.gradients(policy), batch
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_shared_prompts_change_no_step(tmp_path: Path, gpu: DeviceMesh, name: str, compiled: bool) -> None:
+    """Gradients of a whole step in bf16, with and without: both are equally far from those in fp32."""
+    torch._dynamo.reset()
+    model = tiny_model(tmp_path, dtype=torch.bfloat16)
+    exact, _ = shared_step(model.model_copy(update={"dtype": "float32"}), gpu, False, 300, attention="sdpa")
+    options = {"attention": name, "activation_checkpointing": "none", "compile": compiled}
+    errors, tokens = [], []
+    for share in (True, False):
+        found, batch = shared_step(model, gpu, share, 300, **options)
+        parameters = [one for one in exact if "k_proj.bias" not in one]  # attention does not depend on it
+        squares = [float((found[one] - exact[one]).norm() / exact[one].norm()) ** 2 for one in parameters]
+        errors.append((sum(squares) / len(squares)) ** 0.5)
+        tokens.append(batch.tokens)
+    assert tokens[0] < tokens[1]
+    assert errors[0] < 1.5 * errors[1] + 1e-2 < 0.1, errors
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,14 +276,12 @@ def test_compiled_once_for_all_blocks_and_lengths(tmp_path: Path, gpu: DeviceMes
     torch._dynamo.reset()
     learner = LEARNER.model_copy(update={"compile": True, "activation_checkpointing": "none"})
     policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
-    pieces = 4 if policy.attention == "flash4" else 1
-    """One to the norm, one each side of the attention, which compiles itself, and one from there to the end."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for lengths in ([40, 3, 9], [17] * 11, [200]):
         texts = [[1] * n for n in lengths]
         row = lay_out(texts, texts, [[0] * n for n in lengths], [[0] * n for n in lengths], list(range(len(texts))))
         policy(row.to(torch.device("cuda")))[0].sum().backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == pieces
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")

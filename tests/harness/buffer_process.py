@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,16 +64,21 @@ def make_limits(**changes: Any) -> Limits:
 
 
 def make_requests(
-    path: Path | None = None, max_staleness: int = 2, groups: int = 2, store: Store | None = None, **changes: Any
+    path: Path | None = None,
+    max_staleness: int = 2,
+    groups: int = 2,
+    store: Store | None = None,
+    problems: Sequence[dict[str, Any]] = PROBLEMS,
+    **changes: Any,
 ) -> PendingRequests:
     """Pending requests over a new or reopened store; further keywords go to Ledger or Limits."""
     names = Limits.__dataclass_fields__
     ledger_changes = {name: value for name, value in changes.items() if name not in names}
     store = store or Store(path, fsync=False)
-    ledger = Ledger(len(PROBLEMS), groups, max_staleness, shuffle=False, recall=store.dropped, **ledger_changes)
+    ledger = Ledger(len(problems), groups, max_staleness, shuffle=False, recall=store.dropped, **ledger_changes)
     ledger.restore(store.load(), time.monotonic())
     limits = make_limits(**{name: value for name, value in changes.items() if name in names})
-    return PendingRequests(Handlers(ledger, store, PROBLEMS, limits), limits.max_message)
+    return PendingRequests(Handlers(ledger, store, problems, limits), limits.max_message)
 
 
 def samples_of(store: Store, item: int) -> list[bytes]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from actors.process import Event, Process
 from actors.supervise.keeper import Keeper
+from buffer.images import Picture
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.prompts import Prompts
@@ -14,6 +15,7 @@ from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError, RewardError
 from rollout.rewards.convention import Answer, Score
 from rollout.tasks import Completion
+from rollout.tasks.trajectory import PlacedImage
 
 # actors
 
@@ -53,14 +55,21 @@ class FakeEngine:
         self.running = self.aborted = 0
         self.temperatures: set[float] = set()
         self.asked_tokens: list[int] = []
+        self.shown: list[list[PlacedImage]] = []
         self.loaded: list[Path] = []
 
     async def generate(
-        self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int] = (),
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
         self.running += 1
         self.temperatures.add(temperature)
         self.asked_tokens.append(max_tokens)
+        self.shown.append(list(images))
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -154,7 +163,7 @@ class FakePrompts:
     too long. A full stop ends an answer."""
 
     def __init__(self) -> None:
-        self.tokenizer, self.ends, self.stops = self, [ord(".")], [ord(".")]
+        self.tokenizer, self.ends, self.stops, self.form = self, [ord(".")], [ord(".")], None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [ord(character) for character in text]
@@ -165,7 +174,7 @@ class FakePrompts:
     def stop_tokens(self, texts: Sequence[str], name: str) -> list[int]:
         return Prompts.stop_tokens(self, texts, name)  # type: ignore[arg-type]
 
-    def tokens(self, row: dict[str, Any]) -> list[int]:
+    def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
         if len(row["problem"]) > 20:
             raise PromptError(f"prompt of {len(row['problem'])} tokens")
         return [ord(character) for character in row["problem"]]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,13 @@ class ServerProcess:
 
 
 class Cluster:
-    """A learner on `device`, and a server on each of the devices `servers`."""
+    """A learner on `device`, whose weights named `frozen` are never trained, and a server on each of the devices
+    `servers`."""
 
-    def __init__(self, fork_server: ForkServer, device: str, servers: list[str], timeout_s: float) -> None:
-        self._fork_server, self.device, self.servers = fork_server, torch.device(device), servers
+    def __init__(
+        self, fork_server: ForkServer, device: str, servers: list[str], timeout_s: float, frozen: Sequence[str] = ()
+    ) -> None:
+        self._fork_server, self.device, self.servers, self.frozen = fork_server, torch.device(device), servers, frozen
         self.timeout_s, self.scale = timeout_s, SCALE[self.device.type]
         self.specs = specs(self.scale)
         self._running: list[ServerProcess] = []
@@ -110,7 +113,9 @@ class Cluster:
         """The learner's end. Servers that still run at the end of the block are killed."""
         folder = keys.pop("folder", None)
         given = config(bucket_mib=self.scale, timeout_s=self.timeout_s, **keys)
-        self._sender = Sender(self.specs, given, 0, self.device, heartbeat_s=HEARTBEAT_S, folder=folder)
+        self._sender = Sender(
+            self.specs, given, 0, self.device, heartbeat_s=HEARTBEAT_S, folder=folder, frozen=self.frozen
+        )
         try:
             yield self._sender
         finally:
@@ -133,7 +138,7 @@ class Cluster:
     def publish(self, version: int) -> None:
         """As the learner does after a step, which must not wait for servers."""
         started = time.monotonic()
-        self._sender.publish(VersionedPolicy(version, self.specs), version)
+        self._sender.publish(VersionedPolicy(version, self.specs, frozen=self.frozen), version)
         assert time.monotonic() - started < 3
 
     def kill(self, server: ServerProcess) -> None:

@@ -20,6 +20,7 @@ from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
 from tests.harness import world
+from tests.harness.pictured import form_of, make_pictured
 
 
 def gradients(
@@ -29,19 +30,39 @@ def gradients(
     algorithms: list[dict[str, Any]],
     device: str = "cpu",
     long: int = 24,
+    share: bool = False,
 ) -> None:
-    """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`."""
+    """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`.
+
+    `share`: the batch is one of groups with common prompts, and each prompt is computed once.
+    """
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
-    entries = world.make_samples(long=long)
+    entries = world.make_groups() if share else world.make_samples(long=long)
     for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
         policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0)
         for parts, budget in product(cuts, budgets):
             algorithm = world.algorithm_of(policy, budget, config)
-            batch = Batch.from_part(world.cut(entries, 3, parts, rank), budget, policy.attention_cost)
+            part = world.cut(entries, 3, parts, rank)
+            batch = Batch.from_part(part, budget, policy.attention_cost, share)
             algorithm.backward(policy, batch)
             found[f"{parts} {budget} {number}"] = world.gradients(policy)
             algorithm.optimizer.adamw.zero_grad()
+    if rank == 0:
+        torch.save(found, folder / "gradients.pt")
+
+
+def pictured(folder: Path, model: dict[str, Any], cuts: list[list[int]], budget: int) -> None:
+    """Gradients of a batch with images for several cuts into parts, saved as `FOLDER/gradients.pt`."""
+    mesh, rank, config = init_device_mesh("cpu", (2,)), dist.get_rank(), ModelConfig.model_validate(model)
+    policy, form, found = world.policy_of(config, mesh), form_of(config), []
+    algorithm = world.algorithm_of(policy, budget, form=form)
+    for parts in cuts:
+        part = make_pictured(form).part(3, parts, rank)
+        batch = Batch.from_part(part, budget, policy.attention_cost, True, form, policy.patch_cost)
+        algorithm.backward(policy, batch)
+        found.append(world.gradients(policy))
+        algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
 
@@ -93,6 +114,7 @@ if __name__ == "__main__":
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
     )
-    {"gradients": gradients, "train": train, "late": late}[case](Path(folder), **json.loads(arguments))
+    cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
+    cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
     os._exit(0)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down

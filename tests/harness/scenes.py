@@ -170,7 +170,9 @@ def a_late_probe(cluster: Cluster, folder: Path) -> None:
     gate = threading.Event()
     with cluster.sender() as sender:
         servers = cluster.start_all()
-        publishing = threading.Thread(target=sender.publish, args=(VersionedPolicy(0, cluster.specs, gate), 0))
+        publishing = threading.Thread(
+            target=sender.publish, args=(VersionedPolicy(0, cluster.specs, gate, cluster.frozen), 0)
+        )
         publishing.start()
         expect_version(servers, 0)
         assert "weights/version" not in sender.stats()  # no server has said Loaded

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ from learner.weights.receiver.staging import Staging
 HEARTBEAT_S = 0.2
 WAIT_S = 60
 PERIOD = 4099
+FROZEN_VERSION = 1000
+"""What is frozen has the same values at every version: those of this one, which no test publishes."""
 
 
 def specs(scale: int) -> list[Spec]:
@@ -60,12 +62,21 @@ def logprobs(version: int, tokens: list[int]) -> list[float]:
 class VersionedPolicy:
     """A policy of which only the version matters. Its forward pass waits for `gate`, if there is one."""
 
-    def __init__(self, version: int, specs: list[Spec] = SPECS, gate: threading.Event | None = None) -> None:
-        self.version, self.asked, self.specs, self.gate = version, 0, specs, gate
+    def __init__(
+        self,
+        version: int,
+        specs: list[Spec] = SPECS,
+        gate: threading.Event | None = None,
+        frozen: Collection[str] = (),
+    ) -> None:
+        self.version, self.asked, self.specs, self.gate, self.frozen = version, 0, specs, gate, frozen
+        self.gathered: list[str] = []
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self.specs:
-            yield spec.name, weight(spec, self.version)
+            if spec.name not in without:
+                self.gathered.append(spec.name)
+                yield spec.name, weight(spec, FROZEN_VERSION if spec.name in self.frozen else self.version)
 
     def logprobs_of(self, tokens: list[int]) -> list[float]:
         self.asked += 1
@@ -83,11 +94,13 @@ class StagingEngine:
         self.specs = specs(SCALE[self.device.type])
         self.staging = [Staging(self.device, worker, self.loader(worker)) for worker in range(workers)]
         self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
+        self.loads: list[list[str]] = []
+        """Names of what came, for each time that a worker loaded."""
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         return [getattr(self, method)(worker, *args) for worker in range(len(self.staging))]
 
-    async def probe(self, tokens: list[int]) -> list[float]:
+    async def probe(self, tokens: list[int], images: Sequence[Any] = ()) -> list[float]:
         return [value + self.error for value in logprobs(self.version, tokens)]
 
     @asynccontextmanager
@@ -97,16 +110,17 @@ class StagingEngine:
 
     def holds(self, version: int) -> bool:
         """Whether each worker has exactly the weights of `version`."""
+        frozen = self.staging[0].frozen
+        right = {spec.name: weight(spec, FROZEN_VERSION if spec.name in frozen else version) for spec in self.specs}
         return all(
-            set(weights) == {spec.name for spec in self.specs}
-            and all(torch.equal(weights[spec.name].cpu(), weight(spec, version)) for spec in self.specs)
+            set(weights) == set(right) and all(torch.equal(weights[name].cpu(), right[name]) for name in right)
             for weights in self.weights
         )
 
     def rl_describe(self, worker: int) -> dict[str, str]:
         return {"backend": backend_of(self.device)}
 
-    def rl_prepare(self, worker: int, welcome: bytes, staging: str) -> tuple[str, str]:
+    def rl_prepare(self, worker: int, welcome: bytes, staging: str) -> tuple[str, str, str]:
         return self.staging[worker].prepare(welcome, staging)
 
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
@@ -123,8 +137,11 @@ class StagingEngine:
 
     def loader(self, worker: int) -> Any:
         def load(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-            self.weights[worker] = {}
+            kept, names = self.staging[worker].frozen, list[str]()
+            self.weights[worker] = {name: old for name, old in self.weights[worker].items() if name in kept}
+            self.loads.append(names)
             for name, tensor in weights:  # those before a broadcast breaks stay
+                names.append(name)
                 self.weights[worker][name] = tensor.clone()
 
         return load
@@ -200,9 +217,10 @@ async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], loa
 class Server:
     """A rollout server in this event loop. `addresses` stands for the buffer, which knows where the learner is."""
 
-    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None):
+    def __init__(self, addresses, name="rollout-0", workers=1, error=0.0, staging="auto", engine=None, form=None):
         self.engine, self.seen, self.loaded = engine or StagingEngine(workers, error), [], asyncio.Queue()
-        self.receiver = Receiver(addresses.where, self.engine, name, config(staging=staging), heartbeat_s=HEARTBEAT_S)
+        given = config(staging=staging)
+        self.receiver = Receiver(addresses.where, self.engine, name, given, heartbeat_s=HEARTBEAT_S, form=form)
         self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.loaded))
 
     async def has(self, version):

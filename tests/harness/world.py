@@ -85,12 +85,44 @@ def make_samples(version: int = 3, groups: int = 6, size: int = 4, long: int = 2
     return entries
 
 
-def make_sample(draw: np.random.Generator, prompt: int, answer: int, version: int, reward: float) -> Sample:
+def make_groups(version: int = 3) -> list[Entry]:
+    """A batch of groups of 1 to 7 whose samples share their prompts of 1 to 39 tokens: one group has two prompts, one a
+    prompt of one token, some samples have several turns, some answers one token."""
+    draw = np.random.default_rng(1)
+    entries = []
+    for item, size in enumerate((5, 1, 7, 3, 4, 2, 6)):
+        prompts = [draw.integers(0, VOCABULARY, n) for n in draw.integers(1, 40, 1 + (item == 4))]
+        if item == 5:
+            prompts = [prompts[0][:1]]
+        rewards = [float(x) for x in draw.integers(0, 3, size) / 2]
+        for index in range(size):
+            answer = 1 if (item, index) in ((0, 2), (3, 0), (3, 1)) else int(draw.integers(1, 6 if item == 5 else 24))
+            prompt = prompts[index % len(prompts)]
+            turns = (slice(answer // 3, answer // 2),) if item in (2, 3) and answer > 6 else ()
+            sample = make_sample(draw, len(prompt), answer, version, rewards[index], prompt, turns)
+            entries.append(Entry(item, max(version - 2, 0), rewards, sample.pack()))
+    return entries
+
+
+def make_sample(
+    draw: np.random.Generator,
+    prompt: int,
+    answer: int,
+    version: int,
+    reward: float,
+    text: np.ndarray | None = None,
+    given: Sequence[slice] = (),
+) -> Sample:
+    """`text`: the prompt, if not a random one; `given`: parts of the answer that the policy did not sample."""
     sampled = np.array([0] * prompt + [1] * answer, np.uint8)
+    for part in given:
+        sampled[prompt:][part] = 0
     behaviour = np.where(sampled, -draw.exponential(2.0, len(sampled)), 0)
     versions = np.where(sampled, version - draw.integers(0, 3, len(sampled)).clip(max=version), -1)
+    tokens = draw.integers(0, VOCABULARY, len(sampled)).astype(np.int32)
+    tokens[:prompt] = tokens[:prompt] if text is None else text
     return Sample(
-        tokens=Array.of(draw.integers(0, VOCABULARY, len(sampled)).astype(np.int32)),
+        tokens=Array.of(tokens),
         sampled=Array.of(sampled),
         behaviour_logprobs=Array.of(behaviour.astype(np.float32)),
         versions=Array.of(versions.astype(np.int32)),

@@ -14,9 +14,13 @@ import pytest
 import yaml
 
 from buffer.wire.protocol import Finished, Hello, Rewind, Trained
+from configs.load import ConfigError
+from configs.schema import Config
+from learner.__main__ import image_format, max_sample_patches
 from learner.metrics import read
 from learner.saved.manifest import complete
 from tests.harness.canned import Canned
+from tests.harness.pictured import seeing_model
 from tests.harness.world import ROOT, tiny_model
 
 
@@ -122,3 +126,29 @@ def test_an_unknown_model_is_refused(tmp_path: Path, start) -> None:
     code, errors = ended(start(line))
     assert code == 2
     assert "model.path" in errors and "Traceback" not in errors
+
+
+def test_another_architecture_that_sees_is_refused(tmp_path: Path, start) -> None:
+    """By name, before anything starts."""
+    line = command(tmp_path, "tcp://127.0.0.1:9")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
+    code, errors = ended(start(line))
+    assert code == 2
+    assert "model.path" in errors and "llava" in errors and "qwen2_5_vl" in errors and "Traceback" not in errors
+
+
+def test_a_text_model_has_nothing_to_freeze(tmp_path: Path) -> None:
+    model, data = tiny_model(tmp_path).model_dump() | {"freeze": ["vision"]}, {"train": "x"}
+    config = Config.model_validate({"model": model, "data": data, "reward": {"function": "x"}})
+    with pytest.raises(ConfigError, match=r"model.freeze: \[vision\]: .* is no vision-language model; remove the key"):
+        image_format(config)
+
+
+def test_patches_of_a_sample_are_bounded_by_tokens_and_images(tmp_path: Path) -> None:
+    model = seeing_model(tmp_path, "qwen2_5_vl")
+    for tokens, images, want in ((1000, 8, 3 * 4 * 1337), (10**5, 2, 2 * 4 * 1337)):
+        data = {"train": "x", "max_prompt_tokens": tokens, "max_pixels": 1337 * 784, "max_images": images}
+        sampling = {"max_tokens": 3 * 1337 - 1000 if images == 8 else 1}
+        given = {"model": model.model_dump(), "data": data, "sampling": sampling, "reward": {"function": "x"}}
+        config = Config.model_validate(given)
+        assert max_sample_patches(config, image_format(config)) == want

@@ -52,7 +52,12 @@ class Engine:
         self._resumed.set()
 
     async def generate(
-        self, prompt: list[int], max_tokens: int, temperature: float, stop_token_ids: Sequence[int] = ()
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int] = (),
+        images: Sequence[object] = (),
     ) -> Completion:
         equal = "".join(map(chr, prompt)).startswith(SAME)
         text = "x" * random.randrange(max_tokens - 3) + f"={1 if equal else random.randrange(10)}."
@@ -69,9 +74,9 @@ class Engine:
 class Prompts:
     """Stands for `Prompts` of episodes/prompts.py."""
 
-    tokenizer, stops = None, (END,)
+    tokenizer, stops, form = None, (END,), None
 
-    def tokens(self, row: dict[str, Any]) -> list[int]:
+    def tokens(self, row: dict[str, Any], pictures: Sequence[object] = ()) -> list[int]:
         if len(row["problem"]) > LONGEST_PROMPT:
             raise PromptError(f"prompt too long; data.max_prompt_tokens is {LONGEST_PROMPT}")
         return [ord(character) for character in row["problem"]]

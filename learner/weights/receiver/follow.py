@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from buffer.curve import ClientKeys
+from buffer.images import ImageFormat
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from learner.weights import protocol
@@ -43,8 +44,10 @@ class Receiver:
         config: WeightsConfig,
         keys: ClientKeys | None = None,
         heartbeat_s: float = 2.0,
+        form: ImageFormat | None = None,
     ) -> None:
-        self._engine, self._timeout_s, self._heartbeat_s = engine, config.timeout_s, heartbeat_s
+        """`form`: how the server's model sees images."""
+        self._engine, self._timeout_s, self._heartbeat_s, self._form = engine, config.timeout_s, heartbeat_s, form
         self._where, self._keys, self._staging = where, keys, config.staging
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
@@ -132,7 +135,7 @@ class Receiver:
     async def _on_message(self, message: Message, connection: LearnerConnection) -> None:
         if isinstance(message, protocol.ServerWelcome):
             await self._prepare(message)
-            self._join = self._join.model_copy(update={"digest": message.digest})
+            self._join = self._join.model_copy(update={"digest": message.digest, "trained": message.trained})
             connection.heartbeat_s = message.heartbeat_s
             connection.say(self._join)
         elif isinstance(message, protocol.Joined):
@@ -145,7 +148,7 @@ class Receiver:
             if not self._busy:
                 self._release_staging()
         elif isinstance(message, protocol.Go):
-            self._busy, self._reception = True, Reception(message, self._join.workers)
+            self._busy, self._reception = True, Reception(message, self._join.workers, self._form)
             await self._begin(self._reception)
         elif isinstance(message, protocol.Checksums | protocol.Probe | protocol.Cancel):
             if self._reception and self._reception.go.round == message.round:
@@ -161,9 +164,10 @@ class Receiver:
         """Have all workers allocate room: each for a copy, or all for two buckets."""
         for staging in (self._staging, "bucket"):
             answers = await self._collective("rl_prepare", protocol.pack(welcome), staging)
-            digests, modes = ({answer[part] for answer in answers} for part in (0, 1))
-            if digests != {welcome.digest}:
-                raise WeightsError(f"the plan of the weights is {digests} here, {welcome.digest} at the learner")
+            digests, modes = {tuple(answer[:2]) for answer in answers}, {answer[2] for answer in answers}
+            if digests != {(welcome.digest, welcome.trained)}:
+                theirs = (welcome.digest, welcome.trained)
+                raise WeightsError(f"the plans of the weights are {digests} here, {theirs} at the learner")
             if len(modes) == 1:
                 break
         self._streams = modes == {"bucket"}

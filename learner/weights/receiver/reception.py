@@ -7,6 +7,7 @@ Made and kept up to date by `follow.Receiver`; nothing in it waits. `StagedPolic
 import asyncio
 from dataclasses import dataclass, field
 
+from buffer.images import ImageFormat
 from learner.weights.protocol import Checksums, Failed, Go, Probe, Staged
 
 
@@ -16,6 +17,8 @@ class Reception:
 
     go: Go
     workers: int
+    form: ImageFormat | None = None
+    """How this server's model sees images."""
     reports: list[Staged] = field(default_factory=list)
     checksums: Checksums | None = None
     """The learner's, once they have arrived."""

@@ -6,11 +6,12 @@ due: the learner's, whose forward pass follows the sending, and the engine's.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from buffer.wire.message import Message
+from learner.weights.probe import images_of
 from learner.weights.protocol import Failed, Loaded
 from learner.weights.receiver.reception import Reception
 
@@ -22,7 +23,7 @@ class ReceivingEngine(Protocol):
     generation within the block."""
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]: ...
-    async def probe(self, tokens: list[int]) -> list[float]: ...
+    async def probe(self, tokens: list[int], images: Sequence[Any]) -> list[float]: ...
     def paused(self) -> AbstractAsyncContextManager[None]: ...
 
 
@@ -68,7 +69,12 @@ async def confirm(
     go, difference, started = reception.go, None, time.perf_counter()
     probe = await reception.probe if go.probe else None
     if probe is not None:
-        ours, theirs = await engine.probe(probe.tokens), probe.logprobs
+        theirs = probe.logprobs
+        try:
+            ours = (await engine.probe(probe.tokens, images_of(probe, reception.form)))[-len(theirs) :]
+        except ValueError as error:
+            say(Failed(round=go.round, reason=str(error), fatal=True))
+            raise WeightsError(str(error)) from None
         difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
         if not difference <= probe.tolerance:
             reason = (

@@ -36,21 +36,28 @@ class Staging:
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
         self._version: int | None = None
+        self._first = 0
+        """The bucket from which on `_version` was received."""
         self._read: torch.cuda.Event | None = None
 
-    def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str]:
-        """Allocate room for the plan in `welcome`, a packed ServerWelcome; returns the plan's digest, and `full` or
-        `bucket`. Raises ValueError where `full` is wanted and does not fit."""
+    def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
+        """Allocate room for the plan in `welcome`, a packed ServerWelcome; returns its digest, that of what is trained,
+        and `full` or `bucket`. Raises ValueError where `full` is wanted and does not fit."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
-        plan = Plan.of(specs, message.bucket_bytes)
+        plan = Plan.of(specs, message.bucket_bytes, frozenset(message.frozen))
         before = self._buckets
-        if before is None or before.plan.digest != plan.digest or wanted not in ("auto", _mode(before)):
+        if before is None or before.plan != plan or wanted not in ("auto", _mode(before)):
             before = self._buckets = self._version = None  # free first, then allocate
             self._buckets = self._allocate(plan, self._rotating(plan, wanted))
         assert self._buckets is not None
-        return plan.digest, _mode(self._buckets)
+        return plan.digest, plan.trained.digest, _mode(self._buckets)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the weights that come once, at first."""
+        return self._buckets.plan.frozen_names if self._buckets else frozenset()
 
     def receive(self, go: bytes, notify: str) -> None:
         """Start to receive the round of `go`, a packed Go, and return. The report goes to the socket at `notify`."""
@@ -75,10 +82,11 @@ class Staging:
             self._channel = None
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of `version`: views of the staging copy. Raises ValueError unless it was received completely."""
+        """The tensors of `version` that were sent: views of the staging copy. Raises ValueError unless all of them
+        were received."""
         if self._buckets is None or self._version != version:
             raise ValueError(f"version {version} is not staged; {self._version} is")
-        return self._buckets.views()
+        return self._buckets.views(first=self._first)
 
     def read_until(self, event: torch.cuda.Event) -> None:
         """The GPU reads the staged version until `event`; the next one is received into its place only then."""
@@ -133,7 +141,7 @@ class Staging:
             reason, fatal = f"{type(error).__name__}: {error}", True
         else:
             if not weights.rotating and weights is self._buckets:
-                self._version = go.version
+                self._version, self._first = go.version, weights.plan.first(go.plan)
         span_s = channel.span_s if channel else 0.0
         tell(notify, Staged(round=go.round, checksums=sums, span_s=span_s, reason=reason, fatal=fatal))
 
@@ -143,7 +151,7 @@ class Staging:
             last, computed = len(weights.buckets) - 1, torch.empty(0)
             for bucket in arrivals(go, weights, channel):
                 if bucket == last:  # on a GPU this is queued behind the last bucket, before anything waits for that
-                    computed = weights.checksums()
+                    computed = weights.checksums(weights.plan.first(go.plan))
             return [int(value) for value in computed.tolist()]
         sums: list[torch.Tensor] = []
 
@@ -157,12 +165,15 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: Channel | None) -> Iterator[int]:
-    """Fill the buckets of `weights`; yields the index of each that is complete. Raises ChannelError."""
+    """Fill the buckets of `weights` that are in the plan of `go`; yields the index of each that is complete. Raises
+    ChannelError."""
+    first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
-        yield from files.read(Path(go.source), weights)
+        yield from files.read(Path(go.source), weights, first)
     elif channel is not None:
         channel.connect()
-        yield from channel.broadcast(weights.buckets, 1 if weights.rotating else None)
+        for number in channel.broadcast(weights.buckets[first:], 1 if weights.rotating else None):
+            yield first + number
 
 
 def tell(notify: str, message: Staged) -> None:

@@ -50,15 +50,16 @@ class BroadcastGroup:
         world, host, port = self._channel.world, self._rendezvous.host, self._rendezvous.port
         return RankAssignment(epoch=self._epoch, offset=offset, world=world, host=host, port=port)
 
-    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> asyncio.Future[None]:
-        """Broadcast the buckets in a thread, which holds `policy` for as long as it reads it. Raises ChannelError."""
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer, first: int) -> asyncio.Future[None]:
+        """Broadcast the buckets from `first` on in a thread, which holds `policy` for as long as it reads it. Raises
+        ChannelError."""
         channel = self._channel
         assert channel is not None
 
         def run() -> None:
             channel.connect()
             with copies.reading(policy) as weights:
-                for _ in channel.broadcast(weights.buckets):
+                for _ in channel.broadcast(weights.buckets[first:]):
                     pass
 
         return in_thread(run, "weights-broadcast")

@@ -19,7 +19,7 @@ from configs.schema import WeightsConfig
 from learner.weights import protocol
 from learner.weights.buckets import DoubleBuffer, PublishedPolicy
 from learner.weights.channel import ChannelError, in_thread
-from learner.weights.plan import dtype_name
+from learner.weights.plan import Plan, dtype_name
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.files import Files
 from learner.weights.sender.members import Member, Members
@@ -49,12 +49,15 @@ class Distributor:
             tensors=[
                 protocol.TensorSpec(name=s.name, shape=list(s.shape), dtype=dtype_name(s.dtype)) for s, *_ in plan.slots
             ],
+            frozen=sorted(plan.frozen_names),
             bucket_bytes=config.bucket_mib << 20,
             digest=plan.digest,
+            trained=plan.trained.digest,
             heartbeat_s=heartbeat_s,
         )
         self.members = Members(welcome, transport.backend, config.host, keys, self._on_drop)
         self._copies, self._transport, self._session = copies, transport, session
+        self._plans = (plan.trained, plan) if plan.frozen else (plan,)
         self._timeout_s, self._heartbeat_s = config.timeout_s, heartbeat_s
         self._round = time.time_ns() >> 20  # greater than the rounds of a learner that died before
         self._busy = False
@@ -73,12 +76,13 @@ class Distributor:
             try:
                 while True:
                     await self.members.until(lambda: bool(self._stale()))
-                    with self._copies.hold() as policy:
-                        if policy is not None:
-                            self._busy = True
-                            await self._serve_round(policy)
-                            self._busy = False
-                            self.members.changed.set()
+                    for plan in self._plans:
+                        with self._copies.hold() as policy:
+                            if policy is not None:
+                                self._busy = True
+                                await self._serve_round(policy, plan)
+                                self._busy = False
+                                self.members.changed.set()
             finally:
                 self._transport.give_up()
 
@@ -95,10 +99,18 @@ class Distributor:
         newest = self._copies.newest
         return [m for m in self.members if m.holds != (self._session, newest.version)] if newest else []
 
-    async def _serve_round(self, policy: PublishedPolicy) -> None:
+    def _lack(self, member: Member) -> Plan:
+        """What `member` gets: everything, unless it holds the frozen weights since an earlier version."""
+        return self._copies.plan.trained if member.holds[0] == self._session else self._copies.plan
+
+    async def _serve_round(self, policy: PublishedPolicy, plan: Plan) -> None:
+        """Bring `policy` to the members that lack what is in `plan`."""
+        stale = [member for member in self._stale() if self._lack(member) is plan]
+        if not stale:
+            return
         self._round += 1
         started = time.perf_counter()
-        ready = await self._offer()
+        ready = await self._offer(stale)
         if not ready:
             return
         try:
@@ -107,10 +119,10 @@ class Distributor:
             log.error("weights: %s; again in %g s", error, self._heartbeat_s)
             self.members.failed += 1
             return await asyncio.sleep(self._heartbeat_s)
-        self._go(policy, ready)
+        self._go(policy, plan, ready)
         async with asyncio.TaskGroup() as tasks:
-            telling = tasks.create_task(self._tell_facts(policy, ready))
-            broken = await self._broadcast(policy, ready)
+            telling = tasks.create_task(self._tell_facts(policy, plan, ready))
+            broken = await self._broadcast(policy, plan, ready)
             received = await self._answered(ready, protocol.Received, protocol.Loaded)
             received_s = time.perf_counter() - policy.published_at
             span_s = max((m.answer.span_s for m in received if isinstance(m.answer, protocol.Received)), default=0.0)
@@ -125,40 +137,40 @@ class Distributor:
             member.failures = 0
         if loaded:
             round_s = time.perf_counter() - started
-            stats = round_stats(policy, loaded, received_s, span_s) | {"weights/round_s": round_s}
+            stats = round_stats(policy, plan, loaded, received_s, span_s) | {"weights/round_s": round_s}
             self._last_round = self._last_round | stats
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
-    async def _offer(self) -> list[Member]:
-        """Offer the round to the members that lack the newest policy; returns those that are ready in time."""
-        members = self._stale()
+    async def _offer(self, members: list[Member]) -> list[Member]:
+        """Offer the round to `members`; returns those that are ready in time."""
         for member in members:
             member.round, member.answer = self._round, None
             self.members.say(member, protocol.Offer(round=self._round))
         return await self._answered(members, protocol.Ready)
 
-    def _go(self, policy: PublishedPolicy, ready: list[Member]) -> None:
+    def _go(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> None:
         for member in ready:
             go = protocol.Go(
                 round=self._round,
                 session=self._session,
                 version=policy.version,
+                plan=plan.digest,
                 timeout_s=self._timeout_s,
                 source=self._transport.source(policy, member),
                 probe=policy.probe is not None,
             )
             self.members.say(member, go)
 
-    async def _tell_facts(self, policy: PublishedPolicy, ready: list[Member]) -> None:
+    async def _tell_facts(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> None:
         """Tell the members of the round what they verify `policy` with, each as soon as it is known."""
 
         def compute() -> list[int]:
             with self._copies.reading(policy) as weights:
-                return [int(value) for value in weights.checksums().tolist()]
+                return [int(value) for value in weights.checksums(self._copies.plan.first(plan.digest)).tolist()]
 
-        if policy.checksums is None:
-            policy.checksums = in_thread(compute, "weights-checksums")
-        checksums = await asyncio.shield(policy.checksums)  # the next round may need them too
+        if plan.digest not in policy.checksums:
+            policy.checksums[plan.digest] = in_thread(compute, "weights-checksums")
+        checksums = await asyncio.shield(policy.checksums[plan.digest])  # the next round may need them too
         self._tell(ready, protocol.Checksums(round=self._round, checksums=checksums))
         if policy.probe is not None:
             probe = await asyncio.wrap_future(policy.probe)
@@ -179,9 +191,9 @@ class Distributor:
                 self.members.drop(member, member.fatal)
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
-    async def _broadcast(self, policy: PublishedPolicy, ready: list[Member]) -> str:
+    async def _broadcast(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> str:
         """Send the buckets; returns why that broke, or an empty string. A member that fails or dies ends it at once."""
-        sending = self._transport.send(policy, self._copies)
+        sending = self._transport.send(policy, self._copies, self._copies.plan.first(plan.digest))
         sending.add_done_callback(lambda _: self.members.changed.set())
 
         def over() -> bool:
@@ -219,7 +231,7 @@ class Distributor:
 
 
 def round_stats(
-    policy: PublishedPolicy, loaded: Iterable[Member], received_s: float, span_s: float
+    policy: PublishedPolicy, plan: Plan, loaded: Iterable[Member], received_s: float, span_s: float
 ) -> dict[str, float]:
     """What `metrics.jsonl` shows of a round that reached `loaded`, in seconds: plain keys hold the slowest server's,
     keys with a server's name that server's; docs/weights.md explains each."""
@@ -231,7 +243,7 @@ def round_stats(
         "weights/lag_s": time.perf_counter() - policy.published_at - max(a.verify_s for a in answers.values()),
     }
     if span_s > 0:
-        stats |= {"weights/span_s": span_s, "weights/gb_per_s": policy.weights.plan.total_bytes / span_s / 1e9}
+        stats |= {"weights/span_s": span_s, "weights/gb_per_s": plan.total_bytes / span_s / 1e9}
     for key in SERVER_TIMINGS:
         seconds = {name: float(getattr(answer, key)) for name, answer in answers.items()}
         stats[f"weights/{key}"] = max(seconds.values())

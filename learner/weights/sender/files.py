@@ -1,15 +1,15 @@
 """Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
 
 The learner's background thread writes a version once, one file per bucket, into a temporary folder that it then
-renames: a visible folder is complete. Workers read it bucket by bucket and compare the same checksums as after a
-broadcast. `Files` takes the place of `broadcast.BroadcastGroup`. The two newest versions stay; a server that joins
-reads the newest.
+renames: a visible folder is complete. Frozen weights are written once, into a folder of their own. Workers read bucket
+by bucket and compare the same checksums as after a broadcast. `Files` takes the place of `broadcast.BroadcastGroup`.
+The two newest versions stay; a server that joins reads the newest.
 """
 
 import asyncio
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -47,7 +47,7 @@ class Files:
         """The folder with the files of `policy`."""
         return str(self._path(policy))
 
-    def send(self, policy: PublishedPolicy, copies: DoubleBuffer) -> asyncio.Future[None]:
+    def send(self, policy: PublishedPolicy, copies: DoubleBuffer, first: int) -> asyncio.Future[None]:
         """Nothing is left to send: each server reads for itself."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
@@ -57,38 +57,52 @@ class Files:
         return self._folder / f"v{policy.version:06d}-{self._session[:8]}"
 
     def _write(self, policy: PublishedPolicy) -> None:
-        path = self._path(policy)
-        if path.is_dir():
-            return
+        path, weights, frozen = self._path(policy), policy.weights, policy.weights.plan.frozen
         try:
-            partial = self._folder / f".{path.name}"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for bucket in range(len(policy.weights.buckets)):
-                tensors = {name: tensor.cpu().clone() for name, tensor in policy.weights.views(bucket)}
-                save_file(tensors, partial / _file(bucket))
-            os.rename(partial, path)
+            if frozen:
+                _write_buckets(weights, range(frozen), frozen_beside(path))
+            _write_buckets(weights, range(frozen, len(weights.buckets)), path)
             self._prune(path)
         except (OSError, SafetensorError) as error:
             raise ChannelError(f"version {policy.version} could not be written: {error}") from None
 
     def _prune(self, newest: Path) -> None:
         ours = sorted(self._folder.glob(f"v*-{self._session[:8]}"), key=lambda path: path.stat().st_mtime)
-        for old in {*self._folder.glob("v*"), *self._folder.glob(".v*")} - {*ours[-KEPT:], newest}:
+        there = {path for kind in ("v*", ".v*", "frozen-*", ".frozen-*") for path in self._folder.glob(kind)}
+        for old in there - {*ours[-KEPT:], newest, frozen_beside(newest)}:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def read(folder: Path, weights: Buckets) -> Iterator[int]:
-    """Fill `weights` from the files in `folder`; yields the index of each complete bucket. Raises ChannelError."""
-    for bucket in range(len(weights.buckets)):
+def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
+    """Fill the buckets of `weights` from `first` on from the files of a version; yields the index of each complete
+    one. Raises ChannelError."""
+    for bucket in range(first, len(weights.buckets)):
         weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
+        path = (frozen_beside(folder) if bucket < weights.plan.frozen else folder) / _file(bucket)
         try:
-            with safe_open(folder / _file(bucket), "pt") as file:
+            with safe_open(path, "pt") as file:
                 for name, tensor in weights.views(bucket):
                     tensor.copy_(file.get_tensor(name))
         except (OSError, SafetensorError) as error:
-            raise ChannelError(f"{folder / _file(bucket)}: {error}; is the run's folder shared?") from None
+            raise ChannelError(f"{path}: {error}; is the run's folder shared?") from None
         yield bucket
+
+
+def frozen_beside(folder: Path) -> Path:
+    """Where the frozen weights of a version's learner are: `v000007-1a2b3c4d` -> `frozen-1a2b3c4d`"""
+    return folder.with_name(f"frozen-{folder.name.rpartition('-')[2]}")
+
+
+def _write_buckets(weights: Buckets, buckets: Iterable[int], path: Path) -> None:
+    """Write them into the folder `path`, unless it is there."""
+    if path.is_dir():
+        return
+    partial = path.with_name(f".{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for bucket in buckets:
+        save_file({name: tensor.cpu().clone() for name, tensor in weights.views(bucket)}, partial / _file(bucket))
+    os.rename(partial, path)
 
 
 def _file(bucket: int) -> str:

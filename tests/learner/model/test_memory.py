@@ -2,12 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from configs.schema import Config
+from buffer.images import Picture, SeenImage
+from configs.schema import Config, ModelConfig
 from learner.model import memory
+from learner.model.loading import build_on_meta
 from learner.model.memory import GIB, Estimate, OutOfMemory, PeakCandidate, estimate, explain_out_of_memory
+from learner.model.vision import PATCHES_PER_TOKEN
+from learner.train.pictures import one_shown
+from tests.harness.pictured import form_of, seeing_model
+from tests.harness.tiny_vlm import KINDS
 from tests.harness.world import LEARNER, policy_of, tiny_model
 from tests.learner.model.test_attention import packed
 
@@ -58,6 +65,46 @@ def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) 
     ours = estimate(model, learner, 1).candidates[0].per_token["activations"]
     small, large = (kept_by_autograd(tmp_path, mesh, saving, tokens) for tokens in (512, 1024))
     assert ours == pytest.approx((large - small) / 512, rel=0.25)
+
+
+def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
+    """Bytes that the tower's forward pass keeps for an image of so many patches."""
+    policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
+    form, seen = form_of(model), {}
+    wide = Picture(np.zeros((16 * form.patch, patches // 16 * form.patch, 3), np.uint8), form)
+    row = policy.place(one_shown([9, *[form.image_token] * wide.num_tokens], [SeenImage(1, wide)]))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        seen.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.unshard()
+        policy.sight.inputs(row.tokens, row.images)
+    weights = {p.untyped_storage()._cdata for p in policy.parameters()}
+    return sum(x.untyped_storage().nbytes() for place, x in seen.items() if place not in weights)
+
+
+@pytest.mark.parametrize("parts", [[], ["vision"], ["vision", "projector"]], ids=str)
+@pytest.mark.parametrize("saving", ["none", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tower_keeps_what_autograd_keeps(tmp_path: Path, mesh, kind: str, saving: str, parts: list[str]) -> None:
+    model = seeing_model(tmp_path, kind).model_copy(update={"freeze": parts})
+    learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
+    ours = estimate(model, learner, 1).candidates[0].per_token["tower"] / PATCHES_PER_TOKEN
+    small, large = (kept_by_tower(model, mesh, saving, patches) for patches in (512, 1024))
+    assert ours == pytest.approx((large - small) / 512, rel=0.25, abs=600)
+
+
+def test_frozen_parts_need_neither_gradients_nor_moments(tmp_path: Path) -> None:
+    model = seeing_model(tmp_path, "qwen3_vl")
+    free, frozen = (
+        estimate(model.model_copy(update={"freeze": parts}), LEARNER, 1).candidates[0].fixed
+        for parts in ([], ["vision", "projector"])
+    )
+    tower = sum(p.numel() for p in build_on_meta(model, memory.META_ATTENTION).model.visual.parameters())
+    assert free["weights"] == frozen["weights"]
+    assert free["gradients"] - frozen["gradients"] == 4 * tower and free["optimizer"] - frozen["optimizer"] == 8 * tower
 
 
 def test_options_that_save_memory_lower_the_estimate(tmp_path: Path) -> None:

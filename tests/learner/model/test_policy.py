@@ -22,6 +22,8 @@ def test_full_weights(tmp_path: Path, mesh, tied: bool, dtype: torch.dtype) -> N
     assert all(torch.equal(tensor, reference[name]) for name, tensor in given)
     assert {name for name, _ in given} == reference.keys() - ({"lm_head.weight"} if tied else set())
     assert given[0][0] == "model.embed_tokens.weight"
+    left = [name for name, _ in policy.full_weights(without={"model.embed_tokens.weight", "model.norm.weight"})]
+    assert left == [name for name, _ in given if name not in ("model.embed_tokens.weight", "model.norm.weight")]
     assert all(p.dtype == torch.float32 for p in policy.parameters())
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from buffer.wire.sample import Sample
 from learner.model.microbatch import one_document
 from learner.train import collectives
-from learner.train.batch import Batch, balance, first_fit, pack
+from learner.train.batch import Batch, alone, balance, first_fit, pack
 from tests.harness.world import cut, make_samples
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -27,7 +27,7 @@ def test_first_fit(lengths: list[int], budget: int) -> None:
 @given(lengths=LENGTHS, budget=st.integers(1, 50), quadratic=st.floats(0, 1), more=st.integers(0, 5))
 def test_balance(lengths: list[int], budget: int, quadratic: float, more: int) -> None:
     number = len(first_fit(lengths, budget)) + more
-    bins = balance(lengths, budget, quadratic, number)
+    bins = balance(lengths, [n + quadratic * n * n for n in lengths], budget, number)
     assert len(bins) == number
     assert sorted(i for chosen in bins for i in chosen) == list(range(len(lengths)))
     assert all(len(chosen) <= 1 or sum(lengths[i] for i in chosen) <= budget for chosen in bins)
@@ -38,14 +38,16 @@ def test_balance(lengths: list[int], budget: int, quadratic: float, more: int) -
 def test_balance_counts_the_cost_of_attention() -> None:
     """A document of 40 tokens costs as much attention as sixteen of 10; by tokens alone it would not be alone."""
     lengths = [40] + [10] * 8
-    alone = next(chosen for chosen in balance(lengths, 80, 1.0, 2) if 0 in chosen)
-    shared = next(chosen for chosen in balance(lengths, 80, 0.0, 2) if 0 in chosen)
-    assert (len(alone), len(shared)) == (1, 3)
+    squared = [n + n * n for n in lengths]
+    by_square, by_tokens = (
+        next(chosen for chosen in balance(lengths, costs, 80, 2) if 0 in chosen) for costs in (squared, lengths)
+    )
+    assert (len(by_square), len(by_tokens)) == (1, 3)
 
 
 def test_pack(mesh) -> None:
     samples = [Sample.unpack(entry.sample) for entry in make_samples()[:3]]
-    row = pack([(sample, place) for place, sample in enumerate(samples)])
+    row = pack(alone([(sample, place) for place, sample in enumerate(samples)]))
     starts = row.cu_seqlens.tolist()
     for place, (sample, start, stop) in enumerate(zip(samples, starts[:-1], starts[1:], strict=True)):
         part = slice(start, stop)

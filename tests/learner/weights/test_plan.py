@@ -37,6 +37,63 @@ def test_every_tensor_has_a_slot_in_order(specs, bucket_bytes):
         assert size <= bucket_bytes or len(inside) == 1
 
 
+def some_of(specs, data):
+    """The names of some tensors; "first", which is never empty, is trained."""
+    return (
+        frozenset(data.draw(st.sets(st.sampled_from([spec.name for spec in specs[1:]])))) if specs[1:] else frozenset()
+    )
+
+
+@given(specs, st.integers(1, 4096), st.data())
+def test_frozen_tensors_come_first_in_buckets_of_their_own(specs, bucket_bytes, data):
+    frozen = some_of(specs, data)
+    plan = Plan.of(specs, bucket_bytes, frozen)
+    order = [spec for spec in specs if spec.name in frozen], [spec for spec in specs if spec.name not in frozen]
+    assert [slot.spec for slot in plan.slots] == [*order[0], *order[1]] and plan.frozen_names == frozen
+    assert all((slot.bucket < plan.frozen) == (slot.spec.name in frozen) for slot in plan.slots)
+    assert plan.trained == Plan.of(order[1], bucket_bytes), "as if there were nothing else"
+    assert plan.sizes[plan.frozen :] == plan.trained.sizes and bool(plan.frozen) == bool(frozen)
+    assert (plan.first(plan.trained.digest), plan.first(plan.digest)) == (plan.frozen, 0)
+    assert (plan.digest == plan.trained.digest) == (not frozen)
+
+
+@given(specs, st.sampled_from([1, 600, 1 << 20]), st.integers(0, 2**31), st.data())
+def test_two_copies_share_what_is_frozen(specs, bucket_bytes, seed, data):
+    frozen, draw = some_of(specs, data), torch.Generator().manual_seed(seed)
+
+    def made(wanted):
+        return [(s.name, torch.randint(-9, 9, s.shape, generator=draw).to(s.dtype)) for s in wanted]
+
+    everything, trained = made(specs), made([spec for spec in specs if spec.name not in frozen])
+    plan = Plan.of(specs, bucket_bytes, frozen)
+    first = Buckets(plan, CPU)
+    second = Buckets(plan, CPU, beside=first)
+    first.fill(everything)
+    second.fill(trained, frozen)
+    for copy, weights in ((first, everything), (second, everything + trained)):
+        right = dict(weights)
+        assert all(torch.equal(tensor, right[name]) for name, tensor in copy.views())
+        assert [name for name, _ in copy.views(first=plan.frozen)] == [name for name, _ in trained]
+        each = [int(checksum(bucket)) for bucket in copy.buckets]
+        assert copy.checksums().tolist() == each and copy.checksums(plan.frozen).tolist() == each[plan.frozen :]
+
+
+@pytest.mark.parametrize(
+    ("weights", "without"),
+    [
+        ([("a", torch.zeros(3))], ()),
+        ([("b", torch.zeros(2))], ()),
+        ([("a", torch.zeros(3)), ("b", torch.zeros(2))], {"a"}),
+        ([("a", torch.zeros(3))], {"a"}),
+        ([("a", torch.ones(2)), ("b", torch.zeros(2))], ()),
+    ],
+)
+def test_frozen_weights_come_once_and_complete(weights, without):
+    plan = Plan.of([Spec("a", (3,), torch.float32), Spec("b", (2,), torch.float32)], 1024, {"a"})
+    with pytest.raises(ValueError, match="weights: "):
+        Buckets(plan, CPU).fill(weights, without)
+
+
 @given(specs, st.integers(1, 4096))
 def test_different_plans_have_different_digests(specs, bucket_bytes):
     plan = Plan.of(specs, bucket_bytes)
@@ -85,6 +142,12 @@ def test_a_plan_needs_tensors_of_different_names():
         Plan.of([Spec("a", (3,), torch.float32)] * 2, 1024)
     with pytest.raises(ValueError, match="without weights"):
         Plan.of([], 1024)
+    with pytest.raises(ValueError, match="without weights to train"):
+        Plan.of([Spec("a", (3,), torch.float32)], 1024, {"a"})
+    with pytest.raises(ValueError, match="no weight b, which is to be frozen"):
+        Plan.of([Spec("a", (3,), torch.float32)], 1024, {"b"})
+    with pytest.raises(ValueError, match="the plan other of the weights is neither"):
+        Plan.of([Spec("a", (3,), torch.float32)], 1024).first("other")
 
 
 def test_dtypes_are_sent_as_names():

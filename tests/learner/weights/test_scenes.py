@@ -16,7 +16,7 @@ def fork_server() -> Iterator[ForkServer]:
     fork_server.close()
 
 
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(("servers", "frozen"), [(1, ()), (3, ()), (3, ("embed", "layer.1", "norm"))])
 @pytest.mark.parametrize("scene", SCENES)
-def test_scene(scene: str, servers: int, fork_server: ForkServer, tmp_path: Path) -> None:
-    SCENES[scene](Cluster(fork_server, "cpu", ["cpu"] * servers, timeout_s=4.0), tmp_path)
+def test_scene(scene: str, servers: int, frozen: tuple[str, ...], fork_server: ForkServer, tmp_path: Path) -> None:
+    SCENES[scene](Cluster(fork_server, "cpu", ["cpu"] * servers, timeout_s=4.0, frozen=frozen), tmp_path)

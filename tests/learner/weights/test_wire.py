@@ -6,16 +6,29 @@ import signal
 import sys
 import time
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 import zmq
 
+from learner.weights.probe import ShownProbe, shown_tokens
 from learner.weights.protocol import Checksums, Probe
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
 from tests.harness.scenes import GRACE_S, intercept
-from tests.harness.weights_server import HEARTBEAT_S, SPECS, WAIT_S, Addresses, VersionedPolicy, config, servers
+from tests.harness.tiny_vlm import tiny_tokenizer
+from tests.harness.weights_server import (
+    HEARTBEAT_S,
+    SPECS,
+    WAIT_S,
+    Addresses,
+    StagingEngine,
+    VersionedPolicy,
+    config,
+    servers,
+)
+from tests.learner.weights.test_probe import FORM
 
 CPU = torch.device("cpu")
 
@@ -283,3 +296,48 @@ def test_what_ends_the_serving_thread_is_raised_in_publish():
         sender.close()
         with pytest.raises(RuntimeError, match="closed"):
             sender.publish(VersionedPolicy(0), 0)
+
+
+class SeeingEngine(StagingEngine):
+    """An engine whose log-probabilities depend on the picture, as `ShownPolicy`'s do."""
+
+    async def probe(self, tokens, images=()):
+        shift = sum(int(image.picture.pixels[0, 0, 0]) + image.start for image in images)
+        return [value - shift for value in await super().probe(tokens)]
+
+
+class ShownPolicy(VersionedPolicy):
+    """Its row is (tokens, image)."""
+
+    def logprobs_of(self, row):
+        tokens, image = row
+        return [value - int(image.picture.pixels[0, 0, 0]) - image.start for value in super().logprobs_of(tokens)]
+
+
+@pytest.mark.parametrize("staging", ["full", "bucket"])
+def test_a_probe_with_a_picture_is_drawn_at_both_ends(staging):
+    tokens, image = shown_tokens(tiny_tokenizer(), 60, FORM)
+    shown = ShownProbe(tokens, image, (tokens, image))
+
+    async def test():
+        sender = Sender(SPECS, config(), 0, CPU, shown, heartbeat_s=HEARTBEAT_S)
+        keys = {"staging": staging, "engine": SeeingEngine()}
+        try:
+            async with (
+                servers(Addresses(sender.address), "a", form=FORM, **keys) as (one,),
+                servers(Addresses(sender.address), "b", engine=SeeingEngine()) as (blind,),
+                servers(Addresses(sender.address), "c", form=replace(FORM, patch=7), engine=SeeingEngine()) as (other,),
+            ):
+                await until_stat(sender, "weights/members", 3.0)
+                sender.publish(ShownPolicy(0), 0)
+                await one.has(0)
+                with pytest.raises(WeightsError, match=r"the probe has a picture, and this server's model sees none"):
+                    await blind.has(0)
+                    await blind.task
+                await until_stat(sender, "weights/servers", 2.0)
+                assert sender.stats()["weights/probe"] < 1e-9
+                await other.has(0)  # its pixels are the same: how they are cut is the model's own business
+        finally:
+            sender.close()
+
+    run(test())

@@ -331,6 +331,7 @@ GOOD: dict[str, Any] = {
     "versions": [-1, 3],
     "finish": "stop",
     "metrics": {"turns": 1.0},
+    "images": [],
 }
 
 

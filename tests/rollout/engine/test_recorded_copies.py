@@ -5,7 +5,6 @@ Then a layerwise reload of the packed models: it has to bring every weight.
 
 import importlib
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -67,24 +66,6 @@ def equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.fixture(scope="module")
-def distributed(tmp_path_factory):
-    """vLLM's process groups, of this process alone."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('store') / 'store'}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-    yield
-    cleanup_dist_env_and_memory()
-
-
 @pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def made(request, distributed, tmp_path_factory):
     """vLLM's model, or one shard of it, and the names, shapes and dtypes that a learner publishes."""
@@ -129,6 +110,27 @@ def test_repeated_copies_are_bit_equal_to_load_weights(made):
         refill(staged, made.specs, seed)
         assert copies.load(staged.views()) is None
         assert equal(state(made.model), expected(made.model, staged.views()))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_copies_of_what_is_trained_leave_the_frozen_layers_alone(made):
+    """A whole layer is frozen: `load_weights` has loaded it, with the first policy."""
+    frozen, trained = ([s for s in made.specs if s.name.startswith(LAYER) == kind] for kind in (True, False))
+    held, staged, copies = policy(frozen, 7), policy(trained, 0), RecordedCopies(made.model)
+    zero(made.model)
+    with torch.no_grad():
+        names = made.model.load_weights(held.views())
+    assert names and all(name.startswith(LAYER) for name in names)
+    assert isinstance(copies.load(staged.views(), names), set) and copies.recording.problem == ""
+    for seed in (1, 2):
+        refill(staged, trained, seed)
+        assert copies.load(staged.views(), names) is None
+        ours = state(made.model)
+        assert equal(ours, expected(made.model, [*held.views(), *staged.views()]))
+    copies.forget()
+    copies.load(staged.views())
+    assert "some weights are not written" in copies.recording.problem, "without the names it is not the whole load"
 
 
 @pytest.mark.vllm

@@ -38,7 +38,7 @@ class TorchPolicy:
     def __init__(self, model):
         self.model = model
 
-    def full_weights(self):
+    def full_weights(self, without=()):
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 

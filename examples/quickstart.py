@@ -1,8 +1,8 @@
-"""`make quickstart`: problems, model, training, evaluation and report of the Countdown toy, one after another.
+"""`make quickstart` and `make quickstart-vision`: a toy's problems, model, training, evaluation and report, in turn.
 
-`python -m examples.countdown.quickstart [--seed N] [--section.key=value ...]` runs the commands that a person would
-type and prints each before it runs. Data and model are kept in `runs/countdown` and reused; each call trains in a new
-folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
+`python -m examples.quickstart countdown [--seed N] [--section.key=value ...]` (or `shapes`) runs the commands that a
+person would type and prints each before it runs. Data and model are kept in `runs/countdown` and reused; each call
+trains in a new folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
 RUNS = Path("runs")
+NAMES = {"countdown": "quickstart", "shapes": "quickstart-vision"}
+"""The folder of each toy, and what its runs are called."""
 
 
 def python(*words: str | Path) -> None:
@@ -34,19 +35,21 @@ def fresh(stem: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run by `make quickstart`."""
-    parser = argparse.ArgumentParser(prog="python -m examples.countdown.quickstart", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.quickstart", description=__doc__)
+    parser.add_argument("toy", choices=NAMES, help="folder of the example")
     parser.add_argument("--seed", type=int, default=0, help="of problems, model and run")
     args, overrides = parser.parse_known_args(argv)
     signal.signal(signal.SIGINT, lambda *_: None)  # the running command gets it too; its exit code ends this
     began = time.monotonic()
-    toy, name = RUNS / "countdown", fresh(f"quickstart-seed{args.seed}" if args.seed else "quickstart")
-    data, model, run = toy / f"data-seed{args.seed}", toy / f"model-seed{args.seed}", RUNS / name
+    name = fresh(f"{NAMES[args.toy]}-seed{args.seed}" if args.seed else NAMES[args.toy])
+    data, model = (RUNS / args.toy / f"{what}-seed{args.seed}" for what in ("data", "model"))
+    run = RUNS / name
     train, seed = data / "train.parquet", str(args.seed)
-    python("examples.countdown.make_problems", "--out", data, "--seed", seed)
-    python("examples.countdown.make_model", "--problems", train, "--out", model, "--seed", seed)
+    python(f"examples.{args.toy}.make_problems", "--out", data, "--seed", seed)
+    python(f"examples.{args.toy}.make_model", "--problems", train, "--out", model, "--seed", seed)
     places = [f"--model.path={model}", f"--data.train={train}", f"--data.eval={data / 'eval.parquet'}"]
     settings = [f"--run.name={name}", f"--run.seed={args.seed}", *places, *overrides]
-    python("actors", "launch", HERE / "quickstart.yaml", "--no-report", *settings)
+    python("actors", "launch", Path(__file__).parent / args.toy / "quickstart.yaml", "--no-report", *settings)
     final = max((run / "checkpoints").glob("v*/huggingface"))
     python("rollout", "evaluate", run / "config.yaml", "--models", model, final, "--out", run / "evaluation.json")
     python("actors", "report", run)

@@ -1,0 +1,46 @@
+"""Judges the images of a run's data: their sizes in pixels and tokens, and whether the servers' encoder takes them.
+
+Called by `run_file.py`. Of the images that `ImageRows` looked at the headers are known; nothing is decoded here.
+"""
+
+from typing import TYPE_CHECKING
+
+from actors.doctor.trial import Judgement
+from buffer.images import ImageError
+from configs.load import ConfigError
+from configs.schema import Config
+
+if TYPE_CHECKING:
+    from buffer.problems import Problems
+
+
+def judge_images(judgement: Judgement, config: Config, problems: "Problems", key: str) -> None:
+    """Add what is known of the images in data file `key`. Raises ConfigError if the run cannot start with them."""
+    from buffer.problems import check_images  # imports pyarrow, which is slow
+
+    form = check_images(config, problems, key)
+    if form is None or problems.images is None:
+        return
+    where, broken = f"data.{key}: {getattr(config.data, key)}", list(problems.images.broken)
+    shown: list[tuple[int, int, str]] = []  # pixels of the file, tokens, both in words
+    for height, width in problems.images.sizes:
+        try:
+            tokens = form.num_tokens(height, width)
+        except ImageError as error:
+            broken.append(str(error))
+        else:
+            shown.append((height * width, tokens, f"{width:,} x {height:,} ({tokens:,} tokens)"))
+    looked_at = f"{len(shown) + len(broken):,} images looked at"
+    if not shown:
+        raise ConfigError([f"{where}: none of the {looked_at} can be shown to the model, such as {broken[0]}"])
+    if broken:
+        share = f"{len(broken):,} of {looked_at} cannot be shown, their rows are dropped"
+        judgement.warnings.append(f"{where}: {share}, such as {broken[0]}")
+    shown.sort()
+    smallest, median, largest = (shown[place][2] for place in (0, len(shown) // 2, -1))
+    rows = f"{len(problems.images.num_bytes()):,} of {len(problems):,} rows have some"
+    judgement.facts.append(f"images of data.{key}: {rows}; smallest {smallest}, median {median}, largest {largest}")
+    longest, budget = max(tokens for _, tokens, _ in shown), config.rollout.engine.get("max_num_batched_tokens")
+    if isinstance(budget, int) and budget < longest:
+        problem = f"rollout.engine.max_num_batched_tokens: {budget} is less than the {longest:,} tokens of an image"
+        raise ConfigError([f"{problem} in data.{key}; set it to {longest} or more, or lower data.max_pixels"])

@@ -1,0 +1,175 @@
+"""Where the images of a data file's rows are, and what is wrong with them. Built by `problems.py` at the start.
+
+A path is read when its row is dispatched. Bytes in a parquet file cannot be read one row at a time, as its row groups
+are compressed as a whole: they are copied, a few rows at a time, to a temporary file without a name, so that any row
+can be had at once and none of them takes memory.
+"""
+
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, overload
+
+from buffer.images import ImageError, source_size
+
+IMAGES, MARK = "images", "<image>"
+"""The column of images, and what stands in a row's text where one of them goes."""
+KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
+
+
+class ImagePlace(NamedTuple):
+    """Where an image is: in the file `path`, or without one in the copy."""
+
+    position: int
+    size: int
+    path: str = ""
+    written_at: int = 0
+    """When the file was written, in nanoseconds."""
+
+
+class ImageFiles(Sequence[bytes]):
+    """The encoded images of one row. Each is read when it is asked for, which raises ImageError, in one line, for a
+    file that is gone or another since the start."""
+
+    def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
+        self._places, self._copy = places, copy
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(place.size for place in self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self._read(place) for place in self._places[index]]
+        return self._read(self._places[index])
+
+    def __repr__(self) -> str:
+        """In words, as the buffer's file has them. Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
+        words = [f"{place.size:,} bytes{f' of {place.path}' if place.path else ''}" for place in self._places]
+        return f"{len(words)} image{'s' * (len(words) != 1)}: {'; '.join(words)}"
+
+    def _read(self, place: ImagePlace) -> bytes:
+        if not place.path:
+            return self._copy[place.position : place.position + place.size]
+        data, written_at = read_file(place.path)
+        if (len(data), written_at) != (place.size, place.written_at):
+            raise ImageError(f"{place.path}: changed since the start; bring back the image that was there")
+        return data
+
+
+class ImageRows:
+    """The images of all rows.
+
+    `found`: images of each row, and its text, which asks for them. `folder`: paths are relative to it. `most`:
+    `data.max_images`. `every`: the images of each so many rows are looked at. `room`: a folder on the disk that the
+    copy goes to, by default that of temporary files. Raises ImageError naming the row; OSError where the disk is full.
+    """
+
+    def __init__(
+        self, found: Iterable[tuple[Any, Any]], folder: Path, most: int, every: int = 1, room: Path | None = None
+    ) -> None:
+        self.sizes: list[tuple[int, int]] = []
+        """Height and width of the images that were looked at."""
+        self.broken: list[str] = []
+        """What is wrong with those whose size cannot be read."""
+        self._folder, self._most, self._every = folder, most, every
+        self._places: dict[int, list[ImagePlace]] = {}
+        self._copy: mmap.mmap | bytes = b""
+        mismatch = ""
+        with tempfile.TemporaryFile(dir=room) as draft:
+            for row, (images, text) in enumerate(found):
+                places = self._add(row, images, draft)
+                if places:
+                    self._places[row] = places
+                if num_slots(text) != len(places) and not mismatch:
+                    mismatch = f"row {row}: {num_slots(text)} {MARK} in its text, but {len(places)} images; correct it"
+            draft.flush()
+            if draft.tell():
+                self._copy = mmap.mmap(draft.fileno(), 0, prot=mmap.PROT_READ)
+        if self._places and mismatch:  # where no row has images, it is text like any other
+            raise ImageError(f"{mismatch}, or leave it out")
+
+    def of(self, row: int) -> ImageFiles | None:
+        """The images of a row; None if it has none."""
+        places = self._places.get(row)
+        return ImageFiles(places, self._copy) if places else None
+
+    def num_bytes(self) -> list[int]:
+        """Bytes of the images of each row that has any, the largest first."""
+        return sorted((sum(place.size for place in places) for places in self._places.values()), reverse=True)
+
+    def _add(self, row: int, images: Any, draft: IO[bytes]) -> list[ImagePlace]:
+        if images is not None and not isinstance(images, list):
+            raise ImageError(f"row {row}: images is {type(images).__name__}, not a list; an image is {KINDS}")
+        if images and len(images) > self._most:
+            problem = f"row {row}: {len(images)} images, data.max_images is {self._most}"
+            raise ImageError(f"{problem}; raise it, or leave the row out")
+        places = []
+        for number, image in enumerate(images or ()):
+            where = f"row {row}: image {number}"
+            given = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
+            if isinstance(given, str) and given:
+                place = self._stat(given, where)
+            elif isinstance(given, bytes) and given:
+                place = ImagePlace(draft.tell(), len(given))
+                draft.write(given)
+            else:
+                raise ImageError(f"{where} is {described(image)}; it must be {KINDS}")
+            if row % self._every == 0:
+                self._look_at(given if isinstance(given, bytes) else place.path, where)
+            places.append(place)
+        return places
+
+    def _stat(self, given: str, where: str) -> ImagePlace:
+        """A pipe or a device would never end."""
+        path, remedy = str(self._folder / given), "correct data.image_dir, or leave the row out"
+        try:
+            status = os.stat(path)
+            problem = "" if stat.S_ISREG(status.st_mode) else "not a file"
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            problem = getattr(error, "strerror", str(error))
+        if problem:
+            raise ImageError(f"{where}: {path:.300}: {problem}; {remedy}")
+        return ImagePlace(0, status.st_size, path, status.st_mtime_ns)
+
+    def _look_at(self, image: bytes | str, where: str) -> None:
+        try:
+            self.sizes.append(source_size(image if isinstance(image, bytes) else read_file(image)[0]))
+        except ImageError as error:
+            self.broken.append(f"{where}: {error}")
+
+
+def read_file(path: str) -> tuple[bytes, int]:
+    """The bytes of an image file, and when it was written, in nanoseconds. Raises ImageError."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except OSError as error:
+        raise ImageError(f"{path}: {error.strerror}; bring the image back") from None
+
+
+def num_slots(text: Any) -> int:
+    """How many images a row's text asks for: MARK in a problem or message, parts of type `image` in a message."""
+    if isinstance(text, str):
+        return text.count(MARK)
+    if isinstance(text, Mapping):
+        part = text.get("type") == "image" or text.get("image") is not None
+        return part + num_slots(text.get("content")) + num_slots(text.get("text"))
+    return sum(map(num_slots, text)) if isinstance(text, list) else 0
+
+
+def described(image: Any) -> str:
+    """What stands where an image should, in words. Example: `a struct of width, height`"""
+    if isinstance(image, Mapping) and not {"bytes", "path"} & set(image):
+        return f"a struct of {', '.join(map(str, image)) or 'nothing'}"
+    return "empty" if image is None or isinstance(image, Mapping | str | bytes) else type(image).__name__

@@ -1,0 +1,275 @@
+"""How a vision-language model sees an image: decoded, resized and cut into patches alike wherever that is done.
+
+Rollout servers and the learner turn the same file into the same pixels with `decode`, so only the file travels, and a
+digest of the pixels shows that both ends saw the same. Numpy and PIL only; pure functions of bytes, except that
+`ImageFormat.of` reads the model's folder.
+"""
+
+import hashlib
+import io
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, floor, sqrt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from configs.load import ConfigError
+from configs.schema import DataConfig
+
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""Architectures, by `model_type`, whose images can be sampled from and trained on."""
+FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""Formats of image files that are read: PIL would run other programs for some of the rest."""
+MAX_ASPECT = 200
+"""Largest ratio of an image's sides, as in transformers' `smart_resize`."""
+MAX_SOURCE_PIXELS = 89_478_485
+"""Of an image before it is resized: PIL's own bound against files that decompress to gigabytes."""
+BROKEN = (
+    *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError),
+    *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
+)
+"""What PIL raises for broken files."""
+
+
+class ImageError(ValueError):
+    """An image that no model can be shown; one line for people."""
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """How a model sees images.
+
+    Example: Qwen2.5-VL has patches of 14 x 14 pixels and a token for each 2 x 2 of them, so `factor` is 28.
+    """
+
+    model_type: str
+    patch: int
+    """Side of a patch, in pixels."""
+    merge: int
+    """A token is `merge` x `merge` patches."""
+    temporal: int
+    """Frames of a patch; an image is repeated so often."""
+    mean: tuple[float, float, float]
+    """Of red, green and blue, from 0 to 1, taken off; what is left is divided by `std`."""
+    std: tuple[float, float, float]
+    min_pixels: int
+    max_pixels: int
+    image_token: int
+    """Token that stands for a token of an image: its placeholder."""
+    vision_start: int
+    vision_end: int
+
+    @classmethod
+    def of(cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = ()) -> "ImageFormat | None":
+        """How the model in folder `model_path`, or of that name on the hub, sees images; None for a text model.
+
+        `freeze`: `model.freeze`. Raises ConfigError for a text model with it, for a model that sees, but is none of
+        MODEL_TYPES, and for a folder without what it takes.
+        """
+        config = _read(model_path, "config.json")
+        if config is None:
+            raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
+        kind, vision = config.get("model_type"), config.get("vision_config")
+        if kind not in MODEL_TYPES:
+            if vision is None and freeze:
+                problem = f"model.freeze: [{', '.join(freeze)}]: {model_path} is no vision-language model"
+                raise ConfigError([f"{problem}; remove the key"])
+            if vision is None:
+                return None
+            known = " and ".join(MODEL_TYPES)
+            raise ConfigError([f"model.path: {model_path}: {kind} has vision, which is known of {known} only"])
+        given = _read(model_path, "preprocessor_config.json")
+        given = given or (_read(model_path, "processor_config.json") or {}).get("image_processor")
+        try:
+            return cls._from(config, vision or {}, given or {}, data)
+        except KeyError as error:
+            problem = f"neither config.json nor preprocessor_config.json says {error.args[0]}"
+            raise ConfigError([f"model.path: {model_path}: {problem}; fetch the model anew"]) from None
+
+    @classmethod
+    def _from(
+        cls, config: dict[str, Any], vision: dict[str, Any], given: dict[str, Any], data: DataConfig
+    ) -> "ImageFormat":
+        """`given`: the image processor's own file. Hub models of Qwen2.5-VL call the bounds `min_pixels`,
+        `max_pixels`, later ones `size`."""
+        size, least, most = given.get("size") or {}, data.min_pixels, data.max_pixels
+        own_least = given["min_pixels"] if given.get("min_pixels") else size["shortest_edge"]
+        own_most = given["max_pixels"] if given.get("max_pixels") else size["longest_edge"]
+        if (least or own_least) > (most or own_most):
+            line = f"data.min_pixels: {least or own_least}{'' if least else ' of the model itself'} is more than"
+            line += f" data.max_pixels {most or own_most}{'' if most else ' of the model itself'}"
+            raise ConfigError([f"{line}; lower it or raise data.max_pixels"])
+        red, green, blue = given["image_mean"]
+        deviations = given["image_std"]
+        return cls(
+            model_type=config["model_type"],
+            patch=vision["patch_size"],
+            merge=vision["spatial_merge_size"],
+            temporal=vision["temporal_patch_size"],
+            mean=(red, green, blue),
+            std=(deviations[0], deviations[1], deviations[2]),
+            min_pixels=least or own_least,
+            max_pixels=most or own_most,
+            image_token=config["image_token_id"],
+            vision_start=config["vision_start_token_id"],
+            vision_end=config["vision_end_token_id"],
+        )
+
+    @property
+    def factor(self) -> int:
+        """Side of a token, in pixels: each side of a picture is a multiple of it."""
+        return self.patch * self.merge
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the picture that is made of an image: transformers' `smart_resize`. Raises ImageError."""
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise ImageError(f"an image of {width} x {height} pixels; one side may be {MAX_ASPECT} times the other")
+        factor = self.factor
+        high, wide = round(height / factor) * factor, round(width / factor) * factor
+        if high * wide > self.max_pixels:
+            scale = sqrt(height * width / self.max_pixels)
+            high = max(factor, floor(height / scale / factor) * factor)
+            wide = max(factor, floor(width / scale / factor) * factor)
+        elif high * wide < self.min_pixels:
+            scale = sqrt(self.min_pixels / (height * width))
+            high, wide = ceil(height * scale / factor) * factor, ceil(width * scale / factor) * factor
+        return high, wide
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Tokens of an image of that size before it is resized. Raises ImageError."""
+        high, wide = self.size(height, width)
+        return high * wide // self.factor**2
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image as the model sees it."""
+
+    pixels: np.ndarray
+    """uint8 [height, width, 3]; both sides are multiples of `format.factor`."""
+    format: ImageFormat
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of height, width and pixels, in hexadecimal."""
+        return hashlib.sha256(struct.pack("<II", *self.pixels.shape[:2]) + self.pixels.tobytes()).hexdigest()
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        height, width, _ = self.pixels.shape
+        return 1, height // self.format.patch, width // self.format.patch
+
+    @property
+    def num_tokens(self) -> int:
+        """Placeholders that it takes in a prompt."""
+        _, high, wide = self.grid
+        return high * wide // self.format.merge**2
+
+    def cells(self) -> np.ndarray:
+        """uint8 [patches, 3, patch²]: red, green and blue of each patch, patches of a token side by side."""
+        form, (_, high, wide) = self.format, self.grid
+        split = self.pixels.reshape(
+            high // form.merge, form.merge, form.patch, wide // form.merge, form.merge, form.patch, 3
+        )
+        return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(high * wide, 3, form.patch**2)
+
+    def patches(self) -> np.ndarray:
+        """float32 [patches, 3 * temporal * patch²]: transformers' `pixel_values`."""
+        cells, form = self.cells(), self.format
+        levels = (np.arange(256)[:, None] / 255 - form.mean) / form.std
+        values = levels.astype(np.float32)[cells, np.arange(3)[:, None]]
+        return np.repeat(values[:, :, None], form.temporal, axis=2).reshape(len(cells), -1)
+
+
+class SeenImage(NamedTuple):
+    """An image among tokens; its placeholders are those from `start` on."""
+
+    start: int
+    picture: Picture
+
+
+def decode(data: bytes, form: ImageFormat) -> Picture:
+    """The picture in an image file, as `form` has it seen. Raises ImageError, in one line."""
+    image = _opened(data)
+    try:
+        upright = _rgb(ImageOps.exif_transpose(image))
+    except BROKEN as error:
+        raise ImageError(f"a {image.format} file that cannot be decoded: {_line(error)}") from None
+    height, width = form.size(upright.height, upright.width)
+    return Picture(np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC)), form)
+
+
+def source_size(data: bytes) -> tuple[int, int]:
+    """Height and width of the image in a file, upright, without decoding it. Raises ImageError, in one line."""
+    image = _opened(data)
+    try:
+        turned = image.getexif().get(ORIENTATION, 1) in TURNED
+    except BROKEN as error:
+        raise ImageError(f"a {image.format} file with a broken header: {_line(error)}") from None
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""The EXIF tag, and its values for which height and width change places."""
+
+
+def _opened(data: bytes) -> Image.Image:
+    """The image with its header read."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FILE_KINDS)
+    except UnidentifiedImageError:
+        begins = f"begins with {bytes(data[:8])!r}" if data else "is empty"
+        raise ImageError(f"no image: the file {begins}; {', '.join(FILE_KINDS)} are read") from None
+    except BROKEN as error:
+        raise ImageError(f"an image file that cannot be opened: {_line(error)}") from None
+    if image.width * image.height > MAX_SOURCE_PIXELS:
+        raise ImageError(f"an image of {image.width} x {image.height} pixels; {MAX_SOURCE_PIXELS:,} are read at most")
+    return image
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # PIL would cut values above 255 off
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(
+            f"32 bits a pixel (mode {image.mode}) have no known white; save the image with 8 bits a channel"
+        )
+    if "transparency" in image.info:  # PIL warns if it has to drop a palette's
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def _read(model_path: str, name: str) -> dict[str, Any] | None:
+    """A JSON file of a model; None if the model has none of that name. Raises ConfigError."""
+    try:
+        file = _file(model_path, name)
+        found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file else None
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.path: {model_path}: {name} cannot be read: {_line(error)}"]) from None
+    return found
+
+
+def _file(model_path: str, name: str) -> Path | None:
+    file = Path(model_path) / name
+    if file.parent.is_dir():
+        return file if file.exists() else None
+    from huggingface_hub import hf_hub_download  # a model in a folder does not pay for the import
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model_path, name))
+    except RemoteEntryNotFoundError:
+        return None
+    except LocalEntryNotFoundError as error:
+        raise OSError("it is not on this machine, and the hub cannot be reached") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,151 @@
+"""Random Qwen2.5-VL and Qwen3-VL models of under a million parameters, with tokenizer and processor.
+
+model = tiny_vlm(folder, "qwen3_vl")              transformers' model, float32; its folder is `folder`
+tiny_vlm(folder, "qwen2_5_vl", seed=1)            other weights of the same shapes
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789?.,:<>/="
+WORDS = ["red", "green", "blue", "gold", "user", "assistant", "which", "colours", "what"]
+PART = (
+    "{% if part.type == 'image' or 'image' in part %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in part %}{{ part.text }}{% endif %}"
+)
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}" + PART + "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CLASSES = {
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+}
+
+
+def tiny_vlm(
+    folder: Path,
+    kind: str,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    width: int = 128,
+    layers: int = 3,
+    depth: int = 3,
+    deviation: float = 0.02,
+    patch: int | None = None,
+) -> PreTrainedModel:
+    """Make the folder; `deviation` is the standard deviation of the weights, `patch` the side of a patch in pixels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    config = AutoConfig.for_model(
+        kind, **_config(kind, tokenizer, tied, width, layers, depth, deviation, patch or PATCH[kind])
+    )
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    factor, (processor, video) = 2 * (patch or PATCH[kind]), CLASSES[kind]
+    both: dict[str, Any] = {"patch_size": factor // 2, "merge_size": 2, "temporal_patch_size": 2}
+    both |= {
+        "size": {"shortest_edge": factor**2, "longest_edge": 64 * factor**2},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    files = {
+        "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessor", **both},
+        "video_preprocessor_config": {
+            "video_processor_type": video,
+            **both,
+            "min_frames": 2,
+            "max_frames": 4,
+            "fps": 2,
+        },
+        "processor_config": {"processor_class": processor},
+    }
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
+    return model
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each special token, character and colour: 64 at most."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS, *WORDS, "[UNK]"])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORDS) + r"|[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="[UNK]",
+        extra_special_tokens=SPECIAL,
+        chat_template=TEMPLATE,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _config(
+    kind: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tied: bool,
+    width: int,
+    layers: int,
+    depth: int,
+    deviation: float,
+    patch: int,
+) -> dict[str, Any]:
+    names = {
+        "image_token_id": "image_pad",
+        "video_token_id": "video_pad",
+        "vision_start_token_id": "vision_start",
+        "vision_end_token_id": "vision_end",
+    }
+    sections = [4, 6, 6] if kind == "qwen2_5_vl" else [6, 5, 5]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    text: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "initializer_range": deviation,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": rope,
+    }
+    vision: dict[str, Any] = {
+        "depth": depth,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "initializer_range": deviation,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": width,
+    }
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 8 * patch, "fullatt_block_indexes": [depth - 1]}
+    else:
+        text |= {"head_dim": 32}
+        rope["mrope_interleaved"] = True
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    ids = {key: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied, **ids}

@@ -1,0 +1,168 @@
+"""The kernels behind `operators.attend`: forward and backward pass of attention over sequences of many lengths.
+
+All have one signature: query [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], and
+the sequences in them. They answer in that layout, with a log-sum-exp [heads, queries]. A backward pass gets output and
+log-sum-exp as arguments, and they may be those of a longer softmax of which this one is a part: then its gradients are
+exact too, as parts of the whole. No sequence is empty. Used by `operators.py` only; waits for nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.attention.varlen  # registers torch.ops.torch_attn
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Sequences(NamedTuple):
+    """Queries of sequence i see the keys of sequence i: all, or if `causal` those up to their own place.
+
+    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9].
+    """
+
+    q_starts: Tensor
+    """int32 [sequences + 1]: where each starts in the queries, and the end."""
+    k_starts: Tensor
+    """int32 [sequences + 1]: likewise in the keys. Causal ones must be equally long in both."""
+    q_longest: int
+    k_longest: int
+    causal: bool
+    scale: float
+    window: int | None
+    """Keys that a query of a causal sequence sees at most, its own included; None: all."""
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor, int, int]:
+        """Starts and longest lengths, in the order in which every kernel takes them."""
+        return self.q_starts, self.k_starts, self.q_longest, self.k_longest
+
+    def bounds(self, none: Any) -> tuple[Any, Any]:
+        """The window as (left, right), as far as `causal` does not say it already; `none` for no bound."""
+        return (none, none) if self.window is None else (self.window - 1, 0)
+
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """Queries and keys of each sequence. Reads the starts, so only for CPU."""
+        q, k = self.q_starts.tolist(), self.k_starts.tolist()
+        return zip(map(slice, q, q[1:]), map(slice, k, k[1:]), strict=False)
+
+
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class Kernel(NamedTuple):
+    """How one library computes it."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Sequences], Pair]
+    """(query, key, value, sequences) -> output, log-sum-exp."""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Triple]
+    """(gradient of the output, query, key, value, output, log-sum-exp, sequences) -> their gradients."""
+
+
+def empty_results(q: Tensor, v: Tensor) -> Pair:
+    """Room for output and log-sum-exp, which is float32 whatever the inputs are (float64 in float64 tests)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[tokens, heads, head_dim] -> [1, heads, tokens, head_dim]"""
+    return x[None].transpose(1, 2)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
+    """One call a sequence: an empty query would kill the process (SIGFPE), so nothing is padded."""
+    assert at.window is None
+    out, lse = empty_results(q, v)
+    for own, seen in at.spans():
+        found = aten._scaled_dot_product_flash_attention_for_cpu(
+            _by_head(q[own]), _by_head(k[seen]), _by_head(v[seen]), 0.0, at.causal, scale=at.scale
+        )
+        out[own], lse[:, own] = found[0][0].transpose(0, 1), found[1][0]
+    return out, lse
+
+
+def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    for own, seen in at.spans():
+        inputs = map(_by_head, (grad[own], q[own], k[seen], v[seen], out[own]))
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, lse[None, :, own], 0.0, at.causal, scale=at.scale
+        )
+        for whole, part, of in zip(grads, found, (own, seen, seen), strict=True):
+            whole[of] = part[0].transpose(0, 1)
+    return grads
+
+
+def _varlen_options(at: Sequences) -> tuple[bool, list[int]]:
+    """Whether causal, and the window, as torch's `varlen_attn` passes them to its operator."""
+    left, right = at.bounds(none=-1)
+    return at.causal and at.window is None, [left, 0 if at.causal else right]
+
+
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
+    causal, window = _varlen_options(at)
+    out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *at.places, causal, at.scale, window)
+    return out, lse
+
+
+def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
+    causal, window = _varlen_options(at)
+    dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a random generator that nothing uses
+    return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, lse, *at.places, causal, dropout, at.scale, window
+    )
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # an optional dependency
+
+    left, right = at.bounds(none=-1)
+    out, lse, *_ = _flash_attn_varlen_forward(
+        q, k, v, *at.places, 0.0, at.scale, at.causal, window_size_left=left, window_size_right=right
+    )
+    return out, lse
+
+
+def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    left, right = at.bounds(none=-1)
+    _flash_attn_varlen_backward(  # fills `grads`
+        grad, q, k, v, out, lse, *grads, *at.places, 0.0, at.scale, at.causal,
+        window_size_left=left, window_size_right=right, softcap=0.0, alibi_slopes=None, deterministic=False,
+    )  # fmt: skip
+    return grads
+
+
+def _flash4_options(at: Sequences) -> dict[str, Any]:
+    left, right = at.bounds(none=None)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    options = {"softmax_scale": at.scale, "causal": at.causal, "window_size_left": left, "window_size_right": right}
+    return dict(zip(names, at.places, strict=True)) | options
+
+
+def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_flash4_options(at))
+    return out, lse
+
+
+def _flash4_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv = _flash_attn_bwd(q, k, v, out, grad, lse, **_flash4_options(at))
+    return dq, dk, dv
+
+
+KERNELS = {
+    "sdpa": Kernel(_cpu_forward, _cpu_backward),
+    "varlen": Kernel(_varlen_forward, _varlen_backward),
+    "flash": Kernel(_flash_forward, _flash_backward),
+    "flash4": Kernel(_flash4_forward, _flash4_backward),
+}
+"""By `learner.attention`: aten's flash attention for CPU, torch's varlen_attn, flash-attn 2, FlashAttention 4."""

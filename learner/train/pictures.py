@@ -1,0 +1,144 @@
+"""The images of a rank's part of a batch: decoded as the servers did it, and packed for the tower.
+
+Consumes the buffer's `Part`, which has the files of its rows' images once for each item. Each file is decoded once, in
+threads, and the digest of its pixels compared with the one that the server recorded: a policy must not be trained on
+another picture than it saw. Used by `batch.py`; waits for nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from buffer.images import ImageError, ImageFormat, Picture, SeenImage, decode
+from buffer.wire.protocol import Part
+from buffer.wire.sample import Sample
+from learner.model.microbatch import Microbatch, one_document
+from learner.model.vision import PackedImages, rope_positions
+
+THREADS = 8
+"""PIL decodes without holding the GIL."""
+SAME_PILLOW = "install the server's version of Pillow here, and launch again"
+SAME_DATA = "restore the data file that the run began with"
+
+
+class PictureMismatch(RuntimeError):
+    """An image is not the one that the policy saw; one line for people."""
+
+
+Seen = Mapping[int, Sequence[SeenImage]]
+"""The images of samples that have any, by their index in `Batch.rows`, in order of `start`."""
+NOTHING_SEEN: Seen = MappingProxyType({})
+
+
+class Piece(NamedTuple):
+    """The `part` of a sample of `length` tokens with `images` that is one piece of a row."""
+
+    images: Sequence[SeenImage]
+    length: int
+    part: slice
+
+
+def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None) -> tuple[Seen, str]:
+    """The images of `samples`, which are those of `part`, and what is wrong with one; nothing for a text model."""
+    if form is None:
+        return NOTHING_SEEN, ""
+    rows = part.positions.numpy().tolist()
+    showing = [(row, sample) for row, sample in zip(rows, samples, strict=True) if sample.images]
+    try:
+        files = {row: list(_files(part, row, sample)) for row, sample in showing}
+        distinct = {data: name for named in files.values() for name, data in named}
+        with ThreadPoolExecutor(THREADS) as threads:
+            pictures = threads.map(lambda data: _decoded(distinct[data], data, form), distinct)
+            opened = dict(zip(distinct, pictures, strict=True))
+        return {row: list(_compared(sample, files[row], opened)) for row, sample in showing}, ""
+    except PictureMismatch as mismatch:
+        return NOTHING_SEEN, str(mismatch)
+
+
+def _files(part: Part, row: int, sample: Sample) -> Iterator[tuple[str, bytes]]:
+    """Of each image of a sample what to call it, and its file."""
+    item, number = int(part.rows.item.numpy()[row]), 0
+    of_row = next((images.images for images in part.images if images.item == item), [])
+    for turn, image in enumerate(sample.images):
+        if image.data:
+            yield f"item {item}: image {turn} of a sample, made by its task", image.data
+        elif number < len(of_row):
+            yield f"item {item}: image {number} of its row in data.train", of_row[number]
+            number += 1
+        else:
+            problem = f"its row in data.train has {len(of_row)} images, and a sample shows more"
+            raise PictureMismatch(f"item {item}: {problem}; {SAME_DATA}")
+
+
+def _decoded(name: str, data: bytes, form: ImageFormat) -> Picture:
+    try:
+        return decode(data, form)
+    except ImageError as error:
+        raise PictureMismatch(f"{name}: {error}; the server could read it: {SAME_PILLOW}, or {SAME_DATA}") from None
+
+
+def _compared(
+    sample: Sample, files: Sequence[tuple[str, bytes]], opened: Mapping[bytes, Picture]
+) -> Iterator[SeenImage]:
+    for image, (name, data) in zip(sample.images, files, strict=True):
+        picture = opened[data]
+        if picture.digest != image.digest:
+            problem = f"its pixels have the digest {picture.digest[:12]} here and {image.digest[:12]} on the server"
+            raise PictureMismatch(f"{name}: {problem}; {SAME_PILLOW}, or {SAME_DATA}")
+        yield SeenImage(image.start, picture)
+
+
+def num_patches(images: Iterable[SeenImage]) -> int:
+    """Patches that the tower encodes for them: each distinct picture once."""
+    return sum({picture.digest: prod(picture.grid) for _, picture in images}.values())
+
+
+def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:
+    """`row`, which consists of `pieces`, with their images: each distinct one is encoded once for all of them."""
+    placed = [
+        (begins + image.start - start, image.picture)
+        for begins, (images, length, part) in zip(row.cu_seqlens.tolist(), pieces, strict=False)
+        for start, stop, _ in (part.indices(length),)
+        for image in images
+        if start <= image.start < stop
+    ]
+    if not placed:
+        return row
+    merge = placed[0][1].format.merge
+    rotary = [
+        rope_positions(length, ((image.start, image.picture.grid) for image in images), merge)[:, part]
+        for images, length, part in pieces
+    ]
+    positions = torch.cat([row.positions[None], torch.from_numpy(np.concatenate(rotary, axis=1))])
+    return replace(row, positions=positions, images=pack_images(placed))
+
+
+def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
+    """As `one_document`, with images."""
+    return show(one_document(tokens), [Piece(images, len(tokens), slice(None))])
+
+
+def pack_images(placed: Sequence[tuple[int, Picture]]) -> PackedImages:
+    """Pictures, each with the place of its first placeholder in a row."""
+    distinct = {picture.digest: picture for _, picture in placed}
+    sizes = [picture.num_tokens for picture in distinct.values()]
+    features = dict(zip(distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))
+
+    def ranges(starts: Iterable[int]) -> torch.Tensor:
+        each = [np.arange(start, start + x.num_tokens) for start, (_, x) in zip(starts, placed, strict=True)]
+        return torch.from_numpy(np.concatenate(each))
+
+    form = placed[0][1].format
+    return PackedImages(
+        pixels=torch.from_numpy(np.concatenate([picture.cells() for picture in distinct.values()])),
+        normaliser=255 * torch.tensor([form.mean, form.std], dtype=torch.float32)[:, :, None],
+        grid=torch.tensor([picture.grid for picture in distinct.values()]),
+        take=ranges(features[picture.digest] for _, picture in placed),
+        places=ranges(start for start, _ in placed),
+    )

@@ -1,0 +1,40 @@
+"""Images as vLLM's engine takes them: beside tokens that are as long as they will be. Alone uses its multimodal types.
+
+vLLM's own processor is not asked. It would expand placeholders anew, those that the policy sampled too, and would see
+other pixels than the learner does.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import BatchFeature
+from vllm.inputs.engine import mm_input
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+
+from buffer.images import Picture
+from rollout.tasks.trajectory import PlacedImage
+
+
+def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, names_salt: str, dtype: Any) -> Any:
+    """The request's input. `salt` is the prefix cache's. The names under which vLLM keeps what its tower made of an
+    image are salted too, since other weights see it otherwise. `dtype`: torch's, of the model."""
+    items = MultiModalKwargsItems({"image": [item(image.picture, dtype) for image in images]})
+    names = {"image": [f"{image.picture.digest}-{names_salt}" for image in images]}
+    ranges = {"image": [PlaceholderRange(offset=each.start, length=each.picture.num_tokens) for each in images]}
+    return mm_input(tokens, items, names, ranges, cache_salt=salt)
+
+
+@lru_cache(maxsize=16)
+def item(picture: Picture, dtype: Any) -> MultiModalKwargsItem:
+    """The picture's patches, in the tower's dtype. Kept for a while: the samples of a group are asked for together."""
+    grid = torch.tensor([picture.grid])
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    patches = torch.from_numpy(picture.patches()).to(dtype)
+    tensors = BatchFeature({"pixel_values": patches, "image_grid_thw": grid})
+    found: MultiModalKwargsItem = MultiModalKwargsItems.from_hf_inputs(tensors, fields)["image"][0]
+    return found

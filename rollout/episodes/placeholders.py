@@ -1,0 +1,59 @@
+"""Placeholders of images among tokens: which were given, and so need their image, and which the policy sampled.
+
+A policy may sample the token that stands for an image, and then it is text. So whose a placeholder is follows from who
+wrote it, never from its id. Used by `sampler.py`; pure functions of tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from buffer.images import ImageFormat
+from rollout.tasks.trajectory import PlacedImage
+
+
+class SampledSoFar:
+    """What was sampled for one sample, whatever its task made of it."""
+
+    def __init__(self) -> None:
+        self._turns: list[tuple[list[int], list[int]]] = []
+
+    def add(self, tokens: list[int], completion: list[int]) -> None:
+        """The policy continued `tokens`."""
+        self._turns.append((list(tokens), completion))
+
+    def among(self, tokens: list[int]) -> np.ndarray:
+        """bool [tokens]: which of them the policy sampled, behind the very tokens that are before them here."""
+        sampled = np.zeros(len(tokens), bool)
+        for before, completion in self._turns:
+            if tokens[: len(before)] == before:
+                pairs = enumerate(zip(tokens[len(before) :], completion, strict=False))
+                length = next((number for number, (ours, theirs) in pairs if ours != theirs), len(completion))
+                sampled[len(before) : len(before) + length] = True
+        return sampled
+
+
+def misplaced(
+    tokens: list[int], sampled: np.ndarray, images: Sequence[PlacedImage], form: ImageFormat | None, most: int
+) -> Iterator[str]:
+    """What is wrong with `images` among `tokens`, of which `sampled` [tokens] were sampled: each needs placeholders of
+    its own that were given, and each of those an image."""
+    if not all(isinstance(image, PlacedImage) for image in images):
+        yield f"images are {images!r:.200}; a list of PlacedImage is needed, as Trajectory.images"
+        return
+    if form is None:
+        if images:
+            yield f"{len(images)} images for a model that sees none"
+        return
+    if len(images) > most:
+        yield f"{len(images)} images; data.max_images is {most}"
+    left, end = (np.array(tokens) == form.image_token) & ~np.asarray(sampled, bool), 0
+    for number, image in enumerate(images):
+        if image.start < end or image.end > len(tokens) or not left[image.start : image.end].all():
+            needed = f"takes tokens {image.start} to {image.end}, and not all of these are placeholders of its own"
+            yield f"image {number} {needed}; append images with Trajectory.show"
+            return
+        left[image.start : image.end], end = False, image.end
+    if left.any():
+        remedy = "append images with Trajectory.show, and call generate(trajectory.tokens, images=trajectory.images)"
+        yield f"the placeholder at {np.argmax(left)} has no image; {remedy}"

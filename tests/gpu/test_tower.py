@@ -1,0 +1,90 @@
+"""The tower on an NVIDIA GPU: attention in bf16 against fp32, whole policies against those in fp32, and no waiting."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from learner.model import attention
+from learner.train.batch import Batch
+from tests.gpu.test_learner import gpu, near
+from tests.harness import world
+from tests.harness.pictured import form_of, make_pictured, seeing_model
+from tests.harness.tiny_vlm import KINDS
+from tests.harness.world import LEARNER, algorithm_of, policy_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+__all__ = ["gpu"]
+LENGTHS = [64, 4, 1000, 16, 64, 2304, 8]
+"""Patches of whole images and of windows."""
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_attention(head_dim: int) -> None:
+    """Output and gradients of the varlen kernel in bf16 against SDPA in fp32, image by image."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend = ALL_ATTENTION_FUNCTIONS[attention.of_tower("flash4")]
+    draw = torch.Generator("cuda").manual_seed(head_dim)
+    given = [torch.randn(1, 16, sum(LENGTHS), head_dim, device="cuda", generator=draw).bfloat16() for _ in range(3)]
+    by = torch.randn(1, sum(LENGTHS), 16, head_dim, device="cuda", generator=draw)
+    starts = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    ours = [x.clone().requires_grad_() for x in given]
+    row = {"cu_seq_lens_q": starts, "max_length_q": max(LENGTHS), "is_causal": False, "scaling": head_dim**-0.5}
+    got, _ = attend(None, *ours, None, **row)
+    got.backward(by.bfloat16())
+    exact = [x.float().requires_grad_() for x in given]
+    images = zip(*(x.split(LENGTHS, dim=2) for x in exact), strict=True)
+    want = torch.cat([scaled_dot_product_attention(*image) for image in images], dim=2).transpose(1, 2)
+    want.backward(by)
+    near(got.detach(), want.detach(), 1e-2)
+    for mine, theirs in zip(ours, exact, strict=True):
+        near(mine.grad, theirs.grad, 1e-2)
+
+
+def gradients(model, mesh, form, **changes) -> dict[str, torch.Tensor]:
+    policy = policy_of(model, mesh, LEARNER.model_copy(update=changes))
+    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 200, share_prompts=policy.share_prompts, form=form)
+    algorithm_of(policy, 200, form=form).backward(policy, batch)
+    return {name: gradient.cpu() for name, gradient in world.gradients(policy).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(tmp_path: Path, gpu, kind: str) -> None:
+    """In bf16 with varlen attention near those in fp32 with SDPA; compiled as not compiled."""
+    model = seeing_model(tmp_path, kind)
+    form, half = form_of(model), model.model_copy(update={"dtype": "bfloat16"})
+    want = gradients(model, gpu, form, attention="sdpa")
+    plain = gradients(half, gpu, form, attention="varlen")
+    compiled = gradients(half, gpu, form, attention="varlen", compile=True, activation_checkpointing="none")
+    for got in (plain, compiled):
+        assert got.keys() == want.keys()
+        ours, theirs = (torch.cat([found[name].flatten() for name in want]) for found in (got, want))
+        near(ours, theirs, 0.1)
+    ours, theirs = (torch.cat([found[name].flatten() for name in want]) for found in (compiled, plain))
+    near(ours, theirs, 0.1)
+
+
+@pytest.mark.parametrize("parts", [[], ["vision"], ["vision", "projector"]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu, kind: str, parts: list[str]) -> None:
+    """With images and without, from the forward pass to the end of the backward pass."""
+    model = seeing_model(tmp_path, kind).model_copy(update={"dtype": "bfloat16", "freeze": parts})
+    form, policy = form_of(model), policy_of(model, gpu, LEARNER.model_copy(update={"attention": "varlen"}))
+    step = algorithm_of(policy, 200, form=form)
+    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 60, share_prompts=True, form=form)
+    shared = step.shared_context(batch, policy.device)
+    seeing = next(row for row in batch.microbatches if row.images is not None)
+    text = next(row for row in batch.microbatches if row.images is None)
+    for row in map(policy.place, (seeing, text)):
+        step.backward_of(policy, row, shared)  # compiles kernels, records FSDP's order, makes the blank image
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step.backward_of(policy, row, shared)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

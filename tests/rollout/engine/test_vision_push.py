@@ -1,0 +1,191 @@
+"""Policies that see, from the learner over the weights wire into the real vLLM on a CPU; probes with a picture.
+
+One engine per architecture runs the whole scenario once; each test looks at one aspect.
+"""
+
+import asyncio
+import gc
+import os
+import warnings
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from buffer.images import ImageFormat
+from configs.schema import Config
+from learner.__main__ import open_weights_wire
+from learner.model.policy import Policy
+from learner.weights.protocol import Go
+from learner.weights.receiver.follow import Receiver
+from learner.weights.receiver.staged import WeightsError
+from rollout.engine.vllm_engine import Engine
+from tests.harness.scenes import intercept
+from tests.harness.tiny_vlm import KINDS, PATCH, tiny_vlm
+from tests.harness.world import LEARNER, alone
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+TOWER = "model.visual.blocks.1.attn.proj.weight"
+
+
+def make_config(folder, kind, freeze=(), **weights):
+    return Config.model_validate(
+        {
+            "run": {"folder": str(folder.parent), "name": folder.name},
+            "model": {"path": str(folder), "dtype": "float32", "freeze": list(freeze)},
+            "data": {"train": "train.parquet", "max_prompt_tokens": 300, "max_pixels": 64 * (2 * PATCH[kind]) ** 2},
+            "reward": {"function": "countdown"},
+            "sampling": {"max_tokens": 100},
+            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 60} | weights,
+            "rollout": {"device": "cpu", "sequences": 16},
+        }
+    )
+
+
+class Corrupting:
+    """`policy`, of which the tower's weight TOWER is published with one row negated."""
+
+    def __init__(self, policy):
+        self.policy, self.logprobs_of = policy, policy.logprobs_of
+
+    def full_weights(self, without=()):
+        for name, tensor in self.policy.full_weights(without):
+            if name == TOWER:
+                tensor = tensor.clone()
+                tensor[3].neg_()
+            yield name, tensor
+
+
+class Pushes:
+    """An engine, and learners that push policies into it one after another."""
+
+    def __init__(self, folder, kind, engine, mesh):
+        self.folder, self.kind, self.engine, self.mesh = folder, kind, engine, mesh
+
+    @asynccontextmanager
+    async def learner(self, freeze=(), sees=True, **weights):
+        """A learner that has just started, and the engine as its only server. Yields `push(version)`, which changes
+        what is trained, publishes, and waits; it returns the probe's difference."""
+        config = make_config(self.folder, self.kind, freeze, **weights)
+        form = ImageFormat.of(config.model.path, config.data)
+        torch.manual_seed(0)
+        policy = Policy(config.model, LEARNER, self.mesh)
+        sender = open_weights_wire(config, policy, 0, form if sees else None)
+        plan, sent, held = sender._copies.plan, [], asyncio.Queue()
+
+        def note(member, message):
+            if isinstance(message, Go):
+                sent.append("whole" if message.plan == plan.digest else "trained")
+            return message
+
+        intercept(sender, note)
+        follow = asyncio.create_task(self.take(sender, config, form, held))
+        follow.add_done_callback(held.put_nowait)
+
+        async def push(version, publish=policy):
+            change(policy, version)
+            sender.publish(publish, version)
+            done = await held.get()
+            if isinstance(done, asyncio.Task):
+                done.result()
+            while sender.stats().get("weights/probe_version") != version:
+                await asyncio.sleep(0.01)
+            return sender.stats()["weights/probe"]
+
+        try:
+            yield SimpleNamespace(push=push, policy=policy, sent=sent, plan=plan)
+        finally:
+            follow.cancel()
+            sender.close()
+            await asyncio.wait([follow])
+
+    async def take(self, sender, config, form, held):
+        """`rollout.loop.follow`, which also puts each version into `held`."""
+
+        async def where(known):
+            if known:
+                await asyncio.Event().wait()
+            return sender.address
+
+        async for policy in Receiver(where, self.engine, "rollout-0", config.weights, form=form).policies():
+            await policy.load()
+            self.engine.version = policy.version
+            await policy.loaded()
+            held.put_nowait(policy.version)
+
+
+@torch.no_grad()
+def change(policy, version):
+    """As an optimizer's step, a large one, does: what is frozen stays."""
+    draw = torch.Generator().manual_seed(version)
+    for parameter in policy.model.parameters():
+        if parameter.requires_grad:
+            local = parameter.to_local()
+            local.add_(0.05 * torch.randn(local.shape, generator=draw))
+
+
+async def play(folder, kind, mesh):
+    """The scenario; returns what happened."""
+    tiny_vlm(folder, kind, deviation=0.1)
+    seen = SimpleNamespace(probes={}, sent={}, errors={})
+    engine = await Engine.start(make_config(folder, kind), seed=1)
+    pushes = Pushes(folder, kind, engine, mesh)
+    try:
+        for name, keys in CASES.items():
+            async with pushes.learner(**keys) as learner:
+                seen.probes[name] = [await learner.push(version) for version in (1, 2, 3)]
+                seen.sent[name] = learner.sent
+        async with pushes.learner(sees=False) as learner:
+            seen.text_only = await learner.push(1, Corrupting(learner.policy))
+        for name, keys in {"frozen": {"freeze": ["vision"]}, "trained": {}}.items():
+            async with pushes.learner(**keys) as learner:
+                with pytest.raises(WeightsError) as error:
+                    await learner.push(1, Corrupting(learner.policy))
+                seen.errors[name] = str(error.value)
+        async with pushes.learner(freeze=["vision"]) as learner:
+            seen.again = await learner.push(1)
+    finally:
+        await engine.close()
+    return seen
+
+
+CASES = {
+    "all trained": {},
+    "tower frozen": {"freeze": ["vision"]},
+    "projector frozen, streamed": {"freeze": ["projector"], "staging": "bucket"},
+    "tower and projector frozen, streamed": {"freeze": ["vision", "projector"], "staging": "bucket"},
+    "tower frozen, through files": {"freeze": ["vision", "projector"], "transport": "safetensors"},
+}
+"""Each with a learner of its own, whose versions have the same numbers as those of the one before."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def seen(request, tmp_path_factory):
+    os.environ["VLLM_CPU_CI_ENV"] = "1"
+    torch.set_num_threads(1)
+    with alone() as mesh:
+        found = asyncio.run(play(tmp_path_factory.mktemp("run") / request.param, request.param, mesh))
+    gc.unfreeze()  # `Engine.launch` froze what it found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
+        gc.collect()
+    return found
+
+
+def test_the_probe_with_a_picture_agrees_after_every_push(seen):
+    worst = {name: max(differences) for name, differences in seen.probes.items()}
+    assert max(worst.values()) < 1e-4, worst
+    assert seen.again < 1e-4, "a learner's policy is right again after a wrong one"
+
+
+def test_what_is_frozen_is_pushed_once_by_each_learner(seen):
+    assert seen.sent.pop("all trained") == ["whole"] * 3
+    assert set(map(tuple, seen.sent.values())) == {("whole", "trained", "trained")}
+
+
+def test_a_wrong_tower_is_found_by_the_picture_alone(seen):
+    assert seen.text_only < 1e-4
+    assert set(seen.errors) == {"frozen", "trained"}
+    for error in seen.errors.values():
+        assert "the probe's log-probabilities differ by" in error and "weights.probe_tolerance 0.001" in error

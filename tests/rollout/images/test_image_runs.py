@@ -1,0 +1,117 @@
+"""Rows with images where a whole run file is tried or evaluated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.doctor.run_file import rows_to_try
+from actors.doctor.trial import try_out
+from buffer.images import ImageFormat
+from buffer.problems import load_problems
+from configs.load import ConfigError
+from configs.schema import Config
+from rollout import evaluate
+from rollout.engine.arguments import engine_arguments
+from rollout.episodes.prompts import Prompts, load_tokenizer
+from rollout.episodes.setup import RolloutSetup
+from rollout.rewards.workers import RewardPool
+from rollout.tasks.trajectory import single_turn
+from tests.harness.fakes import FakeEngine
+from tests.harness.tiny_vlm import encoded, picture
+
+SCORE = """
+def score(solution_str, ground_truth, extra_info):
+    return float(ground_truth == "red")
+"""
+
+
+@pytest.fixture
+def run(config: Config, tmp_path: Path) -> Config:
+    """A run whose data have images: two rows with one each, one with none, one whose image is cut off."""
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(encoded(picture(60, 60, number)))
+    (tmp_path / "cut.png").write_bytes(encoded(picture(60, 60))[:-200])
+    rows = [
+        {"problem": "what <image>?", "answer": "red", "images": ["0.png"]},
+        {"problem": "what?", "answer": "blue"},
+        {"problem": "<image> which?", "answer": "gold", "images": ["1.png"]},
+        {"problem": "<image>?", "answer": "red", "images": ["cut.png"]},
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "score.py").write_text(SCORE)
+    data = {"train": tmp_path / "data.jsonl", "eval": tmp_path / "data.jsonl"}
+    reward = {"function": f"{tmp_path}/score.py:score", "kwargs": {}}
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "reward": config.reward.model_copy(update=reward),
+            "run": config.run.model_copy(update={"folder": tmp_path}),
+        }
+    )
+
+
+def test_the_trial_shows_the_first_prompt_and_counts_rows_that_cannot_be_shown(run: Config):
+    rows = rows_to_try(load_problems(run.data.train, run.data))
+    found = try_out(["prompts", "reward"], run, rows)
+    assert not found.refused
+    form = ImageFormat.of(run.model.path, run.data)
+    assert form is not None
+    number = form.num_tokens(60, 60)
+    (fact,) = (line for line in found.facts if line.startswith("prompts: that of row 0"))
+    assert f"what <|vision_start|><|image_pad|> x {number}<|vision_end|>?<|im_end|>" in fact.replace("\\n", "")
+    assert any(line.startswith("prompts: that of row 1 has 10 tokens: '<|im_start|>") for line in found.facts)
+    (warning,) = found.warnings
+    assert (
+        "1 of 4 rows looked at cannot be made a prompt and are dropped, such as row 3: image 0 of the row: a PNG"
+        in warning
+    )
+    assert "gives 1, 0, 1 for empty answers to 3 rows" in str(found.facts)
+
+
+def test_another_architecture_is_refused_when_the_run_file_is_judged(run: Config, tmp_path: Path):
+    load_tokenizer(run).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
+    other = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path / "other")})})
+    found = try_out(["prompts"], other, [(0, {"problem": "?"})])
+    assert len(found.refused) == 1 and "llava has vision, which is known of" in found.refused[0]
+
+
+async def test_models_are_evaluated_on_rows_with_images(run: Config, tmp_path: Path):
+    (tmp_path / "config.json").touch()
+    rows = evaluate.load_rows(run, [tmp_path])
+    (tmp_path / "1.png").unlink()
+    form = ImageFormat.of(run.model.path, run.data)
+    engine = FakeEngine(lambda prompt: [9, 2])
+    setup = RolloutSetup(Prompts(load_tokenizer(run), run, form), single_turn, RewardPool(run.reward))
+    async with setup.rewards:
+        (record,) = await evaluate.evaluate_models(run, setup, engine, rows, [tmp_path])  # type: ignore[arg-type]
+    assert (record["problems"], record["failed"], record["reward"]) == (4, 2, 0.5)
+    assert "1.png: No such file or directory; bring the image back" in str(record["reasons"])
+    assert "image 0 of the row: a PNG file that cannot be decoded" in str(record["reasons"])
+    assert "images" not in json.dumps(record["examples"])
+    assert sorted(len(images) for images in engine.shown) == [0, 1]
+
+
+def test_images_for_a_text_model_are_refused_before_an_engine_starts(run: Config, tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    text = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path)})})
+    with pytest.raises(ConfigError, match=r"data.eval .*: 3 rows have images, but model.path .* is a text model"):
+        evaluate.load_rows(text, [tmp_path])
+
+
+def test_the_engine_knows_how_large_images_are(run: Config):
+    form: Any = ImageFormat.of(run.model.path, run.data)
+    plain, seeing = engine_arguments(run, 0, cpu=False), engine_arguments(run, 0, cpu=False, form=form)
+    assert plain["skip_tokenizer_init"] and "limit_mm_per_prompt" not in plain
+    assert {key: seeing[key] for key in seeing.keys() - plain.keys() | {"skip_tokenizer_init"}} == {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": 8, "video": 0},
+        "mm_processor_kwargs": {"size": {"shortest_edge": form.min_pixels, "longest_edge": 50176}},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+    }
+    large = run.model_copy(update={"data": run.data.model_copy(update={"max_pixels": 4096 * form.factor**2})})
+    wide: Any = ImageFormat.of(run.model.path, large.data)
+    assert engine_arguments(large, 0, cpu=False, form=wide)["max_num_batched_tokens"] == 4 * 4096
