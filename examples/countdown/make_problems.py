@@ -33,7 +33,8 @@ Puzzle = tuple[tuple[int, ...], int]
 
 def draw(random: random.Random, args: argparse.Namespace) -> Puzzle | None:
     """Numbers, sorted, and the value of a random expression over all of them; None if that is not a target."""
-    numbers = tuple(sorted(random.randint(1, args.largest) for _ in range(args.numbers)))
+    many = args.numbers if isinstance(args.numbers, int) else random.choice(args.numbers)
+    numbers = tuple(sorted(random.randint(1, args.largest) for _ in range(many)))
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         random.shuffle(values)
@@ -112,7 +113,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.countdown.make_problems", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and eval.parquet")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--numbers", type=int, default=3, choices=range(2, 7), help="numbers of a problem")
+    parser.add_argument(
+        "--numbers", type=int, nargs="+", default=[3], choices=range(2, 7), help="numbers of a problem; several: of each"
+    )
     parser.add_argument("--largest", type=int, default=9, help="numbers are 1 to this")
     parser.add_argument("--operations", default="+-", help="any of +-*/")
     parser.add_argument("--target", type=int, default=27, help="targets are 1 to this")
@@ -122,6 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--prompt", default="short", choices=PROMPTS, help="wording: short for the toy, words for real models"
     )
     args = parser.parse_args(argv)
+    args.numbers = args.numbers[0] if len(args.numbers) == 1 else args.numbers
     if not args.operations or set(args.operations) - set("+-*/"):
         parser.error(f"--operations {args.operations!r}: give one or more of + - * /")
     for name in ("largest", "target", "count", "eval"):
