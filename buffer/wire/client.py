@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from buffer.curve import ClientKeys
 from buffer.ledger.types import FailureKind
 from buffer.wire import protocol
-from buffer.wire.connection import Connection, RefusedError
+from buffer.wire.connection import Connection, MessageTooLarge, RefusedError
 from buffer.wire.protocol import Part, WorkItem
 from buffer.wire.sample import Sample
 from configs.entrypoint import made_progress
 
-__all__ = ["Connection", "LearnerClient", "RefusedError", "RolloutClient", "heartbeats"]
+__all__ = ["Connection", "LearnerClient", "MessageTooLarge", "RefusedError", "RolloutClient", "heartbeats"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0

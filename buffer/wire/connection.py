@@ -51,6 +51,10 @@ class RefusedError(RuntimeError):
         self.reason = reason
 
 
+class MessageTooLarge(RefusedError):
+    """A message above `buffer.max_message_mib`, which was not sent."""
+
+
 class Connection:
     """An async context manager, entered once the buffer has said Welcome.
 
@@ -124,14 +128,15 @@ class Connection:
             self._context.term()
 
     async def request(self, message: Message) -> Message:
-        """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason."""
+        """The buffer's answer, however long it takes. Raises RefusedError with the buffer's reason,
+        MessageTooLarge."""
         if self._fatal:
             raise self._fatal
         frame = pack(number := next(self._numbers), message)
         if self.welcome and len(frame) > self.welcome.max_message:
             limit = self.welcome.max_message / 2**20
             size = f"{type(message).__name__} of {len(frame) / 2**20:.1f} MiB"
-            raise RefusedError(f"{size} exceeds buffer.max_message_mib ({limit:g}): raise it, or make answers shorter")
+            raise MessageTooLarge(f"{size} exceeds buffer.max_message_mib ({limit:g}): raise it, or make answers shorter")
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         wait_s = self.retry_s
         self._pending[number] = frame, answer

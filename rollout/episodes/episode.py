@@ -12,7 +12,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from buffer.wire.client import RolloutClient
+from buffer.wire.client import MessageTooLarge, RolloutClient
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
@@ -40,8 +40,12 @@ class Group:
     samples: list[Sample]
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """Put it into the buffer, which refuses a group whose lease has ended meanwhile."""
-        await buffer.put(item, self.samples)
+        """Put it into the buffer, which refuses a group whose lease has ended meanwhile; one that is too large for a
+        message is a failure."""
+        try:
+            await buffer.put(item, self.samples)
+        except MessageTooLarge as error:
+            await Failure(str(error), "task").deliver(buffer, item)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import pytest
 
 from buffer.wire.protocol import WorkItem
 from rollout.concurrency import Places
-from rollout.episodes.episode import Episodes
+from rollout.episodes.episode import Episodes, Group
 from rollout.errors import EngineDead
 from rollout.loop import follow, roll
 from rollout.tasks.trajectory import single_turn
+from tests.harness.buffer_process import buffer, group, make_requests, rollout
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights, fake_sampler
 
 STOP = ord(".")
@@ -73,6 +74,17 @@ async def test_a_permanent_failure_is_reported_and_the_rest_goes_on():
     await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(9, 3)), 5)
     assert buffer.failures == {1: ("prompt", "prompt of 21 tokens", True)}
     assert sorted(buffer.put_groups) == [0, 2]
+
+
+async def test_a_group_too_large_for_a_message_fails_and_the_rest_goes_on():
+    async with buffer(make_requests(max_message=2**16)) as it, rollout(it.address) as samples:
+        large, small = await samples.ask(1), await samples.ask(1)
+        await Group(group(large[0].item, tokens=8000)).deliver(samples, large[0])
+        await Group(group(small[0].item)).deliver(samples, small[0])
+        ledger = it.requests.handlers.ledger
+        assert ledger.state_of(small[0].item) == "stored"
+        assert ledger.state_of(large[0].item) == "waiting"
+        assert any("buffer.max_message_mib" in reason for reason in ledger.state.totals.by("failed"))
 
 
 async def test_a_dead_engine_ends_the_loop_with_its_cause():
