@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from buffer.images import ImageFormat
 from configs.schema import Config
@@ -64,6 +65,8 @@ class Engine:
         reports = Reports()
         with translate_engine_errors():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
+        logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
+        logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
         engine = cls(llm, reports)
