@@ -18,7 +18,7 @@ from learner.checkpoint import Checkpoints
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.saved import export
 from learner.train import collectives
-from learner.train.batch import Batch, first_fit, shared_units
+from learner.train.batch import Batch, documents_of, first_fit, shared_units
 from learner.train.pictures import PictureMismatch, num_patches, open_images
 from tests.harness import world
 from tests.harness.pictured import form_of, make_pictured, own_logprobs, seeing_model
@@ -93,10 +93,10 @@ def test_prompts_with_other_images_are_not_shared(seeing: ModelConfig) -> None:
     sample = Sample.unpack(make_pictured(form).entries[0].sample)
     start, side = sample.images[0].start, 2 * form.factor
     shown = [decode(encoded(picture(side, side, seed)), form) for seed in (0, 1)]
-    documents, items = [(sample, row) for row in range(4)], np.zeros(4)
     for pictures, expected in (((0, 0, 0, 0), [4]), ((0, 1, 0, 1), [2, 2])):
         seen = {row: [SeenImage(start, shown[number])] for row, number in enumerate(pictures)}
-        units = shared_units(documents, items, 10**6, seen)
+        documents, _ = documents_of([sample] * 4, range(4), seen)
+        units = shared_units(documents, np.zeros(4), 10**6)
         assert [len(unit.documents) for unit in units] == expected
 
 
@@ -123,14 +123,15 @@ def test_samples_that_share_a_prompt_are_parted_by_patches_too(seeing: ModelConf
     """Each has an image of its own in a later turn: patches run out before tokens do."""
     form, sizes = form_of(seeing), set[int]()
     part = make_pictured(form).part(3, [15], 0)
-    documents = [(Sample.unpack(data), row) for row, data in enumerate(part.samples)][9:12]
+    samples, rows = [Sample.unpack(data) for data in part.samples[9:12]], range(9, 12)
     first, _ = opened(part, form)
-    large = {row: decode(encoded(picture(112, 112, row)), form) for _, row in documents}
+    large = {row: decode(encoded(picture(112, 112, row)), form) for row in rows}
     seen = {row: [first[row][0], SeenImage(first[row][1].start, large[row])] for row in large}
+    documents, _ = documents_of(samples, rows, seen)
     for budget in range(20, 160, 5):
-        for unit in shared_units(documents, part.rows.item.numpy(), budget, seen):
+        for unit in shared_units(documents, part.rows.item.numpy(), budget):
             sizes.add(number := len(unit.documents))
-            patches = num_patches(image for _, row in unit.documents for image in seen[row])
+            patches = num_patches(image for document in unit.documents for image in document.images)
             assert number == 1 or (unit.tokens <= budget and patches <= PATCHES_PER_TOKEN * budget)
     assert sizes == {1, 2, 3}
 
