@@ -7,7 +7,7 @@ of bytes; used by `handlers.py`.
 """
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from math import fsum, isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,7 +31,7 @@ class SampleImage(Message):
     """`Picture.digest`: of the pixels that the model saw."""
     data: bytes = b""
     """The encoded file of an image that the task made; empty for those of the row, which follow each other: the k-th
-    image without data is the row's k-th."""
+    image without data is the row's k-th, counted anew in each segment."""
 
 
 class Sample(Message):
@@ -97,6 +97,16 @@ class Sample(Message):
     def bounds(self) -> list[tuple[int, int]]:
         """Of each segment, the index of its first token and that after its last."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
+
+    @property
+    def row_images(self) -> list[int | None]:
+        """Of each image which of its row's it is; None for one that the task made."""
+        found = list[int | None]()
+        for start, stop in self.bounds:
+            number = count()
+            inside = [image for image in self.images if start <= image.start < stop]
+            found += [None if image.data else next(number) for image in inside]
+        return found
 
     def pack(self) -> bytes:
         """The sample as bytes: what `Put` carries, the store keeps and `Part` delivers, unopened."""
@@ -182,7 +192,7 @@ def _parse_checked(data: bytes) -> SampleStats:
         raise ValueError("a sampled token without the policy version that sampled it")
     trainable = int(sampled.sum())  # none of them is a segment's first token, which nothing predicts
     truncated, prompt = sample.finish == "length", int(sampled.argmax())
-    images = sum(not image.data for image in sample.images)
+    images = 1 + max((number for number in sample.row_images if number is not None), default=-1)
     return SampleStats(sampled.size, trainable, sample.reward, truncated, oldest, sample.metrics, prompt, images)
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
 
 from buffer.images import SeenImage, decode
+from buffer.wire.message import Array
 from buffer.wire.protocol import Part
-from buffer.wire.sample import Sample
+from buffer.wire.sample import Sample, sample_stats
 from configs.schema import ModelConfig
 from learner.checkpoint import Checkpoints
 from learner.model.vision import PATCHES_PER_TOKEN
@@ -206,3 +207,30 @@ def test_export_loads(tmp_path: Path, mesh, kind: str, tied: bool) -> None:
         want = own_logprobs(own, batch, row, form).detach()
         chosen = torch.from_numpy(Sample.unpack(batch.entries[row].sample).sampled.numpy() == 1)
         torch.testing.assert_close(got[(packed.sequence == row) & packed.sampled], want[chosen], rtol=0, atol=1e-5)
+
+
+def test_images_are_in_their_segments(seeing: ModelConfig, mesh) -> None:
+    """Two samples of one row, and the same as one sample of two segments: both show the row's image and their own."""
+    form = form_of(seeing)
+    batch = make_pictured(form)
+    one, other = (Sample.unpack(entry.sample) for entry in batch.entries[9:11])
+    size = one.tokens.shape[0]
+    later = [image.model_copy(update={"start": image.start + size}) for image in other.images]
+    both = {name: np.concatenate([getattr(each, name).numpy() for each in (one, other)]) for name in Sample.DTYPES}
+    changes = {name: Array.of(array) for name, array in both.items()}
+    sample = one.model_copy(update=changes | {"starts": [0, size], "images": [*one.images, *later]})
+    assert sample.row_images == [0, None, 0, None]
+    assert sample_stats(sample.pack()).row_images == 1
+    entries = [batch.entries[9]._replace(sample=sample.pack())]
+    segmented = batch._replace(entries=entries).part(3, [1], 0)
+    parted = batch._replace(entries=batch.entries[9:11]).part(3, [2], 0)
+    for share in (False, True):
+        (ours,), (theirs,) = (
+            Batch.from_part(part, 10**6, share_prompts=share, form=form).microbatches for part in (segmented, parted)
+        )
+        assert ours.images is not None and theirs.images is not None
+        for name in ("tokens", "positions", "cu_seqlens", "sampled", "predictor"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert torch.equal(ours.images.places, theirs.images.places)
+        assert torch.equal(ours.images.pixels, theirs.images.pixels)
+        assert set(ours.sequence.tolist()) == {0}
