@@ -121,7 +121,7 @@ def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
             shown = passage if full else passage.folded()
             yield Text(f"  {passage.title}", "bold green" if passage.turn else "bold")
             body = Text.assemble(*((piece.text, "cyan" if piece.is_call else "") for piece in shown.pieces))
-            yield from (Text("    ").append_text(line) for line in body.split("\n"))
+            yield from (Text("    ").append_text(line) for line in body.split("\n") if shown.text)
 
 
 def visible(text: str) -> str:

@@ -8,7 +8,7 @@ of bytes; used by `handlers.py`.
 
 from functools import lru_cache
 from itertools import count, pairwise
-from math import fsum, isfinite
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
@@ -89,9 +89,19 @@ class Sample(Message):
                 rule = f"images stand in order, among the {sampled.size} tokens, where a token was given"
                 raise ValueError(f"image {place} at token {image.start}: {rule}")
             before = image.start
-        if wrong := wrong_segments(self.starts, sampled) or wrong_rewards(self.turn_rewards, self.reward, sampled):
+        usual = self.starts == [0] and not sampled[0] and not self.turn_rewards
+        if not usual and (wrong := wrong_segments(self.starts, sampled) or self._wrong_rewards(sampled)):
             raise ValueError(wrong)
         return self
+
+    def _wrong_rewards(self, sampled: np.ndarray) -> str:
+        """Why `turn_rewards` are none of these turns, or their sum is not `reward`; "" where all is well."""
+        rewards, total = self.turn_rewards, self.reward
+        if rewards and len(rewards) != (number := num_turns(sampled)):
+            return f"{len(rewards)} turn_rewards for {number} turns; one for each run of sampled tokens, or none"
+        if rewards and abs(sum(rewards) - total) > MOST_OFF * max(1.0, abs(total)):
+            return f"turn_rewards sum to {sum(rewards):g}, and reward is {total:g}; it is their sum"
+        return ""
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -127,15 +137,6 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
         return f"{where} begins with a sampled token; at least one was given before it, which predicts it"
     if not (some := np.logical_or.reduceat(sampled, starts)).all():
         return f"segment {some.argmin()} at token {starts[some.argmin()]} has no sampled token; leave it out"
-    return ""
-
-
-def wrong_rewards(rewards: list[float], total: float, sampled: np.ndarray) -> str:
-    """Why these are no rewards of the turns among the tokens, whose sum is `total`; "" where they are."""
-    if rewards and len(rewards) != (number := num_turns(sampled)):
-        return f"{len(rewards)} turn_rewards for {number} turns; one for each run of sampled tokens, or none"
-    if rewards and abs(fsum(rewards) - total) > MOST_OFF * max(1.0, abs(total)):
-        return f"turn_rewards sum to {fsum(rewards):g}, and reward is {total:g}; it is their sum"
     return ""
 
 

@@ -158,9 +158,10 @@ def documents_of(
     documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
     for sample, row in zip(samples, rows, strict=True):
         sampled = sample.sampled.numpy() != 0
-        begins = sampled & ~np.roll(sampled, 1)  # no segment begins with a sampled token
-        number = int(begins.sum())
-        turn = np.where(sampled, len(rewards) + begins.cumsum() - 1, -1)
+        begins = sampled[1:] & ~sampled[:-1]  # no segment begins with a sampled token
+        number, first = np.count_nonzero(begins), len(rewards)
+        since = first if number == 1 else first - 1 + np.concatenate([[0], begins.cumsum()])
+        turn = np.where(sampled, since, -1)
         turn_rows += [row] * number
         rewards += sample.turn_rewards or [*[0.0] * (number - 1), sample.reward]
         columns = [*(getattr(sample, name).numpy() for name in Sample.DTYPES), turn]

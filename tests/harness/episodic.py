@@ -31,7 +31,7 @@ def make_episodes(version: int = 3) -> list[Entry]:
 
 def _segment(draw: np.random.Generator, prompts: Sequence[np.ndarray], one: bool) -> tuple[np.ndarray, list[int]]:
     """Tokens, and which of them were sampled."""
-    prompt = prompts[draw.integers(2)]
+    prompt = prompts[int(draw.integers(2))]
     sampled = [0] * len(prompt)
     for turn in range(1 if one else draw.integers(1, 4)):
         sampled += [0] * (int(draw.integers(1, 5)) if turn else 0) + [1] * int(draw.integers(1, 9))
