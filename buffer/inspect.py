@@ -12,15 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.console import Console
+from rich.text import Text
 
+from buffer import transcript
 from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
-from buffer.wire.sample import Sample
+from buffer.wire.sample import Sample, num_turns
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.schema import Config
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "tail": "the groups that came in last",
-    "show": "one item in full",
+    "show": "one item: its problem, and its samples as people read them",
     "export": "all samples as a parquet file",
 }
 FOLLOW_S = 1.0
@@ -47,6 +51,7 @@ COLUMNS = pa.schema(
         ("tokens", pa.list_(pa.int32())), ("sampled", pa.list_(pa.uint8())),
         ("behaviour_logprobs", pa.list_(pa.float32())), ("versions", pa.list_(pa.int32())), ("metrics", pa.string()),
         ("images", pa.list_(pa.struct([("start", pa.int32()), ("digest", pa.string()), ("data", pa.binary())]))),
+        ("starts", pa.list_(pa.int32())), ("turn_rewards", pa.list_(pa.float64())),
     ]
 )  # fmt: skip
 
@@ -60,6 +65,9 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("-f", "--follow", action="store_true", help="go on with those that come in")
     command = commands.add_parser("show", help=COMMANDS["show"], allow_abbrev=False)
     command.add_argument("item", type=int, help="number of the item")
+    command.add_argument("--sample", type=int, help="only the sample with this number")
+    command.add_argument("--full", action="store_true", help="long passages in full")
+    command.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
     command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
     command.add_argument("out", type=Path, help="file to write")
     for command in commands.choices.values():
@@ -67,17 +75,23 @@ def main(argv: Sequence[str]) -> int:
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
         )
     given, overrides = parser.parse_known_args(argv)
+    console = Console(highlight=False, soft_wrap=True)  # styles only on a terminal, and not with NO_COLOR
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `tail RUN | head` ends quietly
-    act: dict[str, Callable[[sqlite3.Connection, Config], Iterable[str]]] = {
+    act: dict[str, Callable[[sqlite3.Connection, Config], Iterable[str | Text]]] = {
         "tail": lambda db, config: tail(db, given.n, given.follow),
-        "show": lambda db, config: show(db, given.item, tokenizer_of(config.model.path)),
+        "show": lambda db, config: show(
+            db, given.item, tokenizer_of(config.model.path), given.sample, given.full, given.tokens
+        ),
         "export": lambda db, config: export(db, given.out),
     }
     try:
         config, file = found([*given.run, *overrides])
         with closing(reading(file)) as db:
             for line in act[given.command](db, config):
-                print(line, flush=True)
+                if isinstance(line, Text):
+                    console.print(line)
+                else:
+                    print(line, flush=True)
     except KeyboardInterrupt:
         return 130
     except (LedgerError, sqlite3.Error, OSError) as error:
@@ -102,6 +116,7 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
     return config, (first if first.is_dir() else config.run.path) / config.buffer.path
 
 
+@cache
 def tokenizer_of(model: str) -> "Tokenizer | None":
     """The tokenizer in a model's folder, or of a model of the hub that is on this machine; None if there is none."""
     from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
@@ -144,8 +159,16 @@ def _group(item: int, state: str, version: int, batch: int, server: str, *figure
     )
 
 
-def show(db: sqlite3.Connection, item: int, tokenizer: "Tokenizer | None" = None) -> Iterable[str]:
-    """One item in full: problem, text, tokens (with their text by `tokenizer`), versions, log-probabilities, reward."""
+def show(
+    db: sqlite3.Connection,
+    item: int,
+    tokenizer: "Tokenizer | None" = None,
+    only: int | None = None,
+    full: bool = False,
+    tokens: bool = False,
+) -> Iterable[str | Text]:
+    """One item: what the ledger knows, the problem, and its samples or the `only` one of them, as `transcript.py` reads
+    them, long passages in `full`; with `tokens` each of these too. Text by `tokenizer`."""
     rows = db.execute("SELECT * FROM items WHERE item = ?", [item])
     names = [column[0] for column in rows.description]
     found = rows.fetchone()
@@ -155,28 +178,42 @@ def show(db: sqlite3.Connection, item: int, tokenizer: "Tokenizer | None" = None
     yield from (f"{name:<12} {value}" for name, value in zip(names, found, strict=True))
     problem = db.execute("SELECT problem FROM problems WHERE row = ?", [found[names.index("row")]]).fetchone()
     yield f"problem      {problem[0] if problem else 'not recorded'}"
-    for idx, data in db.execute(SAMPLES, [item]).fetchall():
+    samples = dict(db.execute(SAMPLES, [item]).fetchall())
+    if only is not None and only not in samples:
+        raise LedgerError(f"--sample {only}: item {item} has the samples {', '.join(map(str, samples)) or 'of none'}")
+    for idx in samples if only is None else [only]:
         yield ""
+        data = samples[idx]
         removed = [f"sample {idx}     removed (buffer.keep: checkpoints)"]
-        yield from removed if data is None else _sample(idx, data, tokenizer)
+        yield from removed if data is None else _sample(idx, Sample.unpack(data), tokenizer, full, tokens)
 
 
-def _sample(index: int, data: bytes, tokenizer: "Tokenizer | None") -> Iterable[str]:
-    sample = Sample.unpack(data)
+def _sample(
+    index: int, sample: Sample, tokenizer: "Tokenizer | None", full: bool, tokens: bool
+) -> Iterable[str | Text]:
+    turns, segments, size = num_turns(sample.sampled.numpy()), len(sample.starts), sample.tokens.shape[0]
+    counted = f"{size} tokens in {turns} turn{'s' * (turns > 1)}"
+    counted += f" and {segments} segments" if segments > 1 else ""
     figures = " ".join(f"{name} {value:g}" for name, value in sample.metrics.items())
-    yield f"sample {index}     reward {sample.reward:g}, {sample.finish}, {sample.tokens.shape[0]} tokens {figures}"
-    of_row = 0
-    for image in sample.images:
-        what = f"{len(image.data):,} bytes of its task" if image.data else f"image {of_row} of its row"
-        of_row += not image.data
+    yield Text(f"sample {index}     reward {sample.reward:g}, {sample.finish}, {counted} {figures}".rstrip(), "bold")
+    for image, number in zip(sample.images, sample.row_images, strict=True):
+        what = f"{len(image.data):,} bytes of its task" if number is None else f"image {number} of its row"
         yield f"    at token {image.start}: {what}, pixels {image.digest[:12]}"
-    yield from (f"    {line}" for line in sample.answer.splitlines())
+    yield from transcript.lines(transcript.chapters(sample, tokenizer), full)
+    if tokenizer is None:
+        yield from (f"    {line}" for line in transcript.visible(sample.answer).splitlines())
+    if tokens:
+        yield from _table(sample, tokenizer)
+
+
+def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
+    """A line for each token."""
     yield f"    {'position':>8} {'token':>8} {'version':>8} {'logprob':>10}{'  text' if tokenizer else ''}"
     columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
     for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
         figures = f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}"
         text = json.dumps(tokenizer.decode([token], skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
-        yield f"    {position:>8} {token:>8} {figures}  {text}".rstrip()
+        yield f"    {position:>8} {token:>8} {figures}  {transcript.visible(text)}".rstrip()
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
@@ -201,5 +238,9 @@ def _row(*fields: Any) -> dict[str, Any]:
     sample = Sample.unpack(fields[-1])
     scalars = {"reward": sample.reward, "finish": sample.finish, "answer": sample.answer}
     arrays = {name: getattr(sample, name).numpy() for name in Sample.DTYPES}
-    further = {"metrics": json.dumps(sample.metrics), "images": [image.model_dump() for image in sample.images]}
+    further: dict[str, Any] = {
+        "metrics": json.dumps(sample.metrics),
+        "images": [image.model_dump() for image in sample.images],
+    }
+    further |= {"starts": sample.starts, "turn_rewards": sample.turn_rewards}
     return dict(zip(COLUMNS.names, fields[:-1], strict=False)) | scalars | arrays | further

@@ -29,6 +29,9 @@ FILES = (
 BUILT_IN = {"reward.function": ("countdown", "math"), "rollout.task": ("single_turn",)}
 """Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
 
+TURN_ADVANTAGES = ("group_mean", "leave_one_out")
+"""Values of `algorithm.advantage` with which `algorithm.turn_discount` is defined."""
+
 ENGINE_KEYS_ELSEWHERE = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -132,6 +135,10 @@ def _algorithm(config: Config) -> Iterator[str]:
     if algorithm.loss == "gspo" and aggregation in ("prompt", "constant"):
         problem = f"algorithm.aggregation: {aggregation} has no effect with algorithm.loss gspo"
         yield f"{problem}, a mean over samples by definition; set algorithm.aggregation: sequence or another loss"
+    if algorithm.turn_discount is not None and algorithm.advantage not in TURN_ADVANTAGES:
+        problem = f"algorithm.turn_discount: {algorithm.turn_discount:g} needs a baseline that is a mean of returns"
+        remedy = f"set algorithm.advantage: {' or '.join(TURN_ADVANTAGES)}, or turn_discount: null"
+        yield f"{problem}, which algorithm.advantage {algorithm.advantage} is not; {remedy}"
     if algorithm.overlong == "soft" and algorithm.overlong_buffer >= answer:
         problem = f"algorithm.overlong_buffer: {algorithm.overlong_buffer} is not below sampling.max_tokens {answer}"
         yield f"{problem}, every answer would be punished; lower it or raise sampling.max_tokens"

@@ -186,6 +186,9 @@ def _notes_on_learning(config: Config) -> Iterator[str]:
         yield "algorithm.reference_kl keeps a frozen copy of the model and costs one more forward pass"
     if algorithm.loss == "m2po":
         yield "algorithm.loss m2po costs one more forward pass: its budget is of the whole batch"
+    if algorithm.turn_discount is not None and config.batch.skip_zero_variance:
+        turns = "algorithm.turn_discount credits single turns, and groups are left out whose samples have equal rewards"
+        yield f"{turns} in all, though their turns may differ; set batch.skip_zero_variance: false"
 
 
 def _notes_on_addresses(config: Config) -> Iterator[str]:

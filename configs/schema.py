@@ -130,6 +130,9 @@ class AlgorithmConfig(Section):
     """Policy loss; docs/algorithms.md has formula, paper and known staleness of each."""
     advantage: Literal["group_mean", "group_std", "batch_std", "leave_one_out", "reinforce_baseline"] = "group_mean"
     """How a group's rewards become advantages."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Credit a turn with the rewards from it on, those of k turns later times this to the power k, less the group's
+    baseline; needs `advantage: group_mean` or `leave_one_out`. null: every turn gets the advantage of its sample."""
     aggregation: Literal["token", "sequence", "prompt", "constant"] = "token"
     """What the loss is averaged over: all tokens; the tokens of a sample, then samples; the tokens of a problem, then
     problems; or a constant length."""

@@ -33,7 +33,8 @@ MAY: dict[str, set[str]] = {
     "buffer.ledger": {"buffer.ledger"},
     "buffer.store": {"configs", "buffer.problems", "buffer.ledger", "buffer.store"},
     "buffer.wire": {*WIRE, "buffer.ledger", "buffer.store"},
-    "buffer.inspect": {*WIRE, "buffer.ledger", "buffer.store", "buffer.inspect"},
+    "buffer.transcript": {*WIRE, "buffer.transcript"},
+    "buffer.inspect": {*WIRE, "buffer.ledger", "buffer.store", "buffer.transcript", "buffer.inspect"},
     "learner": {*WIRE, "learner"},
     "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
     "learner.algorithms": {"configs", "learner.algorithms"},

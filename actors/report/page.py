@@ -5,6 +5,7 @@ Used by `summary.py`; renders a `Report` with the template `page.html`. Waits fo
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from actors.watch.metrics_log import Records, moving_mean
+from buffer.transcript import Chapter
 from configs.schema import Config
 
 PANELS = (
@@ -31,6 +33,8 @@ class Example:
     answer: str
     reward: float
     source: str = ""
+    episode: Sequence[Chapter] = ()
+    """The whole sample, where it has several turns."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,8 +20,10 @@ from rich.text import Text
 from actors.report.page import EvaluatedModel, Example, Report, figure, page
 from actors.watch.metrics_log import Records
 from actors.watch.run_state import failures, find_run, stored
+from buffer.inspect import tokenizer_of
 from buffer.store.sqlite import StoreError, reading
-from buffer.wire.sample import Sample
+from buffer.transcript import chapters, lines
+from buffer.wire.sample import Sample, num_turns
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
 from configs.schema import Config
@@ -56,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     (run / "report.html").write_text(page(report, png), encoding="utf-8")
     console = Console(highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
-        console.print(Text(line))
+        console.print(Text(line) if isinstance(line, str) else line)
     return DONE
 
 
@@ -70,7 +73,7 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
     examples, failed = {}, ""
     if file.is_file():
         try:
-            examples, failed = stored_examples(file), failures(stored(file))
+            examples, failed = stored_examples(file, config.model.path), failures(stored(file))
         except StoreError as error:  # the records are enough for a report
             print(error, file=sys.stderr)
     if len(models) > 1 and models[0].examples and models[-1].examples:
@@ -99,18 +102,24 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
     return EvaluatedModel(str(entry["model"]), reward, solved, examples)
 
 
-def stored_examples(file: Path) -> dict[str, list[Example]]:
-    """`EXAMPLES` answers each of the first and of the last batches whose samples are still stored."""
+def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
+    """`EXAMPLES` answers each of the first and of the last batches whose samples are still stored; `model` has the
+    tokenizer, for those of several turns."""
     found = {}
     with closing(reading(file)) as db:
         for title, order in (("before", "ASC"), ("after", "DESC")):
             rows = db.execute(FIRST_SAMPLES.format(order=order), [EXAMPLES])
-            found[title] = [_example(*row) for row in rows if row[2]]
+            found[title] = [_example(model, *row) for row in rows if row[2]]
     return found
 
 
-def _example(batch: int, problem: str | None, data: bytes, reward: float) -> Example:
-    return Example(prompt_of(json.loads(problem or "{}")), Sample.unpack(data).answer, reward, f"batch {batch}")
+def _example(model: str, batch: int, problem: str | None, data: bytes, reward: float) -> Example:
+    sample, prompt = Sample.unpack(data), prompt_of(json.loads(problem or "{}"))
+    episode = []
+    if num_turns(sample.sampled.numpy()) > 1 and (tokenizer := tokenizer_of(model)):
+        read = chapters(sample, tokenizer)
+        episode = [replace(each, passages=[passage.folded() for passage in each.passages]) for each in read]
+    return Example(prompt, sample.answer, reward, f"batch {batch}", episode)
 
 
 def prompt_of(problem: dict[str, Any]) -> str:
@@ -121,7 +130,7 @@ def prompt_of(problem: dict[str, Any]) -> str:
     return str(prompt)
 
 
-def summary(report: Report) -> Iterator[str]:
+def summary(report: Report) -> Iterator[str | Text]:
     """The report on the terminal."""
     if rewards := report.records.column("reward/mean")[1]:
         first, last = rewards[:5], rewards[-20:]
@@ -140,8 +149,13 @@ def summary(report: Report) -> Iterator[str]:
     for title, examples in report.examples.items():
         for example in examples:
             source = f"{example.source}, " if example.source else ""
-            yield f"\n{title} ({source}reward {example.reward:.2f}): {example.prompt.strip()}"
-            yield f"  {example.answer.strip()}"
+            head = f"\n{title} ({source}reward {example.reward:.2f}):"
+            if example.episode:
+                yield head
+                yield from lines(example.episode)
+            else:
+                yield f"{head} {example.prompt.strip()}"
+                yield f"  {example.answer.strip()}"
     yield ""
 
 

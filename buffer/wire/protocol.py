@@ -19,7 +19,7 @@ from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 5
+PROTOCOL = 6
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 

@@ -7,6 +7,7 @@ of bytes; used by `handlers.py`.
 """
 
 from functools import lru_cache
+from itertools import count, pairwise
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,7 +31,7 @@ class SampleImage(Message):
     """`Picture.digest`: of the pixels that the model saw."""
     data: bytes = b""
     """The encoded file of an image that the task made; empty for those of the row, which follow each other: the k-th
-    image without data is the row's k-th."""
+    image without data is the row's k-th, counted anew in each segment."""
 
 
 class Sample(Message):
@@ -42,7 +43,7 @@ class Sample(Message):
     """
 
     tokens: Array
-    """int32: token ids of prompt, answer and, in several turns, of what the environment said."""
+    """int32: token ids of prompt, answer and, in several turns, of what the environment said; segment by segment."""
     sampled: Array
     """uint8: 1 where the policy sampled the token, 0 where it was given."""
     behaviour_logprobs: Array
@@ -58,6 +59,11 @@ class Sample(Message):
     """Further numbers of the reward function or task, averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
     """In order of `start`."""
+    starts: list[Count] = Field(default_factory=lambda: [0])
+    """Where each segment begins among the tokens. A segment is a text by itself: its tokens were sampled with those
+    before them in the segment as context, and with no others."""
+    turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=list)
+    """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -74,15 +80,43 @@ class Sample(Message):
                 raise ValueError(
                     f"{name} must be {dtype}{self.tokens.shape}, one-dimensional; is {array.dtype}{array.shape}"
                 )
-        if not self.sampled.numpy().any():
+        sampled = self.sampled.numpy() != 0
+        if not sampled.any():
             raise ValueError("a sample without a sampled token")
         before = -1
         for place, image in enumerate(self.images):
-            if not before < image.start < self.tokens.shape[0] or self.sampled.numpy()[image.start]:
-                rule = f"images stand in order, among the {self.tokens.shape[0]} tokens, where a token was given"
+            if not before < image.start < sampled.size or sampled[image.start]:
+                rule = f"images stand in order, among the {sampled.size} tokens, where a token was given"
                 raise ValueError(f"image {place} at token {image.start}: {rule}")
             before = image.start
+        usual = self.starts == [0] and not sampled[0] and not self.turn_rewards
+        if not usual and (wrong := wrong_segments(self.starts, sampled) or self._wrong_rewards(sampled)):
+            raise ValueError(wrong)
         return self
+
+    def _wrong_rewards(self, sampled: np.ndarray) -> str:
+        """Why `turn_rewards` are none of these turns, or their sum is not `reward`; "" where all is well."""
+        rewards, total = self.turn_rewards, self.reward
+        if rewards and len(rewards) != (number := num_turns(sampled)):
+            return f"{len(rewards)} turn_rewards for {number} turns; one for each run of sampled tokens, or none"
+        if rewards and abs(sum(rewards) - total) > MOST_OFF * max(1.0, abs(total)):
+            return f"turn_rewards sum to {sum(rewards):g}, and reward is {total:g}; it is their sum"
+        return ""
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Of each segment, the index of its first token and that after its last."""
+        return list(pairwise([*self.starts, self.tokens.shape[0]]))
+
+    @property
+    def row_images(self) -> list[int | None]:
+        """Of each image which of its row's it is; None for one that the task made."""
+        found = list[int | None]()
+        for start, stop in self.bounds:
+            number = count()
+            inside = [image for image in self.images if start <= image.start < stop]
+            found += [None if image.data else next(number) for image in inside]
+        return found
 
     def pack(self) -> bytes:
         """The sample as bytes: what `Put` carries, the store keeps and `Part` delivers, unopened."""
@@ -94,8 +128,29 @@ class Sample(Message):
         return cls.model_validate(open_map(data))
 
 
+def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
+    """Why no segments of these tokens begin at `starts`, "" where they do; `sampled`: [tokens] bool."""
+    if not starts or starts[0] != 0 or any(last >= start for last, start in pairwise([*starts, sampled.size])):
+        return f"starts {starts!r:.60}: they begin with 0 and rise within the {sampled.size} tokens"
+    if (own := sampled[np.array(starts)]).any():
+        where = f"segment {own.argmax()} at token {starts[own.argmax()]}"
+        return f"{where} begins with a sampled token; at least one was given before it, which predicts it"
+    if not (some := np.logical_or.reduceat(sampled, starts)).all():
+        return f"segment {some.argmin()} at token {starts[some.argmin()]} has no sampled token; leave it out"
+    return ""
+
+
+def num_turns(sampled: np.ndarray) -> int:
+    """Maximal runs of sampled tokens among [tokens] bool, or of 0 and 1. Every segment begins with a given token, so
+    none of them goes on in another segment."""
+    flags = np.asarray(sampled, bool)
+    return int(flags[:1].sum() + np.count_nonzero(flags[1:] & ~flags[:-1]))
+
+
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 """The fields that follow the arrays."""
+MOST_OFF = 1e-6
+"""Of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
 BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
 
 
@@ -108,7 +163,7 @@ def sample_stats(data: bytes) -> SampleStats:
 
 
 def _parse_fast(data: bytes) -> SampleStats | None:
-    """The same for what `Sample.pack` wrote of a sample without images; None: look closer."""
+    """The same for what `Sample.pack` wrote of a sample of one segment, without images; None: look closer."""
     number = _num_tokens(data)
     headers, places, end = _layout(number)
     for position, fixed in headers:
@@ -120,10 +175,10 @@ def _parse_fast(data: bytes) -> SampleStats | None:
         rest = msgpack.unpackb(HEAD_OF_SCALARS + data[end:], **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
         return None
-    if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags:
+    if not _sound(rest) or (versions >= 0).tobytes() != flags or 1 not in flags or flags[0]:
         return None
     oldest = int(np.minimum.reduce(versions.view("<u4")))  # of those that are not -1
-    trainable, truncated = flags.count(1, 1), rest["finish"] == "length"
+    trainable, truncated = flags.count(1), rest["finish"] == "length"
     return SampleStats(number, trainable, rest["reward"], truncated, oldest, rest["metrics"], flags.index(1))
 
 
@@ -136,9 +191,9 @@ def _parse_checked(data: bytes) -> SampleStats:
     oldest = int(sample.versions.numpy()[sampled].min())
     if oldest < 0:
         raise ValueError("a sampled token without the policy version that sampled it")
-    trainable = int(sampled[1:].sum())  # nothing predicts the first token
+    trainable = int(sampled.sum())  # none of them is a segment's first token, which nothing predicts
     truncated, prompt = sample.finish == "length", int(sampled.argmax())
-    images = sum(not image.data for image in sample.images)
+    images = 1 + max((number for number in sample.row_images if number is not None), default=-1)
     return SampleStats(sampled.size, trainable, sample.reward, truncated, oldest, sample.metrics, prompt, images)
 
 
@@ -152,6 +207,9 @@ def _sound(rest: dict[str, Any]) -> bool:
         and rest["finish"] in ("stop", "length")
         and type(rest["answer"]) is str
         and rest["images"] == []
+        and rest["starts"] == [0]
+        and type(rest["starts"][0]) is int  # False is equal to 0
+        and rest["turn_rewards"] == []
         and type(metrics) is dict
         and all(type(name) is str and type(value) is float for name, value in metrics.items())
     )

@@ -64,6 +64,18 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
+def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
+    """G_t = sum over k >= t of discount^(k - t) r_k, over the turns k of the same sample: [turns] float64.
+
+    `rewards` [turns]; `samples` [turns] int64: the sample of each turn, whose turns follow each other in order.
+    """
+    returns, behind = list[float](), (-1, 0.0)
+    for reward, sample in zip(reversed(rewards.tolist()), reversed(samples.tolist()), strict=True):
+        behind = sample, reward + (discount * behind[1] if behind[0] == sample else 0.0)
+        returns.append(behind[1])
+    return torch.tensor(returns[::-1], dtype=torch.float64)
+
+
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
     """Rewards minus a penalty that grows from 0 to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
 

@@ -36,8 +36,7 @@ def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
     """Tokens of samples with A < 0 whose mean log mu - log pi exceeds `delta` (DeepSeek-V3.2, arXiv:2512.02556)."""
     if delta is None:
         return torch.zeros_like(inputs.sampled)
-    drift = inputs.sequence_mean(-inputs.log_ratio.detach())
-    return (inputs.advantages < 0) & (drift > delta)
+    return (inputs.advantages < 0) & (-inputs.mean_log_ratio() > delta)
 
 
 def log_linear_proximal(inputs: LossInputs) -> Tensor:
@@ -63,7 +62,7 @@ def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float 
 
 def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor]:
     """1 for positive samples, else pi/mu of the sample, at most 1; and where it was larger (TOPR, arXiv:2503.14286)."""
-    log_ratio = inputs.per_sequence(inputs.log_ratio.detach())[inputs.sequence]
+    log_ratio = inputs.sample_log_ratio()
     return torch.where(positive, 1, log_ratio.clamp(max=0).exp()), ~positive & (log_ratio > 0)
 
 

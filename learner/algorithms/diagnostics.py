@@ -3,7 +3,8 @@
 Consumes cleaned `LossInputs` and the facts of the batch's samples; waits for nothing. The losses return `mismatch_sums`
 and `limit_sums`; `learner/train/step.py` all-reduces them and returns `summary` with `sample_metrics`;
 `learner/metrics.py` logs `alerts`. Sums are [] float64; one whose key ends in `_max` combines by maximum. The keys
-never depend on the data.
+never depend on the data. Where microbatches hold parts of samples, what is of whole samples is summed sample by sample
+until `combine` has all parts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Lower ends of the age buckets: 0, 1, 2-3, 4-7, ..., 64 and more versions."""
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 SIGNS = ("positive", "negative")
+BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
+"""Sums that are [samples], for `combine`."""
 MAX_LOG_WEIGHT = 350.0
 """A sample's log-weight is clamped to this only so that the square of its exp stays within float64."""
 
@@ -35,7 +38,11 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     table = torch.stack([sampled, -log_ratio, k3, log_ratio**2], dim=1) * sampled[:, None]
     sums = dict(zip(("tokens", "all/k1", "all/k3", "all/m2"), table.sum(0).unbind(), strict=True))
     sums |= {"weight": weight.sum(), "weight_squared": (weight**2).sum(), "ratio_max": _largest(weight)}
-    sums |= _sequence_sums(inputs, log_ratio)
+    totals = inputs.per_sequence(log_ratio), inputs.lengths()
+    if inputs.scattered:
+        sums |= {name: total[: inputs.num_sequences] for name, total in zip(BY_SAMPLE, totals, strict=True)}
+    else:
+        sums |= _sequence_sums(*totals)
     if inputs.entropy is not None:
         sums["entropy"] = inputs.entropy.detach().double().sum()
     if inputs.reference is not None:
@@ -44,10 +51,10 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     return sums | (_age_sums(inputs, table) if inputs.versions is not None else {})
 
 
-def _sequence_sums(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    present = inputs.lengths() > 0
-    log_weight = inputs.per_sequence(log_ratio).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    weight = torch.where(present, log_weight.exp(), 0)
+def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """From the sum of log-ratios, and the number of sampled tokens, of each sample: [samples] each."""
+    present = lengths > 0
+    weight = torch.where(present, log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), 0)
     return {
         "sequences": present.double().sum(),
         "sequence_weight": weight.sum(),
@@ -77,11 +84,12 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
     return sums
 
 
-def version_sums(num_versions: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Sums over samples of how many policy versions sampled each."""
-    numbers = torch.tensor(num_versions, dtype=torch.float64, device=device)
-    count = torch.ones_like(numbers).sum()
-    return {"versions_samples": count, "versions": numbers.sum(), "versions_max": _largest(numbers)}
+def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Of each of the `numbers`, which has one for each of a rank's samples, the sum and the largest; and how many."""
+    columns = {name: torch.tensor(of, dtype=torch.float64, device=device) for name, of in numbers.items()}
+    sums = {name: column.sum() for name, column in columns.items()}
+    sums |= {f"{name}_max": _largest(column) for name, column in columns.items()}
+    return sums | {"samples": torch.ones_like(next(iter(columns.values()))).sum()}
 
 
 def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
@@ -116,7 +124,9 @@ def is_max(key: str) -> bool:
 def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The sums of several microbatches, added up."""
     columns = {key: torch.stack([sums[key] for sums in microbatches]) for key in microbatches[0]}
-    return {key: column.amax() if is_max(key) else column.sum() for key, column in columns.items()}
+    totals = {key: column.amax(0) if is_max(key) else column.sum(0) for key, column in columns.items()}
+    of_samples = [totals.pop(name) for name in BY_SAMPLE if name in totals]
+    return totals | (_sequence_sums(*of_samples) if of_samples else {})
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
@@ -148,7 +158,9 @@ MEANS: dict[str, tuple[str, str]] = {
     **{f"limit/{what}_{sign}": (f"{sign}/{what}", "tokens") for what in ("masked", "capped") for sign in SIGNS},
     "entropy/mean": ("entropy", "tokens"),
     "reference/k3": ("reference/k3", "tokens"),
-    "age/versions_per_sample": ("versions", "versions_samples"),
+    "age/versions_per_sample": ("versions", "samples"),
+    "turns/mean": ("turns", "samples"),
+    "segments/mean": ("segments", "samples"),
 }
 """Metric: the sum and the count whose quotient it is."""
 
@@ -156,6 +168,8 @@ MAXIMA = {
     "ratio/max": "ratio_max",
     "age/token_max": "token_age_max",
     "age/versions_per_sample_max": "versions_max",
+    "turns/max": "turns_max",
+    "segments/max": "segments_max",
 }
 
 

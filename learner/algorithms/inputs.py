@@ -24,11 +24,11 @@ class LossInputs:
     behaviour: Tensor
     """float: log-probability recorded by the server that sampled it."""
     advantages: Tensor
-    """float: advantage of the token's sample."""
+    """float: advantage of the token's sample, or of its turn."""
     sampled: Tensor
     """bool: sampled by the policy, hence trained. All other tokens are context."""
     sequence: Tensor
-    """int64: index of the token's sample, in this microbatch or in the batch. A sample is never split."""
+    """int64: index of the token's sample, in this microbatch or, if they are `scattered`, in the batch."""
     num_sequences: int
     """Samples in the whole batch, over all microbatches and ranks."""
     num_tokens: int
@@ -49,7 +49,12 @@ class LossInputs:
     prompt_tokens: Tensor | None = None
     """int64: sampled tokens of the token's whole group, over all ranks; required by `aggregation: prompt`."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's sample. None: counted here, correct only if the sample is whole."""
+    """int64: sampled tokens of the token's sample. None: counted here, correct only if the sample is not scattered."""
+    scattered: bool = False
+    """Parts of a sample may be in other microbatches: then losses of whole samples need `sequence_log_ratio`."""
+    sequence_log_ratio: Tensor | None = None
+    """float: sum of `log_ratio` over the sampled tokens of the token's whole sample, under the same weights; comes with
+    `sequence_tokens`. None: counted here."""
     m2_limit: Tensor | None = None
     """[] float: `corrections.m2_limit` of the whole batch. None: of this microbatch, correct if it is the batch."""
 
@@ -80,6 +85,18 @@ class LossInputs:
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean of `values` over the sampled tokens of each token's sequence: [tokens]."""
         return (self.per_sequence(values) / self.lengths().clamp(min=1))[self.sequence]
+
+    def sample_log_ratio(self) -> Tensor:
+        """Sum of `log_ratio` over the sampled tokens of each token's sample, without gradient: [tokens]."""
+        if self.sequence_log_ratio is None:
+            return self.per_sequence(self.log_ratio.detach())[self.sequence]
+        return self.sequence_log_ratio
+
+    def mean_log_ratio(self) -> Tensor:
+        """Its mean likewise: [tokens]."""
+        if self.sequence_log_ratio is None or self.sequence_tokens is None:
+            return self.sequence_mean(self.log_ratio.detach())
+        return self.sequence_log_ratio / self.sequence_tokens.clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
     Always a mean over samples, regardless of `aggregation`. The gradient reaches each token through log pi - sg(log
     pi).
     """
-    log_ratio = inputs.sequence_mean(inputs.log_ratio.detach())
+    log_ratio = inputs.mean_log_ratio()
     sequence_ratio = (log_ratio + inputs.policy_logprobs - inputs.policy_logprobs.detach()).clamp(max=10).exp()
     return _clipped(sequence_ratio, inputs.advantages, config)
 

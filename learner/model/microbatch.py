@@ -1,4 +1,4 @@
-"""A microbatch: documents (prompt and answer) one after another in a single row, without padding.
+"""A microbatch: documents (a prompt and what follows it) one after another in a single row, without padding.
 
 Where samples of a group share their prompt, the row is [shared prompts | their answers, group by group | whole
 documents]: pieces that attention treats as documents, except that an answer sees its prompt too, and its positions go
@@ -67,6 +67,8 @@ class Microbatch:
     """int64 policy version that sampled the token, -1 for prompt tokens."""
     sequence: Tensor
     """int64 index of the token's sample in `Batch.rows`, of any of its group in a shared prompt; 0 in a dummy."""
+    turn: Tensor
+    """int64 index of a sampled token's turn in `Batch.turns`; -1 for tokens that were given."""
     shared: SharedPrompts | None
     """None: the row has whole documents only."""
     images: PackedImages | None = None
@@ -92,11 +94,12 @@ def lay_out(
     versions: Sequence[Any],
     rows: Sequence[int],
     groups: Sequence[int] = (),
+    turns: Sequence[Any] | None = None,
 ) -> Microbatch:
     """The microbatch of some pieces: of each piece an array for each field, and its index in `Batch.rows`.
 
     `groups`: numbers of answers to shared prompts. So many prompts come first, without trainable tokens, then the
-    answers to the first one, and so on; the rest are whole documents.
+    answers to the first one, and so on; the rest are whole documents. `turns`: None where no advantages are needed.
     """
 
     def joined(arrays: Sequence[Any], dtype: Any) -> Tensor:
@@ -124,6 +127,7 @@ def lay_out(
         behaviour=joined(behaviour, np.float32),
         versions=joined(versions, np.int64),
         sequence=torch.from_numpy(np.repeat(rows, lengths).astype(np.int64)),
+        turn=torch.full((len(before),), -1) if turns is None else joined(turns, np.int64),
         shared=_shared_prompts(cu_seqlens, groups) if groups else None,
     )
 

@@ -1,6 +1,7 @@
 """A rank's part of a batch becomes microbatches: samples are packed into rows of at most a token budget.
 
-Samples that share a prompt are packed as one unit, with the prompt once. Consumes the buffer's `Part`, which has a row
+Each segment of a sample is a document of its own, wherever the others are; documents that share a prompt are packed as
+one unit, with the prompt once. Consumes the buffer's `Part`, which has a row
 for each sample of the whole batch. `Batch.from_part` is a collective: the ranks agree on the number of microbatches, so
 that FSDP's collectives match. Used by `step.py`.
 """
@@ -8,6 +9,7 @@ that FSDP's collectives match. Used by `step.py`.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -23,13 +25,41 @@ from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, n
 LEAST_SAVED = 0.03
 """A prompt is shared where that saves at least this share of its samples' tokens: the second call of attention and the
 joining have their price."""
-Document = tuple[Sample, int]
-"""A sample, and its index in `Batch.rows`."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A segment of a sample, which attention sees as a text by itself. Its sample is the unit of everything else."""
+
+    row: int
+    """Index of its sample in `Batch.rows`."""
+    columns: Sequence[np.ndarray]
+    """Arrays of `Sample.DTYPES`, and the index in `Batch.turns` of each sampled token, -1 of others: [tokens] each."""
+    images: Sequence[SeenImage] = ()
+    """With their places in the document."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.columns[0])
+
+    @property
+    def prompt(self) -> int:
+        """Tokens before the first sampled one."""
+        return int(self.columns[1].argmax())
+
+
+class Turns(NamedTuple):
+    """The turns of a rank's samples, in order; a sample without rewards for them has its whole reward in the last."""
+
+    rows: np.ndarray
+    """int64 [turns]: index of the sample in `Batch.rows`."""
+    rewards: np.ndarray
+    """float64 [turns]"""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Samples that share their prompt, which is computed once; or a single one, whole."""
+    """Documents that share their prompt, which is computed once; or a single one, whole."""
 
     documents: Sequence[Document]
     prompt: int
@@ -37,8 +67,8 @@ class Unit:
 
     @property
     def answers(self) -> list[int]:
-        """Tokens of each sample after the prompt."""
-        return [sample.tokens.shape[0] - self.prompt for sample, _ in self.documents]
+        """Tokens of each document after the prompt."""
+        return [document.tokens - self.prompt for document in self.documents]
 
     @property
     def tokens(self) -> int:
@@ -52,7 +82,7 @@ class Unit:
 
     @property
     def saves(self) -> float:
-        """Share of the samples' tokens that need not be computed."""
+        """Share of the documents' tokens that need not be computed."""
         saved = (len(self.documents) - 1) * self.prompt
         return saved / (saved + self.tokens)
 
@@ -66,6 +96,12 @@ class Batch:
     """The same on every rank."""
     num_versions: list[int]
     """For each of this rank's samples: how many policy versions sampled its tokens."""
+    num_segments: list[int]
+    """Likewise."""
+    turns: Turns
+    """Of this rank's samples."""
+    scattered: bool
+    """Samples may be spread over several microbatches, of this rank or another."""
     microbatches: list[Microbatch]
     tokens: int
     """Of this rank's rows: each shared prompt counts once, dummies do not."""
@@ -83,24 +119,24 @@ class Batch:
         patch_cost: float = 0.0,
     ) -> "Batch":
         """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each of them; a
-        longer sample gets one of its own.
+        longer document gets one of its own.
 
         `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n²; `patch_cost`: cost of a
         patch of its images. `form`: how a vision-language model sees images. Raises RuntimeError when the ranks' parts
         are not of one batch, PictureMismatch, on all ranks, if one has an image that is not what the policy saw.
         """
         samples = [Sample.unpack(data) for data in part.samples]
-        documents = list(zip(samples, part.positions.numpy().tolist(), strict=True))
         seen, problem = open_images(part, samples, form)
-        items = part.rows.item.numpy()
-        units = shared_units(documents, items, budget, seen) if share_prompts else alone(documents)
-        images = [[image for _, row in unit.documents for image in seen.get(row, ())] for unit in units]
+        documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen)
+        units = shared_units(documents, part.rows.item.numpy(), budget) if share_prompts else alone(documents)
+        images = [[image for document in unit.documents for image in document.images] for unit in units]
         lengths, squares = [unit.tokens for unit in units], [unit.squares for unit in units]
         patches, sizes = list(map(num_patches, images)), list(map(_room, lengths, images))
         least = max(len(first_fit(sizes, budget)), 1)
         version, digest = part.version, crc32(part.rows.item.data + part.rows.reward.data)
-        agreed = map(int, collectives.all_reduce_max(least, version, -version, digest, -digest, bool(problem)))
-        number, newest, oldest, largest, smallest, mismatch = agreed
+        segments = [len(sample.starts) for sample in samples]
+        mine = (least, version, -version, digest, -digest, max(segments, default=0), bool(problem))
+        number, newest, oldest, largest, smallest, most, mismatch = map(int, collectives.all_reduce_max(*mine))
         if (newest, largest) != (-oldest, -smallest):
             raise RuntimeError(
                 f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree"
@@ -109,9 +145,31 @@ class Batch:
             raise PictureMismatch(problem or "another rank has an image that is not what the policy saw")
         figures = zip(lengths, squares, patches, strict=True)
         costs = [n + quadratic * q + patch_cost * p for n, q, p in figures]
-        microbatches = [pack([units[i] for i in chosen], seen) for chosen in balance(sizes, costs, budget, number)]
+        microbatches = [pack([units[i] for i in chosen]) for chosen in balance(sizes, costs, budget, number)]
         versions = [_num_versions(sample) for sample in samples]
-        return cls(part.version, part.rows, versions, microbatches, sum(lengths), sum(squares))
+        known = (part.version, part.rows, versions, segments, turns, most > 1 and number > 1)
+        return cls(*known, microbatches, sum(lengths), sum(squares))
+
+
+def documents_of(
+    samples: Sequence[Sample], rows: Sequence[int], seen: Seen = NOTHING_SEEN
+) -> tuple[list[Document], Turns]:
+    """The segments and turns of `samples`, whose indices in `Batch.rows` are `rows`; `seen`: their images, by row."""
+    documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
+    for sample, row in zip(samples, rows, strict=True):
+        sampled = sample.sampled.numpy() != 0
+        begins = sampled[1:] & ~sampled[:-1]  # no segment begins with a sampled token
+        number, first = np.count_nonzero(begins), len(rewards)
+        since = first if number == 1 else first - 1 + np.concatenate([[0], begins.cumsum()])
+        turn = np.where(sampled, since, -1)
+        turn_rows += [row] * number
+        rewards += sample.turn_rewards or [*[0.0] * (number - 1), sample.reward]
+        columns = [*(getattr(sample, name).numpy() for name in Sample.DTYPES), turn]
+        for start, stop in sample.bounds:
+            images = [image._replace(start=image.start - start) for image in seen.get(row, ()) if image.start >= start]
+            inside = [image for image in images if image.start < stop - start]
+            documents.append(Document(row, [column[start:stop] for column in columns], inside))
+    return documents, Turns(np.array(turn_rows, np.int64), np.array(rewards, np.float64))
 
 
 def alone(documents: Sequence[Document]) -> list[Unit]:
@@ -119,27 +177,24 @@ def alone(documents: Sequence[Document]) -> list[Unit]:
     return [Unit([document], 0) for document in documents]
 
 
-def shared_units(
-    documents: Sequence[Document], items: np.ndarray, budget: int, seen: Seen = NOTHING_SEEN
-) -> list[Unit]:
+def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
     """The documents in units of at most `budget` tokens, and as many patches as it allows: those of one item with the
     same prompt together.
 
-    `items`: of each row of the batch. `seen`: images, by row. A group larger than the budget becomes several units; a
+    `items`: of each row of the batch. A group larger than the budget becomes several units; a
     document without others of its prompt is one by itself, and so is each of a unit that would save less than
     `LEAST_SAVED`.
     """
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
-    for sample, row in documents:
-        prompt = sample.tokens.numpy()[: sample.sampled.numpy().argmax()]
-        shown = tuple(image.picture.digest for image in seen.get(row, ()) if image.start < len(prompt))
-        groups[items[row], prompt.tobytes(), shown].append((sample, row))
+    for document in documents:
+        prompt = document.columns[0][: document.prompt]
+        shown = tuple(image.picture.digest for image in document.images if image.start < len(prompt))
+        groups[items[document.row], prompt.tobytes(), shown].append(document)
     units = []
-    for (_, text, _), group in groups.items():
-        whole = Unit(group, len(text) // group[0][0].tokens.numpy().itemsize)
-        images = [seen.get(row, ()) for _, row in group]
-        before = _room(whole.prompt, [image for image in images[0] if image.start < whole.prompt])
-        behind = [[image for image in each if image.start >= whole.prompt] for each in images]
+    for group in groups.values():
+        whole = Unit(group, group[0].prompt)
+        before = _room(whole.prompt, [image for image in group[0].images if image.start < whole.prompt])
+        behind = [[image for image in each.images if image.start >= whole.prompt] for each in group]
         answers = list(map(_room, whole.answers, behind))
         for chosen in first_fit(answers, max(budget - before, 1)):
             unit = Unit([group[i] for i in chosen], whole.prompt)
@@ -156,21 +211,20 @@ def _num_versions(sample: Sample) -> int:
     return len(np.unique(sample.versions.numpy()[sample.sampled.numpy() != 0]))
 
 
-def pack(units: Sequence[Unit], seen: Seen = NOTHING_SEEN) -> Microbatch:
-    """A microbatch of `units`, with the images `seen` by row; of none, a dummy without trainable tokens."""
+def pack(units: Sequence[Unit]) -> Microbatch:
+    """A microbatch of `units`; of none, a dummy without trainable tokens."""
     if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
     shared = [unit for unit in units if len(unit.documents) > 1]
     pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
     pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]
     pieces += [(unit.documents[0], slice(None)) for unit in units if len(unit.documents) == 1]
-    names = ("tokens", "sampled", "behaviour_logprobs", "versions")
-    arrays = ([getattr(sample, name).numpy()[part] for (sample, _), part in pieces] for name in names)
-    tokens, sampled, behaviour, versions = arrays
-    rows, groups = [row for (_, row), _ in pieces], [len(unit.documents) for unit in shared]
-    packed = lay_out(tokens, sampled, behaviour, versions, rows, groups)
-    pictured = [Piece(seen.get(row, ()), sample.tokens.shape[0], part) for (sample, row), part in pieces]
-    return show(packed, pictured) if seen else packed
+    columns = zip(*([column[part] for column in document.columns] for document, part in pieces), strict=True)
+    tokens, sampled, behaviour, versions, turns = columns
+    rows, groups = [document.row for document, _ in pieces], [len(unit.documents) for unit in shared]
+    packed = lay_out(tokens, sampled, behaviour, versions, rows, groups, turns)
+    pictured = [Piece(document.images, document.tokens, part) for document, part in pieces]
+    return show(packed, pictured)
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -29,6 +29,13 @@ def all_reduce_max(*numbers: float) -> list[float]:
     return tensor.tolist()  # type: ignore[no-any-return]
 
 
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The sum of every rank's `values`, CPU tensors of one shape."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
 def broadcast_from_rank0(number: int) -> int:
     """Rank 0's `number`, on every rank."""
     tensor = torch.tensor(number, dtype=torch.int64)

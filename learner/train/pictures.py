@@ -63,14 +63,13 @@ def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None)
 
 def _files(part: Part, row: int, sample: Sample) -> Iterator[tuple[str, bytes]]:
     """Of each image of a sample what to call it, and its file."""
-    item, number = int(part.rows.item.numpy()[row]), 0
+    item = int(part.rows.item.numpy()[row])
     of_row = next((images.images for images in part.images if images.item == item), [])
-    for turn, image in enumerate(sample.images):
-        if image.data:
+    for turn, (image, number) in enumerate(zip(sample.images, sample.row_images, strict=True)):
+        if number is None:
             yield f"item {item}: image {turn} of a sample, made by its task", image.data
         elif number < len(of_row):
             yield f"item {item}: image {number} of its row in data.train", of_row[number]
-            number += 1
         else:
             problem = f"its row in data.train has {len(of_row)} images, and a sample shows more"
             raise PictureMismatch(f"item {item}: {problem}; {SAME_DATA}")

@@ -5,6 +5,7 @@ batch. A collective: all ranks must call it, each with its part of the same batc
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from torch import Tensor
 from buffer.images import ImageFormat
 from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
-from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong
+from learner.algorithms.advantages import ADVANTAGES, mask_overlong, soft_overlong, turn_returns
 from learner.algorithms.corrections import m2_limit, m2_squares
-from learner.algorithms.diagnostics import combine, is_max, sample_metrics, summary, version_sums
-from learner.algorithms.inputs import LossContext
+from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sample_metrics, summary
+from learner.algorithms.inputs import LossContext, LossInputs
 from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
@@ -26,7 +27,7 @@ from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
 
-PER_SAMPLE = ("advantages", "prompt_tokens", "sequence_tokens")
+PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 PHASES = ("pack", "backward", "update")
 """Of a step: packing the batch, forward and backward passes, optimizer."""
@@ -63,7 +64,7 @@ class Algorithm:
         costs = policy.attention_cost, policy.patch_cost
         batch = Batch.from_part(part, self.budget, costs[0], policy.share_prompts, self.form, costs[1])
         times.append(time.perf_counter())
-        sums = self.backward(policy, batch) | version_sums(batch.num_versions, policy.device)
+        sums = self.backward(policy, batch) | per_sample_sums(_of_samples(batch), policy.device)
         computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         totals = _all_reduce(sums)  # waits for the GPU
@@ -84,6 +85,8 @@ class Algorithm:
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
         if needs_first_pass(self.config):
             shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
+        if batch.scattered and not is_tokenwise(self.config):
+            shared["sequence_log_ratio"] = self._log_ratios(policy, microbatches, shared)
         return combine([self.backward_of(policy, microbatch, shared) for microbatch in microbatches])
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
@@ -116,36 +119,72 @@ class Algorithm:
         return total, loss(context.inputs(logprobs, entropy), self.config)[1]
 
     def shared_context(self, batch: Batch, device: torch.device) -> dict[str, Any]:
-        """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`."""
+        """Fields of `LossInputs` that come from the whole batch; tensors are [samples], in order of `batch.rows`, but
+        `advantages`, which are of this rank's turns."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
         return {
-            "advantages": self._advantages(batch.rows).to(device),
+            "advantages": self._advantages(batch).to(device),
             "prompt_tokens": group_tokens[group].to(device),
             "sequence_tokens": sampled.to(device),
             "num_sequences": len(sampled),
             "num_tokens": int(sampled.sum()),
             "num_prompts": len(group_tokens),
             "version": batch.version,
+            "scattered": batch.scattered,
         }
 
-    def _advantages(self, rows: SampleRows) -> Tensor:
-        """Advantage of each row: [samples] float32. Every rank computes all: it is cheap and exact."""
-        config = self.config
-        rewards, items, lengths, truncated = _tensors(rows)
+    def _advantages(self, batch: Batch) -> Tensor:
+        """Advantage of each of this rank's turns, then a 0 for what was given: [turns + 1] float32.
+
+        Every rank computes those of all samples of the batch: it is cheap and exact.
+        """
+        config, turns = self.config, torch.from_numpy(batch.turns.rows)
+        rewards, items, lengths, truncated = _tensors(batch.rows)
         if config.overlong == "soft":
             rewards = soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
-        advantages = ADVANTAGES[config.advantage](rewards, items, lengths)
+        later = torch.zeros(())
+        if config.turn_discount is not None:
+            returns, rewards = discounted(batch, rewards, config.turn_discount)
+            later = returns - rewards[turns]
+        advantages = ADVANTAGES[config.advantage](rewards, items, lengths)[turns] + later
         if config.overlong == "mask":
-            advantages = mask_overlong(advantages, truncated.bool())
-        return advantages.float()
+            advantages = mask_overlong(advantages, truncated.bool()[turns])
+        return torch.cat([advantages.float(), torch.zeros(1)])
+
+    def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
+        """Of each sample the sum of its log-ratios, from one more forward pass: [samples] float, 0 for other ranks'."""
+        inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
+        sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
+        return torch.stack(sums).sum(0)
 
     def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
         """M2PO's limit over the whole batch, from one more forward pass; see `needs_first_pass`."""
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         squares = collectives.all_gather_ragged(torch.cat([m2_squares(each.clean()) for each in inputs]))
         return m2_limit(torch.cat(squares), self.config.m2_budget)
+
+
+def discounted(batch: Batch, rewards: Tensor, discount: float) -> tuple[Tensor, Tensor]:
+    """The return of each of this rank's turns, and the first return of each sample of the batch: [turns] and [samples]
+    float64.
+
+    `rewards` [samples] are those of the rows, or less: a penalty is the last turn's. A collective: the rows know
+    nothing of turns, so each rank tells the returns of its own samples.
+    """
+    turns, turn_rewards = map(torch.from_numpy, batch.turns)
+    last, first = turns.diff(append=turns.new_tensor([-1])) != 0, turns.diff(prepend=turns.new_tensor([-1])) != 0
+    penalties = rewards - torch.tensor(batch.rows.reward.numpy())
+    returns = turn_returns(turn_rewards + torch.where(last, penalties[turns], 0), turns, discount)
+    mine = torch.zeros_like(rewards).index_put((turns[first],), returns[first])
+    return returns, collectives.all_reduce_sum(mine)
+
+
+def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
+    """What is counted of each of this rank's samples."""
+    turns = np.unique(batch.turns.rows, return_counts=True)[1].tolist()
+    return {"versions": batch.num_versions, "segments": batch.num_segments, "turns": turns}
 
 
 def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
@@ -160,6 +199,7 @@ def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
     """What is known of a microbatch's tokens before its forward pass; `shared` as in `Algorithm.shared_context`."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
+    known["advantages"] = shared["advantages"][microbatch.turn]
     fields = ("behaviour", "sampled", "sequence", "versions")
     return LossContext(known | {name: getattr(microbatch, name) for name in fields})
 

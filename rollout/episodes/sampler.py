@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer.images import ImageFormat
+from buffer.wire.sample import num_turns
 from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts
 from rollout.errors import EpisodeError
@@ -25,6 +26,9 @@ COLUMNS = ("tokens", "sampled", "logprobs", "versions")
 LONGER = (
     "raise rollout.max_sample_tokens (and rollout.engine.max_model_len), or end the sample while problem.left allows"
 )
+
+MOST_REWARD = 1e12
+"""Of a turn: so that sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class Sampler:
         yield from misplaced(trajectory.tokens, sampled == 1, images, self.form, self.max_images)
         if trajectory.finish not in ("stop", "length"):
             yield f"its finish is {trajectory.finish!r}, neither stop nor length"
+        yield from _wrong_turns(trajectory.turn_rewards, num_turns(sampled))
         for name, value in trajectory.metrics.items():
             if not isinstance(name, str) or finite(value) is None:
                 yield f"its metric {name!r} is {value!r}; a finite number is needed"
@@ -150,6 +155,14 @@ class Sampler:
             yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
         elif (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
             yield f"{name} hold {wrong[0]}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
+
+
+def _wrong_turns(rewards: list[float], turns: int) -> Iterator[str]:
+    if rewards and len(rewards) != turns:
+        yield f"its turn_rewards are {len(rewards)} for {turns} turns; one for each run of sampled tokens, or none"
+    for turn, value in enumerate(rewards):
+        if (number := finite(value)) is None or abs(number) > MOST_REWARD:
+            yield f"its reward of turn {turn} is {value!r}; a number of at most {MOST_REWARD:g} is needed"
 
 
 def first_of(problems: Iterator[str]) -> str | None:

@@ -6,6 +6,7 @@ A user's task imports these names from `rollout.tasks`. Run by `rollout/episodes
 import io
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -90,6 +91,10 @@ class Trajectory:
         """Numbers the task wants averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
         """Those that were shown after the prompt, in order: for `generate`."""
+        self.starts: list[int] = [0]
+        """Where each segment begins among the tokens: `Sample.starts`."""
+        self.turn_rewards: list[float] = []
+        """A reward for each turn, without that of the reward function, which is added to the last one; or none."""
 
     def take(self, completion: Completion) -> None:
         """Append what the policy sampled: the learner trains on these tokens."""
@@ -120,16 +125,20 @@ class Trajectory:
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
         """The sample as it is sent to the buffer; `answer` is the text of all tokens after the prompt."""
         images = [*prompt_images, *self.images]
+        turns = [float(reward) for reward in self.turn_rewards]
+        turns[-1:] = [last + score.reward for last in turns[-1:]]
         return Sample(
             tokens=Array.of(np.array(self.tokens, np.int32)),
             sampled=Array.of(np.array(self.sampled, np.uint8)),
             behaviour_logprobs=Array.of(np.array(self.logprobs, np.float32)),
             versions=Array.of(np.array(self.versions, np.int32)),
-            reward=score.reward,
+            reward=fsum(turns) if turns else score.reward,
             finish=self.finish,
             answer=answer,
             metrics={name: float(value) for name, value in self.metrics.items()} | score.metrics,
             images=[SampleImage(start=each.start, digest=each.picture.digest, data=each.data) for each in images],
+            starts=self.starts,
+            turn_rewards=turns,
         )
 
 

@@ -73,12 +73,20 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     assert len(tail) == 2
     assert "item 3 batched in batch 0" in tail[0] and "item 4 stored" in tail[1] and "rewards 0.0 1.0" in tail[1]
 
-    assert inspect.main(["show", "4", str(it.folder / "run.yaml")]) == 0
+    assert inspect.main(["show", "4", str(it.folder / "run.yaml"), "--tokens"]) == 0
     shown = capsys.readouterr().out
     for expected in ("problem 4", "state        stored", "answer 4", "reward 1, stop, 7 tokens", "-0.5000", "given"):
         assert expected in shown
+    assert inspect.main(["show", "4", str(it.run), "--sample", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "sample 1 " in shown and "sample 0" not in shown and "-0.5000" not in shown
+    assert "assistant turn 1: 4 tokens, trained, version 0, mean log-probability -0.50" in shown
+    assert inspect.main(["show", "4", str(it.run), "--sample", "2"]) == 2
+    assert "--sample 2: item 4 has the samples 0, 1" in capsys.readouterr().err
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert inspect.main(["show", "4", str(it.folder / "run.yaml"), f"--model.path={tmp_path / 'model'}"]) == 0
+    assert (
+        inspect.main(["show", "4", str(it.folder / "run.yaml"), f"--model.path={tmp_path / 'model'}", "--tokens"]) == 0
+    )
     token = make_tokenizer().decode([int(group(4, tokens=6)[0].tokens.numpy()[-1])])
     assert f'  "{token}"' in capsys.readouterr().out
     assert inspect.main(["show", "5", str(it.run)]) == 0
@@ -97,6 +105,7 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     assert (rows[1]["reward"], rows[1]["batch"], rows[1]["answer"]) == (1.0, 0, "answer 0")
     assert json.loads(rows[8]["problem"])["answer"] == "4"
     assert (rows[8]["state"], rows[8]["batch"]) == ("stored", -1)
+    assert (rows[0]["starts"], rows[0]["turn_rewards"]) == ([0], [])
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
 
 

@@ -79,6 +79,11 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "set algorithm.aggregation: sequence or another loss",
         ),
         (
+            ["algorithm.turn_discount=0.9", "algorithm.advantage=group_std"],
+            "algorithm.turn_discount: 0.9 needs a baseline that is a mean of returns, which algorithm.advantage "
+            "group_std is not; set algorithm.advantage: group_mean or leave_one_out, or turn_discount: null",
+        ),
+        (
             ["algorithm.overlong=soft", "algorithm.overlong_buffer=1024"],
             "algorithm.overlong_buffer: 1024 is not below sampling.max_tokens 1024, every answer would be punished; "
             "lower it or raise sampling.max_tokens",
@@ -169,6 +174,7 @@ def test_what_fits_exactly_is_allowed() -> None:
     same = ["rollout.engine={max_model_len: 2048, dtype: bfloat16}", "learner.tokens_per_microbatch=2048"]
     check(config(*same, "learner.ranks=256", "batch.target_staleness=4"), files=())
     check(config("algorithm.aggregation=constant", "algorithm.constant_length=7", "learner.device=cpu"), files=())
+    check(config("algorithm.turn_discount=0", "algorithm.advantage=leave_one_out"), files=())
     for aggregation in ("token", "sequence"):
         check(config("algorithm.loss=gspo", f"algorithm.aggregation={aggregation}"), files=())
 

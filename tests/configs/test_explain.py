@@ -144,6 +144,7 @@ def test_what_is_expected_keeps_the_bounds(
         (["run.versions=19"], "learner.checkpoint_every 20 is more than run.versions 19"),
         (["algorithm.reference_kl=1e-3"], "a frozen copy"),
         (["algorithm.loss=m2po"], "one more forward pass"),
+        (["algorithm.turn_discount=0.9", "batch.skip_zero_variance=true"], "set batch.skip_zero_variance: false"),
         (["buffer.address=tcp://10.0.0.1:5600"], "weights.host 127.0.0.1 is loopback"),
         (["buffer.path=null"], "buffer.path null"),
         (["buffer.max_message_mib=1"], "a rank's part of a batch can take 6 MiB"),

@@ -20,6 +20,7 @@ from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
 from tests.harness import world
+from tests.harness.episodic import make_episodes
 from tests.harness.pictured import form_of, make_pictured
 
 
@@ -31,14 +32,17 @@ def gradients(
     device: str = "cpu",
     long: int = 24,
     share: bool = False,
+    episodes: bool = False,
 ) -> None:
     """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`.
 
-    `share`: the batch is one of groups with common prompts, and each prompt is computed once.
+    `share`: the batch is one of groups with common prompts, and each prompt is computed once. `episodes`: one of
+    samples with several segments.
     """
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
     entries = world.make_groups() if share else world.make_samples(long=long)
+    entries = make_episodes() if episodes else entries
     for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
         policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0)
         for parts, budget in product(cuts, budgets):

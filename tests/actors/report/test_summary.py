@@ -14,6 +14,7 @@ from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample
 from configs.load import load, write
+from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, TOOL, episode
 
 
 def sample(answer: str) -> bytes:
@@ -54,7 +55,8 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def store(run: Path) -> None:
+def store(run: Path, packed: bytes | None = None) -> None:
+    """Five items; `packed`: the sample of each, if not one of a single turn."""
     db = sqlite3.connect(run / "buffer.sqlite")
     db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
     prompts = [{"prompt": [{"role": "user", "content": "8 6 4=2"}]}, {"problem": "What <b> is 1+1?"}]
@@ -62,7 +64,7 @@ def store(run: Path) -> None:
         db.execute("INSERT INTO problems VALUES (?, ?)", (row, json.dumps(prompt)))
     samples = Segments(folder_of(run / "buffer.sqlite"), 1, 0)
     for item, (row, batch) in enumerate([(0, 0), (1, 0), (0, 39), (1, 39), (0, -1)]):
-        data = sample(f"answer {item} <i>")
+        data = packed or sample(f"answer {item} <i>")
         with samples.appended({item: [data]}) as places:
             place = places[item]
         values = f"{item}, {row}, 0, 'trained', '', 0, 's', 1, 1, 1, {batch}, 1, 2, 1, 0, 0, 0, 0, 9"
@@ -95,6 +97,20 @@ def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: p
     assert "largest age 2 (batch.max_staleness 3)" in said
     failures = "reward failed 100 % of 7 attempts, most often KeyError (7); 2 items dropped, most often x (2)"
     assert failures in said and failures in html
+
+
+def test_an_episode_of_several_turns_is_read_turn_by_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CHATML.save(str(run.parent / "model" / "tokenizer.json"))
+    stretches = [(HEAD, 0), (CALLS, 6), (TOOL.replace("391", "<i>391</i>"), 0), (ANSWER, 7)]
+    store(run, episode(stretches, [(HEAD, 0), ("x" * 9000, 7)], rewards=[0.5, 1.0, 0.0]).pack())
+    assert summary.main([str(run)]) == 0
+    said, html = capsys.readouterr().out, (run / "report.html").read_text()
+    for found in (said, html):
+        assert "tokens, trained, version 6, mean log-probability -0.25, reward 0.5, calls multiply" in found
+        assert "segment 2 of 2" in found and "begins as segment 1 does: 2 messages" in found
+        assert "characters ..." in found and "x" * 3000 not in found, "long ones are folded"
+    assert "before (batch 0, reward 0.00):\n" in said and "\x1b[" not in said, "no styles but on a terminal"
+    assert "&lt;i&gt;391&lt;/i&gt;" in html and "<i>" not in html and "<b>&lt;tool_call&gt;" in html
 
 
 def test_evaluation_comes_before_stored_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """What is read off an arriving sample: by the short way exactly what `Sample` says, nothing that it would refuse."""
 
+from itertools import groupby, pairwise
 from typing import Any
 
 import msgpack
@@ -17,7 +18,8 @@ PATHS = [(name,) for name in Sample.model_fields] + [
     (name, part) for name in Sample.DTYPES for part in ("dtype", "shape", "data")
 ]
 VALUES: list[Any] = [None, True, 1, 1.0, -1, 2**70, "int32", "stop", b"", b"\1\0\2\0", [4], [4.0], [True], [-4], [4, 1],
-                     [], {}, {"a": 1.0}, {"a": 1}, {1: 1.0}, float("nan"), float("inf")]  # fmt: skip
+                     [0], [False], [0.0], [0, 2], [1], [1.0], [], {}, {"a": 1.0}, {"a": 1}, {1: 1.0}, float("nan"),
+                     float("inf")]  # fmt: skip
 
 
 def changed(path: tuple[str, ...], value: Any) -> bytes:
@@ -77,3 +79,73 @@ def test_a_sampled_token_has_a_version():
     fields = sample(version=-1).model_dump()
     with pytest.raises(ValueError, match="policy version"):
         sample_stats(msgpack.packb(fields))
+
+
+def segmented(sampled: list[int], starts: list[int], turn_rewards: list[float], reward: float) -> bytes:
+    """The bytes of a sample with these fields, whether it may have them or not."""
+    chosen = np.array(sampled, np.uint8)
+    fields = sample(reward, tokens=len(sampled)).model_dump()
+    fields["sampled"]["data"] = chosen.tobytes()
+    fields["versions"]["data"] = np.where(chosen, 3, -1).astype("<i4").tobytes()
+    return bytes(msgpack.packb(fields | {"starts": starts, "turn_rewards": turn_rewards}))
+
+
+def may_be(sampled: list[int], starts: list[int], turn_rewards: list[float], reward: float) -> bool:
+    """The rules of `Sample.starts` and `Sample.turn_rewards`, token by token."""
+    size = len(sampled)
+    if not starts or starts[0] or starts != sorted(set(starts)) or starts[-1] >= size:
+        return False
+    segments = [sampled[start:stop] for start, stop in pairwise([*starts, size])]
+    if any(segment[0] or 1 not in segment for segment in segments):
+        return False
+    turns = sum(own for segment in segments for own, _ in groupby(segment))
+    return not turn_rewards or (len(turn_rewards) == turns and abs(sum(turn_rewards) - reward) < 1e-6)
+
+
+FLAGS = st.lists(st.integers(0, 1), min_size=2, max_size=12)
+
+
+@given(FLAGS, st.lists(st.integers(0, 12), max_size=3), st.integers(0, 5), st.sampled_from([0.0, 0.5]), st.booleans())
+def test_segments_and_rewards_of_turns(sampled, later, rewards, off, sensible):
+    """What is refused is what the rules refuse; facts of the rest are counted token by token."""
+    starts = [0, *later]
+    if sensible:  # else nearly all of them are refused
+        pieces = [[0, *sampled, 1], [0, 1, 0, 1], [0, 0, 1]][: 1 + len(later)]
+        sampled, starts = [flag for piece in pieces for flag in piece], np.cumsum([0, *map(len, pieces[:-1])]).tolist()
+        rewards = sum(own for piece in pieces for own, _ in groupby(piece)) if rewards else 0
+    values = [0.25 * turn for turn in range(rewards)]
+    data = segmented(sampled, starts, values, sum(values) + off)
+    if may_be(sampled, starts, values, sum(values) + off):
+        stats, unpacked = sample_stats(data), Sample.unpack(data)
+        assert (stats.sampled, stats.prompt) == (sum(sampled), sampled.index(1))
+        assert unpacked.starts == starts and unpacked.turn_rewards == values
+        assert [stop - start for start, stop in unpacked.bounds] == np.diff([*starts, len(sampled)]).tolist()
+        assert sample_stats(unpacked.pack()) == stats
+    else:
+        with pytest.raises(ValueError) as caught:
+            sample_stats(data)
+        assert "\n" not in str(caught.value) and not (sensible and not off)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (([0, 1], [], [], 0.0), "begin with 0 and rise within the 2 tokens"),
+        (([0, 1, 0, 1], [0, 2, 2], [], 0.0), r"starts \[0, 2, 2\]"),
+        (([0, 1, 1, 0], [0, 2], [], 0.0), "segment 1 at token 2 begins with a sampled token"),
+        (([0, 1, 0, 0], [0, 2], [], 0.0), "segment 1 at token 2 has no sampled token"),
+        (([0, 1, 0, 1], [0, 2], [1.0], 1.0), "1 turn_rewards for 2 turns"),
+        (([0, 1, 0, 1], [0, 2], [1.0, 0.5], 1.0), "turn_rewards sum to 1.5, and reward is 1"),
+        (([0, 1, 0, 1], [0, 2], [1e308, 1e308], 1.0), "turn_rewards sum to inf"),
+        (([1, 1], [0], [], 0.0), "segment 0 at token 0 begins with a sampled token"),
+    ],
+)
+def test_what_is_wrong_with_segments_is_told(fields, words):
+    with pytest.raises(ValueError, match=words):
+        sample_stats(segmented(*fields))
+
+
+def test_a_sum_may_be_rounded():
+    rewards = [0.1] * 10
+    assert sample_stats(segmented([0, 1] * 10, [0], rewards, 1.0)).reward == 1.0
+    assert sample_stats(segmented([0, 1] * 10, [0], [1e9 / 3] * 10, 1e10 / 3)).sampled == 10

@@ -19,9 +19,9 @@ from learner.algorithms.diagnostics import (
     is_max,
     limit_sums,
     mismatch_sums,
+    per_sample_sums,
     sample_metrics,
     summary,
-    version_sums,
 )
 from learner.algorithms.inputs import LossInputs
 
@@ -98,21 +98,26 @@ def test_limits_by_sign_of_the_advantage() -> None:
 
 
 def test_combine_adds_but_for_maxima() -> None:
-    together = combine([version_sums(numbers, torch.device("cpu")) for numbers in ([3, 5], [4], [])])
-    assert together == {"versions_samples": 3, "versions": 12, "versions_max": 5}
-    assert [key for key in together if is_max(key)] == ["versions_max"]
+    ranks = [{"versions": [3, 5], "turns": [1, 1]}, {"versions": [4], "turns": [7]}, {"versions": [], "turns": []}]
+    together = combine([per_sample_sums(numbers, torch.device("cpu")) for numbers in ranks])
+    assert together == {"samples": 3, "versions": 12, "versions_max": 5, "turns": 9, "turns_max": 7}
+    assert [key for key in together if is_max(key)] == ["versions_max", "turns_max"]
 
 
 def test_facts_of_samples_and_groups() -> None:
     rewards = torch.tensor([1.0, 0.1, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
     groups = torch.tensor([7, 3, 7, 3, 5, 5, 9, 9])
     lengths, truncated = torch.arange(10, 18), torch.arange(8) % 4 == 0
-    metrics = sample_metrics(rewards, groups, lengths, truncated) | summary(version_sums([1, 3], torch.device("cpu")))
+    metrics = sample_metrics(rewards, groups, lengths, truncated)
+    counted = {"versions": [1, 3], "turns": [2, 4], "segments": [1, 2]}
+    metrics |= summary(per_sample_sums(counted, torch.device("cpu")))
     assert metrics["reward/mean"] == pytest.approx(3.1 / 8) and metrics["reward/std"] == pytest.approx(
         0.4754932, rel=1e-5
     )
     assert metrics["length/mean"] == 13.5 and metrics["length/max"] == 17 and metrics["length/truncated"] == 0.25
     assert metrics["age/versions_per_sample"] == 2 and metrics["age/versions_per_sample_max"] == 3
+    assert (metrics["turns/mean"], metrics["turns/max"]) == (3, 4)
+    assert (metrics["segments/mean"], metrics["segments/max"]) == (1.5, 2)
     assert metrics["groups/solved_all"] == 0.25 and metrics["groups/solved_none"] == 0.5
 
 

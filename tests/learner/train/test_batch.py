@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from buffer.wire.sample import Sample
 from learner.model.microbatch import one_document
 from learner.train import collectives
-from learner.train.batch import Batch, alone, balance, first_fit, pack
+from learner.train.batch import Batch, alone, balance, documents_of, first_fit, pack
 from tests.harness.world import cut, make_samples
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -47,7 +47,7 @@ def test_balance_counts_the_cost_of_attention() -> None:
 
 def test_pack(mesh) -> None:
     samples = [Sample.unpack(entry.sample) for entry in make_samples()[:3]]
-    row = pack(alone([(sample, place) for place, sample in enumerate(samples)]))
+    row = pack(alone(documents_of(samples, range(3))[0]))
     starts = row.cu_seqlens.tolist()
     for place, (sample, start, stop) in enumerate(zip(samples, starts[:-1], starts[1:], strict=True)):
         part = slice(start, stop)

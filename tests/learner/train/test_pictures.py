@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
 
 from buffer.images import SeenImage, decode
+from buffer.wire.message import Array
 from buffer.wire.protocol import Part
-from buffer.wire.sample import Sample
+from buffer.wire.sample import Sample, sample_stats
 from configs.schema import ModelConfig
 from learner.checkpoint import Checkpoints
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.saved import export
 from learner.train import collectives
-from learner.train.batch import Batch, first_fit, shared_units
+from learner.train.batch import Batch, documents_of, first_fit, shared_units
 from learner.train.pictures import PictureMismatch, num_patches, open_images
 from tests.harness import world
 from tests.harness.pictured import form_of, make_pictured, own_logprobs, seeing_model
@@ -93,10 +94,10 @@ def test_prompts_with_other_images_are_not_shared(seeing: ModelConfig) -> None:
     sample = Sample.unpack(make_pictured(form).entries[0].sample)
     start, side = sample.images[0].start, 2 * form.factor
     shown = [decode(encoded(picture(side, side, seed)), form) for seed in (0, 1)]
-    documents, items = [(sample, row) for row in range(4)], np.zeros(4)
     for pictures, expected in (((0, 0, 0, 0), [4]), ((0, 1, 0, 1), [2, 2])):
         seen = {row: [SeenImage(start, shown[number])] for row, number in enumerate(pictures)}
-        units = shared_units(documents, items, 10**6, seen)
+        documents, _ = documents_of([sample] * 4, range(4), seen)
+        units = shared_units(documents, np.zeros(4), 10**6)
         assert [len(unit.documents) for unit in units] == expected
 
 
@@ -123,14 +124,15 @@ def test_samples_that_share_a_prompt_are_parted_by_patches_too(seeing: ModelConf
     """Each has an image of its own in a later turn: patches run out before tokens do."""
     form, sizes = form_of(seeing), set[int]()
     part = make_pictured(form).part(3, [15], 0)
-    documents = [(Sample.unpack(data), row) for row, data in enumerate(part.samples)][9:12]
+    samples, rows = [Sample.unpack(data) for data in part.samples[9:12]], range(9, 12)
     first, _ = opened(part, form)
-    large = {row: decode(encoded(picture(112, 112, row)), form) for _, row in documents}
+    large = {row: decode(encoded(picture(112, 112, row)), form) for row in rows}
     seen = {row: [first[row][0], SeenImage(first[row][1].start, large[row])] for row in large}
+    documents, _ = documents_of(samples, rows, seen)
     for budget in range(20, 160, 5):
-        for unit in shared_units(documents, part.rows.item.numpy(), budget, seen):
+        for unit in shared_units(documents, part.rows.item.numpy(), budget):
             sizes.add(number := len(unit.documents))
-            patches = num_patches(image for _, row in unit.documents for image in seen[row])
+            patches = num_patches(image for document in unit.documents for image in document.images)
             assert number == 1 or (unit.tokens <= budget and patches <= PATCHES_PER_TOKEN * budget)
     assert sizes == {1, 2, 3}
 
@@ -205,3 +207,30 @@ def test_export_loads(tmp_path: Path, mesh, kind: str, tied: bool) -> None:
         want = own_logprobs(own, batch, row, form).detach()
         chosen = torch.from_numpy(Sample.unpack(batch.entries[row].sample).sampled.numpy() == 1)
         torch.testing.assert_close(got[(packed.sequence == row) & packed.sampled], want[chosen], rtol=0, atol=1e-5)
+
+
+def test_images_are_in_their_segments(seeing: ModelConfig, mesh) -> None:
+    """Two samples of one row, and the same as one sample of two segments: both show the row's image and their own."""
+    form = form_of(seeing)
+    batch = make_pictured(form)
+    one, other = (Sample.unpack(entry.sample) for entry in batch.entries[9:11])
+    size = one.tokens.shape[0]
+    later = [image.model_copy(update={"start": image.start + size}) for image in other.images]
+    both = {name: np.concatenate([getattr(each, name).numpy() for each in (one, other)]) for name in Sample.DTYPES}
+    changes = {name: Array.of(array) for name, array in both.items()}
+    sample = one.model_copy(update=changes | {"starts": [0, size], "images": [*one.images, *later]})
+    assert sample.row_images == [0, None, 0, None]
+    assert sample_stats(sample.pack()).row_images == 1
+    entries = [batch.entries[9]._replace(sample=sample.pack())]
+    segmented = batch._replace(entries=entries).part(3, [1], 0)
+    parted = batch._replace(entries=batch.entries[9:11]).part(3, [2], 0)
+    for share in (False, True):
+        (ours,), (theirs,) = (
+            Batch.from_part(part, 10**6, share_prompts=share, form=form).microbatches for part in (segmented, parted)
+        )
+        assert ours.images is not None and theirs.images is not None
+        for name in ("tokens", "positions", "cu_seqlens", "sampled", "predictor"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert torch.equal(ours.images.places, theirs.images.places)
+        assert torch.equal(ours.images.pixels, theirs.images.pixels)
+        assert set(ours.sequence.tolist()) == {0}

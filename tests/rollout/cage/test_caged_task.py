@@ -243,6 +243,7 @@ async def test_a_users_task_with_the_real_classes(tmp_path: Path):
         "    trajectory.give(tools.REPLY)\n"
         "    trajectory.take(await generate(trajectory.tokens))\n"
         "    trajectory.metrics['turns'] = 2\n"
+        "    trajectory.turn_rewards = [0.5, 1]\n"
         "    return trajectory\n"
         "async def nothing(problem, generate): return None\n"
     )
@@ -255,6 +256,7 @@ async def test_a_users_task_with_the_real_classes(tmp_path: Path):
         assert trajectory.tokens == [1, 2, 9, 5, 6, 9] and trajectory.sampled == [0, 0, 1, 0, 0, 1]
         assert trajectory.versions == [-1, -1, 4, -1, -1, 4] and trajectory.start == 2
         assert trajectory.finish == "length" and trajectory.metrics == {"turns": 2}
+        assert (trajectory.starts, trajectory.turn_rewards) == ([0], [0.5, 1])
         error = await error_of(task(problem_of({}, [1, 2]), generate))
         assert str(error) == "no row" and error.permanent and error.origin == "EpisodeError"
     async with real(f"{tmp_path}/mine.py:nothing") as task:
@@ -332,6 +334,8 @@ GOOD: dict[str, Any] = {
     "finish": "stop",
     "metrics": {"turns": 1.0},
     "images": [],
+    "starts": [0],
+    "turn_rewards": [],
 }
 
 
@@ -352,6 +356,9 @@ GOOD: dict[str, Any] = {
         {"finish": "abort"},
         {"metrics": {"turns": float("inf")}},
         {"metrics": [1]},
+        {"turn_rewards": [1.0, 1.0]},
+        {"turn_rewards": [None]},
+        {"turn_rewards": 1},
     ],
 )
 def test_values_of_an_impossible_trajectory_are_an_error_of_the_task(change: dict[str, Any]):

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from rollout.errors import EpisodeError
+from rollout.rewards.convention import Score
 from rollout.tasks import Completion, Problem, Trajectory
 from tests.harness.fakes import VOCABULARY, FakeEngine, fake_sampler
 
@@ -84,6 +86,20 @@ def test_a_trajectory_that_is_right_is_passed_on():
     assert sampler.check(problem, trajectory) is trajectory
 
 
+def test_the_outcome_is_added_to_the_reward_of_the_last_turn():
+    sampler = fake_sampler(babbling())
+    problem = sampler.problem(ROW)
+    trajectory = made(problem)
+    trajectory.take(Completion([50], [-0.5], [2], "stop"))
+    plain = sampler.check(problem, trajectory).sample(Score(1.0), "text")
+    assert (plain.reward, plain.turn_rewards, plain.starts) == (1.0, [], [0])
+    trajectory.turn_rewards = [np.float32(0.5), 1]
+    sample = sampler.check(problem, trajectory).sample(Score(0.25), "text")
+    assert (sample.reward, sample.turn_rewards) == (1.75, [0.5, 1.25])
+    trajectory.starts = [0, 6]
+    assert trajectory.sample(Score(0.25), "text").starts == [0, 6]
+
+
 BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "columns": (lambda t: t.tokens.append(1), "its columns differ in length (tokens 8, sampled 7, logprobs 7, versi"),
     "ids": (lambda t: t.give([VOCABULARY]), f"its tokens hold {VOCABULARY}, which is no token of the model"),
@@ -102,6 +118,11 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
         lambda t: setattr(t, "metrics", {"turns": "two"}),
         "its metric 'turns' is 'two'; a finite number is needed",
     ),
+    "turn": (lambda t: setattr(t, "turn_rewards", [1.0, 0.0]), "its turn_rewards are 2 for 1 turns; one for each run"),
+    "turn reward": (lambda t: setattr(t, "turn_rewards", ["1"]), "its reward of turn 0 is '1'; a number of at most 1e"),
+    "turn nan": (lambda t: setattr(t, "turn_rewards", [float("nan")]), "its reward of turn 0 is nan; a number of at"),
+    "turn inf": (lambda t: setattr(t, "turn_rewards", [-1e308]), "its reward of turn 0 is -1e+308; a number of at mo"),
+    "turn number": (lambda t: setattr(t, "turn_rewards", 3), "TypeError: "),
     "removed": (lambda t: delattr(t, "versions"), "AttributeError: "),
 }
 

@@ -1,0 +1,177 @@
+"""A sample as people read it: segment by segment what was given and what was sampled, turns, tool calls, rewards.
+
+Consumes a sample and, if there is one, the run's tokenizer; a text that names its speakers as ChatML, Llama 3 or Gemma
+do is split into their messages. Pure functions; `inspect.py` prints their lines, `actors/report` their passages.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from rich.text import Text
+
+from buffer.wire.sample import Sample
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SPEAKER = re.compile(r"(?:<\|im_start\|>|<start_of_turn>)(\w+)\n|<\|start_header_id\|>(\w+)<\|end_header_id\|>\n*")
+STARTS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>")
+END = re.compile(r"(?:<\|im_end\|>|<end_of_turn>|<\|eot_id\|>)?\s*$")
+CALL = re.compile(r"(<tool_call>.*?(?:</tool_call>|$)|<function=.*?(?:</function>|$)|\[TOOL_CALLS\].*)", re.DOTALL)
+CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"|<function=([^>\s]+)>')
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that would move the cursor, or the text beside them."""
+SHOWN_CHARS = 2000
+"""Of a passage, unless it is shown in full."""
+
+
+class Stretch(NamedTuple):
+    """A piece of a passage's text, which may be the call of a tool."""
+
+    text: str
+    is_call: bool
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What one side says without a break. Example: `Passage("user", "What is 17 * 23?", 9)`."""
+
+    speaker: str
+    """`system`, `user`, `assistant`, `tool` ... as the text names it; "" where it does not."""
+    text: str
+    """"" without a tokenizer."""
+    tokens: int
+    turn: int | None = None
+    """Number of the turn in its sample, from 1; None: given, not trained."""
+    versions: tuple[int, int] = (-1, -1)
+    """Oldest and newest policy version that sampled it."""
+    logprob: float = 0.0
+    """Mean of a sampled token."""
+    reward: float | None = None
+    """Of the turn, where turns have rewards."""
+
+    @property
+    def title(self) -> str:
+        """Who, how many tokens, and for a turn what is known of it."""
+        if self.turn is None:
+            return f"{self.speaker}: {self.tokens} tokens, given" if self.speaker else f"given: {self.tokens} tokens"
+        oldest, newest = self.versions
+        under = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        known = [f"turn {self.turn}: {self.tokens} tokens, trained", under, f"mean log-probability {self.logprob:.2f}"]
+        known += [] if self.reward is None else [f"reward {self.reward:g}"]
+        known += [f"calls {', '.join(self.called)}"] if self.called else []
+        return ", ".join([f"{self.speaker} {known[0]}".strip(), *known[1:]])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the tools that it calls."""
+        calls = "".join(piece.text for piece in self.pieces if piece.is_call) if self.turn else ""
+        return [name or other for name, other in CALLED.findall(calls)]
+
+    @property
+    def pieces(self) -> list[Stretch]:
+        """The text, with the calls of tools apart."""
+        parts = enumerate(CALL.split(self.text) if self.turn else [self.text])
+        return [Stretch(text, number % 2 == 1) for number, text in parts if text]
+
+    def folded(self, most: int = SHOWN_CHARS) -> "Passage":
+        """The same with its middle left out where it has more than `most` characters."""
+        if len(self.text) <= most:
+            return self
+        left_out = f"\n[... {len(self.text) - most:,} characters ...]\n"
+        return replace(self, text=self.text[: most * 2 // 3] + left_out + self.text[-(most - most * 2 // 3) :])
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A segment of a sample. `repeated` says how it begins as an earlier one; that is not among `passages`."""
+
+    title: str
+    repeated: str
+    passages: list[Passage]
+
+
+def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
+    """The segments of a sample, in order."""
+    found, whole, turn = list[Chapter](), list[list[Passage]](), 0
+    for number, (start, stop) in enumerate(sample.bounds, 1):
+        passages = list(_passages(sample, start, stop, tokenizer, turn))
+        turn = max((passage.turn for passage in passages if passage.turn), default=turn)
+        same, before = max(((_common(passages, other), -k) for k, other in enumerate(whole, 1)), default=(0, 0))
+        whole.append(passages)
+        tokens = sum(passage.tokens for passage in passages[:same])
+        repeated = f"begins as segment {-before} does: {same} messages, {tokens} tokens, given" if same else ""
+        title = f"segment {number} of {len(sample.starts)}: {stop - start} tokens" if len(sample.starts) > 1 else ""
+        found.append(Chapter(title, repeated, passages[same:]))
+    return found
+
+
+def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
+    """Those of a sample for a terminal, styled; `full`: no passage is folded."""
+    for chapter in read:
+        if chapter.title:
+            yield Text(f"  {chapter.title}", "bold underline")
+        if chapter.repeated:
+            yield Text(f"  {chapter.repeated}", "dim italic")
+        for passage in chapter.passages:
+            shown = passage if full else passage.folded()
+            yield Text(f"  {passage.title}", "bold green" if passage.turn else "bold")
+            body = Text.assemble(*((piece.text, "cyan" if piece.is_call else "") for piece in shown.pieces))
+            yield from (Text("    ").append_text(line) for line in body.split("\n") if shown.text)
+
+
+def visible(text: str) -> str:
+    """`text` without characters that a terminal would obey: each as its number."""
+    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _passages(sample: Sample, start: int, stop: int, tokenizer: "Tokenizer | None", turns: int) -> Iterator[Passage]:
+    """Those of one segment; `turns` were before it."""
+    tokens, sampled, versions, logprobs = (
+        array.numpy()[start:stop]
+        for array in (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
+    )
+    place, speaker = 0, ""
+    for own, run in groupby((sampled != 0).tolist()):
+        part = slice(place, place := place + len(list(run)))
+        if own:
+            turns += 1
+            under = versions[part]
+            reward = sample.turn_rewards[turns - 1] if sample.turn_rewards else None
+            text = _text(tokens[part], tokenizer)
+            known = turns, (int(under.min()), int(under.max())), float(logprobs[part].mean()), reward
+            yield Passage(speaker or "assistant", text, len(under), *known)
+            speaker = ""
+        else:
+            for piece in _messages(tokens[part], tokenizer):
+                text = _text(piece, tokenizer)
+                if named := SPEAKER.match(text):
+                    speaker, text = named[1] or named[2], text[named.end() :]
+                text = END.sub("", text)
+                if text or tokenizer is None:
+                    yield Passage(speaker, text, len(piece))
+
+
+def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndarray]:
+    """Given tokens, cut where a message of another speaker begins."""
+    starts = [tokenizer.token_to_id(start) for start in STARTS] if tokenizer else []
+    cuts = np.flatnonzero(np.isin(tokens, [start for start in starts if start is not None]))
+    return [piece for piece in np.split(tokens, cuts) if piece.size]
+
+
+def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
+    return visible(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)) if tokenizer else ""
+
+
+def _common(passages: Sequence[Passage], others: Sequence[Passage]) -> int:
+    """How many given passages say at first the same as the first `others`, which may have been sampled."""
+    number = 0
+    for ours, theirs in zip(passages, others, strict=False):
+        if ours.turn or not ours.text or (ours.speaker, ours.text) != (theirs.speaker, END.sub("", theirs.text)):
+            break
+        number += 1
+    return number
