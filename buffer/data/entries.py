@@ -37,7 +37,11 @@ def data_set(name: str, config: str) -> Any:
 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f"did you mean {near[0]}?" if near else "see `python -c 'import reasoning_gym.factory as f; print(*f.DATASETS)'`"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else "see `python -c 'import reasoning_gym.factory as f; print(*f.DATASETS)'`"
+        )
         raise RequestError(f"reasoning-gym {version('reasoning-gym')} has no set {name}; {hint}")
     values = json.loads(config)
     known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
