@@ -40,15 +40,19 @@ class Problems(Sequence[dict[str, Any]]):
         digest: str,
         images: ImageRows | JoinedImages | None = None,
         shares: Sequence[tuple[int, float]] = (),
-        expect: Callable[[Iterable[int]], None] = lambda rows: None,
+        expect: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
         self._number, self._text, self.images = number, row, images
         self.digest = digest
         """SHA-256 of the file, or of the digests of several."""
         self.shares = shares
         """Rows and weight of each source, in order; empty where they have no weights."""
-        self.expect = expect
-        """Have these rows made, where they must be: they will be asked for soon."""
+        self._expect = expect
+
+    def expect(self, rows: Callable[[], Iterable[int]]) -> None:
+        """Have these rows made, if they have to be: they will be asked for soon."""
+        if self._expect:
+            self._expect(rows())
 
     def _row(self, index: int) -> dict[str, Any]:
         files = self.images and self.images.of(index)
@@ -58,9 +62,10 @@ class Problems(Sequence[dict[str, Any]]):
         return self._number
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for index in range(self._number):
+        rows = range(self._number)
+        for index in rows:
             if index % READ_AHEAD == 0:
-                self.expect(range(index, min(index + 2 * READ_AHEAD, self._number)))
+                self.expect(lambda first=index: rows[first : first + 2 * READ_AHEAD])  # type: ignore[misc]
             yield self._row(index)
 
     @overload
@@ -91,7 +96,7 @@ def load_problems(
     rows = JoinedRows(parts)
     shares = [(sum(part.rows.number for part in found), weight) for weight, found in sources if weight is not None]
     images = _images(rows, data, room)
-    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows.expect)
+    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows.expect if rows.are_made else None)
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:

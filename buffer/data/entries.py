@@ -9,6 +9,7 @@ JSON request a line from stdin, answers with one line each, and ends when stdin 
 import copy
 import dataclasses
 import difflib
+import hashlib
 import json
 import os
 import queue
@@ -72,19 +73,24 @@ def about(name: str, config: str) -> dict[str, Any]:
     return {"version": version("reasoning-gym")} | row(name, config, 0)
 
 
+def sha256(text: str) -> str:
+    """Of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def row(name: str, config: str, index: int) -> dict[str, Any]:
     """What is shown of an entry: its question, and its answer where it has one that is text."""
     made = entry(name, config, index)
-    answer = made.get("answer")
-    return {"question": str(made["question"])} | ({"answer": answer} if isinstance(answer, str) else {})
+    question, answer = str(made["question"]), made.get("answer")
+    return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
 
 
 def score(name: str, config: str, index: int, question: str, text: str) -> dict[str, Any]:
-    """The set's own score of an answer. Raises RequestError if `question` is not that of the entry."""
+    """The set's own score of an answer. Raises RequestError if the entry's question has not the SHA-256 `question`."""
     from reasoning_gym.utils import extract_answer
 
     made = entry(name, config, index)
-    if made["question"] != question:
+    if sha256(made["question"]) != question:
         here = f"with reasoning-gym {version('reasoning-gym')} entry {index} of {name} is another than in the row"
         raise RequestError(f"{here}; install the version that made the rows")
     answer = extract_answer(text)

@@ -102,7 +102,8 @@ class GeneratedRows:
     """The rows of a set, made when they are asked for or expected. Raises EntryError for a set that cannot be made.
 
     Example: row 17 is `{"data_source": "reasoning_gym/leg_counting", "problem": "How many legs ...", "answer": "12",
-    "extra_info": {"reasoning_gym": {"name": "leg_counting", "config": {"size": 100, "seed": 1}, "index": 17}}}`
+    "extra_info": {"reasoning_gym": {"name": "leg_counting", "config": {"size": 100, "seed": 1}, "index": 17,
+    "question_sha256": "..."}}}`
     """
 
     def __init__(self, made: GeneratedSet) -> None:
@@ -128,9 +129,11 @@ class GeneratedRows:
             self._rows[index] = self._ask(index)
         self._rows.move_to_end(index)
         identity = {"name": self.set.name, "config": self.set.config, "index": index}
-        row = {"data_source": f"reasoning_gym/{self.set.name}", "extra_info": {"reasoning_gym": identity}}
+        row: dict[str, Any] = {"data_source": f"reasoning_gym/{self.set.name}"}
+        row["extra_info"] = {"reasoning_gym": identity}
         try:
             made = self._rows[index].result()
         except EntryError as error:
             return row | {"unmade": str(error)}
+        identity["question_sha256"] = made["sha256"]
         return row | {"problem": made["question"]} | ({"answer": made["answer"]} if "answer" in made else {})

@@ -28,7 +28,8 @@ class Part(NamedTuple):
     rows: FileRows
     digest: str
     """SHA-256 of the file, in hexadecimal; of a set, of its name, config and package."""
-    expect: Callable[[Iterable[int]], None] = lambda rows: None
+    expect: Callable[[Iterable[int]], None] | None = None
+    """Of rows that are made when they are asked for, or expected."""
 
 
 def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) -> list[Part]:
@@ -105,4 +106,10 @@ class JoinedRows:
     def expect(self, rows: Iterable[int]) -> None:
         """These rows will be asked for soon."""
         for part, found in groupby(map(self._place, rows), lambda place: place[0]):
-            self.parts[part].expect(row for _, row in found)
+            if expect := self.parts[part].expect:
+                expect(row for _, row in found)
+
+    @property
+    def are_made(self) -> bool:
+        """Whether any rows have to be made."""
+        return any(part.expect for part in self.parts)
