@@ -1,8 +1,8 @@
 """The problems of a run: the rows of its sources, unchanged. Read once at the start of `python -m buffer`.
 
-Rows keep all their columns; the rollout servers interpret them (prompt, reward). A source is a file, a folder, a glob or
-a set of reasoning-gym (`configs/data/sources.py`), or several of these; `buffer/data/` reads the files and makes the
-rows of sets. Rows may have `images`, which are not held in memory (`image_rows.py`).
+Rows keep all their columns; the rollout servers interpret them (prompt, reward). A source is a file, a folder, a glob
+or a set of reasoning-gym (`configs/data/sources.py`), or several of these; `buffer/data/` reads the files and makes
+the rows of sets. Rows may have `images`, which are not held in memory (`image_rows.py`).
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from typing import Any, overload
 import pyarrow as pa
 
 from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads problems catches it
-from buffer.data.parts import JoinedRows, Part, digest_of, open_source
+from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
 from buffer.image_rows import IMAGES, ImageRows, JoinedImages
 from buffer.images import ImageError, ImageFormat
 from configs.data.sources import Source, SourceError, parts_of, told
@@ -134,7 +134,7 @@ def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows 
     return JoinedImages(found) if found else None
 
 
-def _images_of(part: Part, data: DataConfig, every: int, room: Path | None) -> ImageRows:
+def _images_of(part: SourcePart, data: DataConfig, every: int, room: Path | None) -> ImageRows:
     assert part.rows.images is not None
     try:
         return ImageRows(part.rows.images, data.image_dir or part.path.parent, data.max_images, every, room)

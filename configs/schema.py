@@ -80,8 +80,8 @@ class DataConfig(Section):
     system_prompt: str | None = None
     """System message prepended to every prompt that has none."""
     columns: dict[str, str] = {}
-    """Columns under other names, as `{problem: question, answer: solution}`: what Headrace calls `problem` is the column
-    `question`. It holds for `data.eval` too, where no other is named."""
+    """Columns under other names, as `{problem: question, answer: solution}`: what Headrace calls `problem` is the
+    column `question`. It holds for `data.eval` too, where no other is named."""
     epochs: Positive | None = None
     """Passes over the problems; null repeats them until `run.versions` is reached. An epoch of weighted sources is as
     many problems as they have rows together."""

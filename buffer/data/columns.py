@@ -1,4 +1,4 @@
-"""Which columns a row must have, other names for them, and values in types that MessagePack has. Used by the readers."""
+"""Which columns a row must have, other names for them, values in types of MessagePack. Used by the readers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
@@ -45,10 +45,10 @@ class ColumnRules:
     def names(self, given: Iterable[str], where: str) -> list[str]:
         """Our names of a file's columns. Raises ProblemsError for a name that is absent or there twice."""
         there = list(given)
-        for ours, name in self.renamed.items():
+        for wanted, name in self.renamed.items():
             if name not in there:
-                has = ", ".join(there) or "none"
-                raise ProblemsError(f"{where}: has no column {name}, which data.columns takes for {ours}; it has {has}")
+                has = f"it has {', '.join(there) or 'none'}"
+                raise ProblemsError(f"{where}: has no column {name}, which data.columns takes for {wanted}; {has}")
         if twice := sorted({name for name in there if there.count(name) > 1}):
             raise ProblemsError(f"{where}: has the column {twice[0]} more than once; rename one of them")
         return [ours for name in there if (ours := self.ours(name)) is not None]

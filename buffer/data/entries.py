@@ -1,9 +1,9 @@
-"""`python -m buffer.data.entries`: makes and scores entries of reasoning-gym. The child of an `EntryMaker` (`entry_maker.py`).
+"""`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
 
-A process of its own for two reasons. Some sets take a second for an entry, which must not stop the buffer. And some make
-other entries under another hash seed, or draw from Python's global random numbers: here the parent has set
-PYTHONHASHSEED, and the global seed is set before each entry, so that an entry is the same wherever it is made. Reads one
-JSON request a line from stdin, answers with one line each, and ends when stdin does. Imports nothing of Headrace.
+A process of its own for two reasons. Some sets take a second for an entry, which must not stop the buffer. And some
+make other entries under another hash seed, or draw from Python's global random numbers: here the parent has set
+PYTHONHASHSEED, and the global seed is set before each entry, so that an entry is the same wherever it is made. Reads
+one JSON request a line from stdin, answers with one line each, and ends when stdin does. Imports nothing of Headrace.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Entries of reasoning-gym from a process of its own, so that slow sets do not stop who asks for them.
 
-`EntryMaker` is the parent's side of `entries.py`; the buffer has one for its rows, each reward worker one for its scores.
-`GeneratedRows` reads ahead. Waits for the process where an entry is not ready yet.
+`EntryMaker` is the parent's side of `entries.py`; the buffer has one for its rows, each reward worker one for its
+scores. `GeneratedRows` reads ahead. Waits for the process where an entry is not ready yet.
 """
 
 import atexit

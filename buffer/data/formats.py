@@ -1,7 +1,7 @@
 """Reads one data file: parquet, JSON lines, JSON, CSV; text also packed by gzip. Called by `buffer/problems.py`.
 
-A file becomes `FileRows`: how many rows, each by its index, and their images apart, so that none of them stays in memory.
-Raises ProblemsError, in one line, for a file that cannot be trained on; OSError for one that cannot be read.
+A file becomes `FileRows`: how many rows, each by its index, and their images apart, so that none of them stays in
+memory. Raises ProblemsError, in one line, for a file that cannot be trained on; OSError for one that cannot be read.
 """
 
 import csv
@@ -122,9 +122,9 @@ def _json_rows(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: st
     kept: list[bytes] = []
     with_images = False
     for place, line in lines:
-        row = _object(line, rules, f"{where}: {place}", form)
-        rules.checked(row, f"{where}: {place}")
-        with_images |= IMAGES in row
+        values = _object(line, rules, f"{where}: {place}", form)
+        rules.checked(values, f"{where}: {place}")
+        with_images |= IMAGES in values
         kept.append(line)
 
     def row(index: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Opens a source: its files, or its set of reasoning-gym, one `Part` each, in the order in which their rows are numbered.
+"""Opens a source: its files, or its set of reasoning-gym, one `SourcePart` each, in the order of their rows.
 
 Called by `buffer/problems.py`. Waits for the disk, and for the first entry of a set.
 """
@@ -19,7 +19,7 @@ from configs.data.sources import INSTALL, GeneratedSet, files_of, generated
 from configs.schema import DataConfig, MixedSource
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """One file, or one generated set."""
 
     path: Path
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     """Of rows that are made when they are asked for, or expected."""
 
 
-def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) -> list[Part]:
+def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) -> list[SourcePart]:
     """The parts of one source. Raises ProblemsError, and SourceError for a path of nothing."""
     found = generated(source.path)
     if found:
@@ -46,17 +46,17 @@ def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) ->
     return parts
 
 
-def _file(path: Path, rules: ColumnRules, where: str) -> Part:
+def _file(path: Path, rules: ColumnRules, where: str) -> SourcePart:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Part(path, where, read(path, rules, where), digest)
+        return SourcePart(path, where, read(path, rules, where), digest)
     except OSError as error:
         line = (error.strerror or str(error)).splitlines()[0]
         raise ProblemsError(f"{where}: {line}; name a file that can be read") from None
 
 
-def _generated(source: MixedSource, found: GeneratedSet, where: str) -> Part:
+def _generated(source: MixedSource, found: GeneratedSet, where: str) -> SourcePart:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ProblemsError(f"{where}: reasoning-gym is not installed here; {INSTALL}")
     try:
@@ -65,10 +65,10 @@ def _generated(source: MixedSource, found: GeneratedSet, where: str) -> Part:
         raise ProblemsError(f"{where}: {error}; correct it") from None
     text = json.dumps([found.name, found.config, rows.version], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Part(source.path, where, FileRows(found.size, rows, None), digest, rows.expect)
+    return SourcePart(source.path, where, FileRows(found.size, rows, None), digest, rows.expect)
 
 
-def _require_alike(first: Part, part: Part) -> None:
+def _require_alike(first: SourcePart, part: SourcePart) -> None:
     """Files of one folder or glob hold the same columns, of the same types; a column without any value fits all."""
     ours, theirs = first.rows.types, part.rows.types
     if ours is None or theirs is None:
@@ -80,7 +80,7 @@ def _require_alike(first: Part, part: Part) -> None:
             raise ProblemsError(f"{part.where}: column {name} is {here}, in {first.path.name} it is {there}; {remedy}")
 
 
-def digest_of(parts: Sequence[Part]) -> str:
+def digest_of(parts: Sequence[SourcePart]) -> str:
     """That of a single part, or SHA-256 of those of all in order."""
     digests = [part.digest for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
@@ -89,7 +89,7 @@ def digest_of(parts: Sequence[Part]) -> str:
 class JoinedRows:
     """The rows of several parts, numbered on from one to the next."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = parts
         self.starts = list(accumulate((part.rows.number for part in parts), initial=0))
         """The first row of each part, and the number of all."""

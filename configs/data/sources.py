@@ -1,7 +1,7 @@
 """What `data.train` and `data.eval` name: a file, a folder, a glob, a set of reasoning-gym, or several with weights.
 
-Looks at names and folders only; `buffer/problems.py` reads what is in the files. Used by `configs.checks` and by whoever
-reads problems, so that both judge a source alike.
+Looks at names and folders only; `buffer/problems.py` reads what is in the files. Used by `configs.checks` and by
+whoever reads problems, so that both judge a source alike.
 """
 
 import ast
