@@ -21,7 +21,7 @@ from buffer import inspect
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
-from buffer.problems import check_images, load_problems
+from buffer.problems import Problems, check_images, load_problems
 from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.handlers import Handlers, Limits
@@ -29,6 +29,7 @@ from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
 from configs import load, resume
 from configs.checks import check, existing
+from configs.data.sources import needs_truth
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
 from configs.schema import Config
 
@@ -75,7 +76,8 @@ async def run(config: Config) -> None:
     keys = server_keys_for(config.buffer.address, config.run.path)
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
-        problems = load_problems(config.data.train, config.data, room=existing(config.run.path))
+        room, truth = existing(config.run.path), needs_truth(config)
+        problems = load_problems(config.data.train, config.data, room, truth=truth)
         check_images(config, problems)
         changed = resume.changes(past(config).settings, config)
         path = store_path(config)
@@ -84,7 +86,8 @@ async def run(config: Config) -> None:
             load.write(config, config.run.path / "config.yaml")
             for change in changed:
                 log.info("changed since the last launch: %s", change)
-            handlers = Handlers(restored(config, store, len(problems)), store, problems, limits)
+            handlers = Handlers(restored(config, store, problems), store, problems, limits)
+            handlers.read_ahead()
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             if handlers.ledger.finished():
                 log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")
@@ -105,11 +108,11 @@ def store_path(config: Config) -> Path | None:
     return config.buffer.path and config.run.path / config.buffer.path
 
 
-def restored(config: Config, store: Store, problems: int) -> Ledger:
+def restored(config: Config, store: Store, problems: Problems) -> Ledger:
     """The ledger as the store has it."""
     batch = config.batch
     ledger = Ledger(
-        problems,
+        len(problems),
         batch.groups,
         batch.max_staleness,
         target_staleness=batch.target_staleness,
@@ -121,6 +124,7 @@ def restored(config: Config, store: Store, problems: int) -> Ledger:
         lease_s=MISSED * config.rollout.heartbeat_s,
         skip_zero_variance=batch.skip_zero_variance,
         max_failed_share=config.rollout.max_failed_share,
+        shares=problems.shares,
         recall=store.dropped,
     )
     ledger.restore(store.load(), time.monotonic())

@@ -9,6 +9,7 @@ import mmap
 import os
 import stat
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
@@ -147,6 +148,27 @@ class ImageRows:
             self.sizes.append(source_size(image if isinstance(image, bytes) else read_file(image)[0]))
         except ImageError as error:
             self.broken.append(f"{where}: {error}")
+
+
+class JoinedImages:
+    """The images of several files, whose rows are numbered on from one to the next.
+
+    `parts`: for each file with images the number of its first row, what introduces its errors, and its images.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, str, ImageRows]]) -> None:
+        self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]
+        self.sizes = [size for images in self._parts for size in images.sizes]
+        self.broken = [f"{where}: {line}" for _, where, images in parts for line in images.broken]
+
+    def of(self, row: int) -> ImageFiles | None:
+        """The images of a row; None if it has none."""
+        part = bisect_right(self._starts, row) - 1
+        return self._parts[part].of(row - self._starts[part]) if part >= 0 else None
+
+    def num_bytes(self) -> list[int]:
+        """Bytes of the images of each row that has any, the largest first."""
+        return sorted((size for images in self._parts for size in images.num_bytes()), reverse=True)
 
 
 def read_file(path: str) -> tuple[bytes, int]:

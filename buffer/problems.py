@@ -1,41 +1,29 @@
-"""The problems of a run: the rows of its data file, unchanged. Read once at the start of `python -m buffer`.
+"""The problems of a run: the rows of its sources, unchanged. Read once at the start of `python -m buffer`.
 
-Rows keep all their columns; the rollout servers interpret them (prompt, reward). Accepted are TinyZero
-and verl rows, `{data_source, prompt, ability, reward_model: {ground_truth}, extra_info}`, and EasyR1 rows,
-`{problem, answer}`. Rows of either kind may have `images`, which are not held in memory (`image_rows.py`).
+Rows keep all their columns; the rollout servers interpret them (prompt, reward). A source is a file, a folder, a glob
+or a set of reasoning-gym (`configs/data/sources.py`), or several of these; `buffer/data/` reads the files and makes
+the rows of sets. Rows may have `images`, which are not held in memory (`image_rows.py`).
 """
 
-import hashlib
-import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import date, datetime, time
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from buffer.image_rows import IMAGES, ImageRows
+from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads problems catches it
+from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
+from buffer.image_rows import IMAGES, ImageRows, JoinedImages
 from buffer.images import ImageError, ImageFormat
-from configs.load import ConfigError
+from configs.data.sources import Source, SourceError, parts_of, told
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
-ACCEPTED = {"TinyZero/verl": ("prompt", "reward_model"), "EasyR1": ("problem", "answer")}
-ROWS_AT_ONCE = 16
-"""Rows whose images are in memory at a time while a parquet file is read."""
 LOOKED_AT = 1000
 """Rows, evenly spread, whose images' sizes are read."""
-
-
-class ProblemsError(ConfigError):
-    """The data file cannot be trained on; the text names key, file and remedy."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__([reason])
+READ_AHEAD = 256
+"""Rows of a generated set that are made before they are asked for."""
 
 
 class Problems(Sequence[dict[str, Any]]):
@@ -46,11 +34,25 @@ class Problems(Sequence[dict[str, Any]]):
     """
 
     def __init__(
-        self, number: int, row: Callable[[int], dict[str, Any]], digest: str, images: ImageRows | None = None
+        self,
+        number: int,
+        row: Callable[[int], dict[str, Any]],
+        digest: str,
+        images: ImageRows | JoinedImages | None = None,
+        shares: Sequence[tuple[int, float]] = (),
+        expect: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
         self._number, self._text, self.images = number, row, images
         self.digest = digest
-        """SHA-256 of the file."""
+        """SHA-256 of the file, or of the digests of several."""
+        self.shares = shares
+        """Rows and weight of each source, in order; empty where they have no weights."""
+        self._expect = expect
+
+    def expect(self, rows: Callable[[], Iterable[int]]) -> None:
+        """Have these rows made, if they have to be: they will be asked for soon."""
+        if self._expect:
+            self._expect(rows())
 
     def _row(self, index: int) -> dict[str, Any]:
         files = self.images and self.images.of(index)
@@ -58,6 +60,13 @@ class Problems(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return self._number
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rows = range(self._number)
+        for index in rows:
+            if index % READ_AHEAD == 0:
+                self.expect(lambda first=index: rows[first : first + 2 * READ_AHEAD])  # type: ignore[misc]
+            yield self._row(index)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -69,27 +78,25 @@ class Problems(Sequence[dict[str, Any]]):
         return self._row(range(self._number)[index])
 
 
-def load_problems(path: Path, data: DataConfig, room: Path | None = None) -> Problems:
-    """The rows of `path`, one of the files of `data`. Raises ProblemsError for a file that cannot be trained on.
+def load_problems(
+    source: Source, data: DataConfig, room: Path | None = None, key: str | None = None, truth: bool = True
+) -> Problems:
+    """The rows of `source`, one of those that `data` names. Raises ProblemsError for one that cannot be trained on.
 
-    `room`: an existing folder on the disk that has room for a copy of the images in a parquet file.
+    `room`: an existing folder on the disk that has room for a copy of the images in a parquet file. `key`: of the run
+    file, for errors; None: `data.eval` where that is the source, else `data.train`. `truth`: whether rows must have a
+    ground truth, see `configs.data.sources.needs_truth`.
     """
-    key = next((name for name in ("train", "eval") if getattr(data, name) == path), "train")
-    where = f"data.{key} {path}"
-    readers = {".parquet": _parquet, ".jsonl": _jsonl}
-    if path.suffix not in readers:
-        raise ProblemsError(f"{where}: neither .parquet nor .jsonl; convert it, or name another file")
+    key = key or ("data.eval" if source == data.eval and source != data.train else "data.train")
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        number, row, found = readers[path.suffix](path, where)
-    except OSError as error:
-        line = (error.strerror or str(error)).splitlines()[0]
-        raise ProblemsError(f"{where}: {line}; name a file that can be read") from None
-    if not number:
-        raise ProblemsError(f"{where}: no rows; name a file with problems")
-    images = _images(found, path, data, number, room, where) if found is not None else None
-    return Problems(number, row, digest, images)
+        sources = [(part.weight, open_source(part, data, key, truth)) for part in parts_of(source)]
+    except SourceError as error:
+        raise ProblemsError(f"{key} {told(source)}: {error}") from None
+    parts = [part for _, found in sources for part in found]
+    rows = JoinedRows(parts)
+    shares = [(sum(part.rows.number for part in found), weight) for weight, found in sources if weight is not None]
+    images = _images(rows, data, room)
+    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows.expect if rows.are_made else None)
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
@@ -102,7 +109,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     if form is None:
         problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} is a text model"
         remedy = "name a vision-language model, or leave these rows out"
-        raise ProblemsError(f"data.{key} {getattr(config.data, key)}: {problem}; {remedy}")
+        raise ProblemsError(f"data.{key} {told(getattr(config.data, key))}: {problem}; {remedy}")
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)
     if key == "train" and needed > limit:
@@ -114,115 +121,29 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     return form
 
 
-Found = Iterable[tuple[Any, Any]]
-"""Images and text of each row."""
-Rows = tuple[int, Callable[[int], dict[str, Any]], Found | None]
-"""How many; each by its index, without images; and their images, None for a file that has none."""
+def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:
+    """Those of all files; paths are relative to the folder of each."""
+    every = max(1, rows.starts[-1] // LOOKED_AT)
+    found = [
+        (start, str(part.path), _images_of(part, data, every, room))
+        for start, part in zip(rows.starts, rows.parts, strict=False)
+        if part.rows.images is not None
+    ]
+    if len(rows.parts) == 1:
+        return found[0][2] if found else None
+    return JoinedImages(found) if found else None
 
 
-def _images(found: Found, path: Path, data: DataConfig, number: int, room: Path | None, where: str) -> ImageRows:
-    every = max(1, number // LOOKED_AT)
+def _images_of(part: SourcePart, data: DataConfig, every: int, room: Path | None) -> ImageRows:
+    assert part.rows.images is not None
     try:
-        return ImageRows(found, data.image_dir or path.parent, data.max_images, every, room)
+        return ImageRows(part.rows.images, data.image_dir or part.path.parent, data.max_images, every, room)
     except ImageError as error:
-        raise ProblemsError(f"{where}: {error}") from None
+        raise ProblemsError(f"{part.where}: {error}") from None
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
-        raise ProblemsError(f"{where}: its images cannot be read ({line}); write it again") from None
+        raise ProblemsError(f"{part.where}: its images cannot be read ({line}); write it again") from None
     except OSError as error:
         place = room or tempfile.gettempdir()
-        raise ProblemsError(f"{where}: no copy of its images in {place}: {error.strerror}; make room there") from None
-
-
-def _parquet(path: Path, where: str) -> Rows:
-    try:
-        file = pq.ParquetFile(path, memory_map=True)
-        names = file.schema_arrow.names
-        table = pq.read_table(path, columns=[name for name in names if name != IMAGES])
-    except pa.ArrowException as error:
-        line = str(error).splitlines()[0]
-        raise ProblemsError(f"{where}: not a readable parquet file ({line}); write it again") from None
-    needed = _required_columns(names, where)
-    for name in needed:
-        _require_filled(table.column(name), name, where)
-    if needed == ACCEPTED["TinyZero/verl"]:
-        kind = table.schema.field("reward_model").type
-        if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
-            raise ProblemsError(f"{where}: reward_model is {kind}, not a struct with ground_truth")
-        _require_filled(
-            pc.struct_field(table.column("reward_model"), "ground_truth"), "reward_model.ground_truth", where
-        )
-    found = _images_in(file, table.select([needed[0]])) if IMAGES in names else None
-    return table.num_rows, lambda index: _plain(table.slice(index, 1).to_pylist()[0]), found
-
-
-def _images_in(file: pq.ParquetFile, texts: pa.Table) -> Iterator[tuple[Any, Any]]:
-    """The images and the text of each row, few rows in memory at a time."""
-    row = 0
-    for batch in file.iter_batches(ROWS_AT_ONCE, columns=[IMAGES]):
-        images = batch.column(0).to_pylist()
-        yield from zip(images, texts.slice(row, len(images)).column(0).to_pylist(), strict=True)
-        row += len(images)
-    pa.default_memory_pool().release_unused()  # a page of a column may hold a thousand images
-
-
-def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
-    if column.null_count:
-        first = pc.index(column.is_null(), True).as_py()
-        raise ProblemsError(f"{where}: row {first}: {name} is empty; fill it, or leave the row out")
-
-
-def _jsonl(path: Path, where: str) -> Rows:
-    lines: list[bytes] = []
-    with_images = False
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            with_images |= IMAGES in _checked(line, f"{where}: line {number}")
-            lines.append(line)
-
-    def row(index: int) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in json.loads(lines[index]).items() if name != IMAGES}
-
-    def found() -> Iterator[tuple[Any, Any]]:
-        for row in map(json.loads, lines):
-            yield row.get(IMAGES), row[_required_columns(list(row), where)[0]]
-
-    return len(lines), row, found() if with_images else None
-
-
-def _checked(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ProblemsError(f"{where}: not JSON ({error}); write one object per line") from None
-    if not isinstance(row, dict):
-        raise ProblemsError(f"{where}: not an object of columns; write one object per line")
-    needed = _required_columns(list(row), where)
-    for name in needed:
-        if row[name] is None:
-            raise ProblemsError(f"{where}: {name} is empty; fill it, or leave the line out")
-    model = row.get("reward_model")
-    if "reward_model" in needed and not (isinstance(model, dict) and model.get("ground_truth") is not None):
-        raise ProblemsError(f"{where}: reward_model has no ground_truth")
-    return row
-
-
-def _required_columns(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """The required columns, of the first accepted format that the file has."""
-    for needed in ACCEPTED.values():
-        if set(needed) <= set(names):
-            return needed
-    accepted = " or ".join(f"{', '.join(needed)} ({who})" for who, needed in ACCEPTED.items())
-    raise ProblemsError(f"{where}: needs the columns {accepted}; it has {', '.join(names) or 'none'}")
-
-
-def _plain(value: Any) -> Any:
-    """The value in types that MessagePack has."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    large = isinstance(value, int) and not -(2**63) <= value < 2**64
-    return str(value) if large or isinstance(value, Decimal) else value
+        problem = f"no copy of its images in {place}: {error.strerror}; make room there"
+        raise ProblemsError(f"{part.where}: {problem}") from None

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from configs.data.sources import count_rows
 from configs.entrypoint import DONE
 from configs.explain import explain
 from configs.load import read
@@ -28,21 +28,6 @@ def main(argv: Sequence[str]) -> int:
     if code == DONE:
         print(f"valid, fingerprint {fingerprint(config)}")
     return code
-
-
-def count_rows(path: Path) -> int | None:
-    """Rows of a data file; None if it cannot be read, which the checks report."""
-    if not path.is_file():
-        return None
-    if path.suffix != ".parquet":
-        with path.open("rb") as lines:
-            return sum(1 for line in lines if line.strip())
-    from pyarrow import ArrowException, parquet  # slow to import, and needed here only
-
-    try:
-        return int(parquet.ParquetFile(path).metadata.num_rows)
-    except (OSError, ArrowException):
-        return None
 
 
 if __name__ == "__main__":

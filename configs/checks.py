@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
+from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config
@@ -26,7 +27,7 @@ FILES = (
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 
-BUILT_IN = {"reward.function": ("countdown", "math"), "rollout.task": ("single_turn",)}
+BUILT_IN = {"reward.function": ("countdown", "math", "reasoning_gym"), "rollout.task": ("single_turn",)}
 """Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
 
 TURN_ADVANTAGES = ("group_mean", "leave_one_out")
@@ -207,7 +208,7 @@ def _sizes(config: Config) -> Iterator[str]:
 def _epochs(config: Config, problems: int | None) -> Iterator[str]:
     epochs, groups, versions = config.data.epochs, config.batch.groups, config.run.versions
     if problems == 0:
-        yield f"data.train: {config.data.train} has no problems; name a file that has"
+        yield f"data.train: {told(config.data.train)} has no problems; name a file that has"
     if not problems or epochs is None or epochs * problems >= versions * groups:
         return
     problem = f"data.epochs: {epochs} x {problems} problems = {epochs * problems} groups"
@@ -224,6 +225,8 @@ def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
             yield f"{key}: {value!r} is neither one of {', '.join(BUILT_IN[key])} nor path/to/file.py:function"
         elif file and key in files:
             yield from _defined(key, file, function)
+        elif value == "reasoning_gym" and key in files and importlib.util.find_spec(value) is None:
+            yield f"{key}: {value}: reasoning-gym is not installed here; {INSTALL}"
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:
@@ -250,7 +253,11 @@ def _trackers(config: Config, files: Collection[str]) -> Iterator[str]:
 def _files(config: Config, files: Collection[str]) -> Iterator[str]:
     if "model.path" in files:
         yield from _model(config.model.path)
-    for name in ("train", "eval", "chat_template", "format_prompt"):
+    for name in ("train", "eval"):
+        source = getattr(config.data, name)
+        if f"data.{name}" in files and source is not None:
+            yield from (f"data.{name}: {line}" for line in problems_with(source))
+    for name in ("chat_template", "format_prompt"):
         path = getattr(config.data, name)
         if f"data.{name}" in files and isinstance(path, Path):
             if not path.is_file():

@@ -75,12 +75,13 @@ def keys() -> dict[str, Key]:
     """All keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table = {}
+    forms = schema["$defs"]
     for section, place in schema["properties"].items():
         model = schema["$defs"][place["$ref"].rpartition("/")[2]]
         for name, field in model["properties"].items():
             dotted, required = f"{section}.{name}", name in model.get("required", ())
             meaning = " ".join(field["description"].split())
-            table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning)
+            table[dotted] = Key(dotted, _type(field, forms), show(field.get("default")), required, meaning)
     return table
 
 
@@ -133,10 +134,12 @@ def _wrap(words: str, width: int, indent: str) -> list[str]:
     return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 
-def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema in words, e.g. `a whole number >= 1 or null`."""
+def _type(schema: dict[str, Any], forms: dict[str, Any]) -> str:
+    """A JSON schema in words, e.g. `a whole number >= 1 or null`; `forms`: the models that it names."""
+    if "$ref" in schema:
+        return f"a map of {', '.join(forms[schema['$ref'].rpartition('/')[2]]['properties'])}"
     if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"])
+        return " or ".join(_type(one, forms) for one in schema["anyOf"])
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
     if "const" in schema:
@@ -152,7 +155,8 @@ def _type(schema: dict[str, Any]) -> str:
     if kind == "string":
         return "a path" if schema.get("format") == "path" else "text"
     if "prefixItems" in schema:
-        return f"a list of {len(schema['prefixItems'])}, each {_type(schema['prefixItems'][0])}"
+        return f"a list of {len(schema['prefixItems'])}, each {_type(schema['prefixItems'][0], forms)}"
     if kind == "array":
-        return f"a list, each {_type(schema['items'])}"
-    return TYPES[kind]
+        return f"a list, each {_type(schema['items'], forms)}"
+    inner = schema.get("additionalProperties")
+    return f"{TYPES[kind]} of {_type(inner, forms)}" if isinstance(inner, dict) else TYPES[kind]

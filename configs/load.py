@@ -257,11 +257,35 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        for found in error.errors(include_url=False):
-            problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
+        errors = [(_within(found["loc"], tree, found["type"]), found) for found in error.errors(include_url=False)]
+        for place, found in errors:
+            deeper = [other for other, _ in errors if len(other) > len(place) > 1 and other[: len(place)] == place]
+            if len(place) > 3:
+                problems |= _inner(place, found["type"], found["msg"], found["input"], merged)
+            elif not deeper:  # else the other forms of a value of several forms
+                problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
     if problems:
         raise ConfigError(list(problems.values()))
     return config
+
+
+def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, ...]:
+    """The place of an error in `tree`, without pydantic's words for which of several forms of a value it tried."""
+    place: list[int | str] = []
+    for number, part in enumerate(loc):
+        here = isinstance(tree, dict) and (part in tree or (kind == "missing" and number == len(loc) - 1))
+        if here or (isinstance(tree, list) and isinstance(part, int)):
+            place.append(part)
+            tree = tree.get(part) if isinstance(tree, dict) else tree[part]
+    return tuple(place)
+
+
+def _inner(place: tuple[int | str, ...], kind: str, reason: str, value: Any, merged: MergedTree) -> dict[str, str]:
+    """An error inside a key's value, such as an entry of `data.train`, as a line for people."""
+    key, name = ".".join(map(str, place)), ".".join(map(str, place[:2]))
+    reasons = {"extra_forbidden": "no such key", "missing": "missing; set it"}
+    words = reasons.get(kind, f"{show(value)}: {reason[:1].lower()}{reason[1:]}")
+    return {key: f"{key}: {words}{merged.where(key) or merged.where(name)}; {name} is {keys()[name].type}"}
 
 
 def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, str]:

@@ -54,10 +54,22 @@ class ModelConfig(Section):
     state, and is sent to each server once."""
 
 
+class MixedSource(Section):
+    """One of several sources of problems."""
+
+    path: Path
+    """As `data.train` may name one: a file, a folder, a glob or a set of reasoning-gym."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Its share of the problems that are drawn, by the sum of all weights; null for all of them: by number of rows."""
+    columns: dict[str, str] | None = None
+    """Its own `data.columns`; null takes those of the run."""
+
+
 class DataConfig(Section):
-    train: Path
-    """Problems to train on: a .parquet or .jsonl file with TinyZero/verl columns (`prompt`, `reward_model`) or EasyR1
-    columns (`problem`, `answer`)."""
+    train: Path | Annotated[list[MixedSource], Field(min_length=1)]
+    """Problems to train on: a file (parquet, jsonl, json, csv, tsv), a folder or glob of such files, a set of
+    reasoning-gym as `reasoning_gym:leg_counting?size=10000&seed=1`, or a list of these as `{path, weight}`. Rows have
+    TinyZero/verl columns (`prompt`, `reward_model`) or EasyR1 columns (`problem`, `answer`); docs/data.md says more."""
     eval: Path | None = None
     """Problems kept out of training, same formats; `python -m rollout evaluate` and the final report use them."""
     chat_template: Literal["none"] | Path | None = None
@@ -67,10 +79,14 @@ class DataConfig(Section):
     """Jinja template around the problem text, as in EasyR1: `{{ content | trim }}` stands for the problem."""
     system_prompt: str | None = None
     """System message prepended to every prompt that has none."""
+    columns: dict[str, str] = {}
+    """Columns under other names, as `{problem: question, answer: solution}`: what Headrace calls `problem` is the
+    column `question`. It holds for `data.eval` too, where no other is named."""
     epochs: Positive | None = None
-    """Passes over the problems; null repeats them until `run.versions` is reached."""
+    """Passes over the problems; null repeats them until `run.versions` is reached. An epoch of weighted sources is as
+    many problems as they have rows together."""
     shuffle: bool = True
-    """Shuffle each epoch anew, seeded by `run.seed`; false keeps the order of the file."""
+    """Shuffle each epoch anew, seeded by `run.seed`; false keeps the order of the files."""
     max_prompt_tokens: Positive = 1024
     """Longest prompt in tokens, those of its images included; a problem with a longer one is dropped with that
     reason."""

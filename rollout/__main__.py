@@ -38,6 +38,7 @@ from rollout.concurrency import start
 from rollout.drain import FORCED, Drain
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
+from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.setup import RolloutSetup, check_server
 from rollout.errors import EngineDead, first_error
 from rollout.loop import PolicyUpdates, follow, roll
@@ -115,6 +116,7 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
     receiver = Receiver(buffer.where, engine, connection.name, config.weights, connection.keys, form=form)
     updates = PolicyUpdates(receiver, config.run.versions)
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
+    episodes.first = FirstShown(setup.prompts)
     revoke = partial(episodes.abandon, failure=REVOKED)
     drain.episodes = episodes
 

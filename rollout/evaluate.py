@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from configs.checks import existing
+from configs.data.sources import needs_truth
 from configs.entrypoint import DONE, split_flags
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
@@ -64,7 +65,8 @@ def load_rows(config: Config, models: Sequence[Path]) -> Sequence[dict[str, Any]
         raise ConfigError(absent)
     from buffer.problems import check_images, load_problems  # pyarrow: slow to import, and not used by a server
 
-    problems = load_problems(config.data.eval, config.data, room=existing(config.run.path))
+    truth = needs_truth(config)
+    problems = load_problems(config.data.eval, config.data, existing(config.run.path), "data.eval", truth)
     check_images(config, problems, "eval")
     return problems
 

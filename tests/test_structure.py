@@ -21,14 +21,18 @@ PACKAGES = ("actors", "buffer", "configs", "learner", "rollout")
 MAX_LINES_OF_CODE = 14020
 MAX_FILES_PER_FOLDER = 10
 
-WIRE = {"configs", "buffer.images", "buffer.image_rows", "buffer.problems", "buffer.curve", "buffer.wire"}
+WIRE = {
+    *("configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems", "buffer.curve"),
+    "buffer.wire",
+}
 """What the other processes may import of the buffer: the ledger and the store are its own."""
 MAY: dict[str, set[str]] = {
     "configs": {"configs"},
     "buffer": {"configs", "buffer"},
     "buffer.images": {"configs", "buffer.images"},
     "buffer.image_rows": {"configs", "buffer.images", "buffer.image_rows"},
-    "buffer.problems": {"configs", "buffer.images", "buffer.image_rows", "buffer.problems"},
+    "buffer.data": {"configs", "buffer.images", "buffer.image_rows", "buffer.data"},
+    "buffer.problems": {"configs", "buffer.images", "buffer.image_rows", "buffer.data", "buffer.problems"},
     "buffer.curve": {"configs", "buffer.curve"},
     "buffer.ledger": {"buffer.ledger"},
     "buffer.store": {"configs", "buffer.problems", "buffer.ledger", "buffer.store"},

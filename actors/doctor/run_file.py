@@ -10,18 +10,20 @@ import random
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from actors.doctor.host import find_gpus
 from actors.doctor.image_sizes import judge_images
-from actors.doctor.trial import Judgement, Rows, try_out
+from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
 from buffer.store.lock import InUse, lock_of, locked
 from configs.checks import BUILT_IN, check, existing
+from configs.data.sources import Source, needs_truth, parts_of, problems_with, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
@@ -70,18 +72,20 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     further: list[str] = []
     rows: Rows = []
     judgement = Judgement()
-    for path in filter(None, (config.data.train, config.data.eval)):
-        if path.is_file():  # if not, `check` says so
+    for key, source in (("train", config.data.train), ("eval", config.data.eval)):
+        if source is not None and not list(problems_with(source)):  # else `check` says so
             from buffer.problems import load_problems  # imports pyarrow, which is slow
 
             try:
-                problems = load_problems(path, config.data, room=existing(config.run.path))
-                judge_images(judgement, config, problems, "train" if path == config.data.train else "eval")
+                room = existing(config.run.path)
+                problems = load_problems(source, config.data, room, f"data.{key}", needs_truth(config))
+                judge_images(judgement, config, problems, key)
             except ConfigError as error:
                 further += error.problems
                 continue
-            if path == config.data.train:
+            if key == "train":
                 rows, judgement.rows = rows_to_try(problems), len(problems)
+                judgement.facts += shares(source, problems.shares)
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
@@ -105,8 +109,10 @@ def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
     others = set(range(0, last + 1, max(1, -(-len(problems) // ROWS)))).difference(ends)
     numbers = [*ends, *random.Random(0).sample(sorted(others), len(others))]
     rows: list[tuple[int, dict[str, Any]]] = []
-    left = IMAGE_BYTES
+    left, end = IMAGE_BYTES, time.monotonic() + ROWS_S
     for number in numbers:
+        if rows and time.monotonic() > end:  # of a set whose rows are made
+            break
         row = problems[number]
         if isinstance(files := row.get(IMAGES), ImageFiles):
             left -= files.num_bytes
@@ -117,6 +123,15 @@ def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:
         else:
             rows.append((number, row))
     return rows
+
+
+def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[str]:
+    """What weights mean, a line for each source."""
+    rows, weights = sum(rows for rows, _ in weighted), sum(weight for _, weight in weighted)
+    for part, (number, weight) in zip(parts_of(source) if weighted else (), weighted, strict=True):
+        share = weight / weights
+        passes = f"an epoch has {share * rows:,.0f} of them, {share * rows / number:,.3g} passes"
+        yield f"data.train: {share:.1%} of the problems are of {part.path}: {number:,} rows; {passes}"
 
 
 def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
@@ -147,9 +162,9 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
         del keys["task"]
     parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     try:
-        judgement.add(try_out(parts, config, rows))
+        judgement.add(try_out(parts, config, rows, judgement.rows))
     except TypeError as error:
-        judgement.refused.append(f"data.train: {config.data.train}: a row has what no message can hold: {error}")
+        judgement.refused.append(f"data.train: {told(config.data.train)}: a row has what no message can hold: {error}")
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:

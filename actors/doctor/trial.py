@@ -18,13 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgpack
 
 from buffer.image_rows import IMAGES
+from configs.data.sources import told
 from configs.load import ConfigError
 from configs.schema import Config
+
+if TYPE_CHECKING:
+    from rollout.episodes.prompts import Prompts
 
 Rows = Sequence[tuple[int, dict[str, Any]]]
 """Rows of data.train with their numbers; the first, the middle and the last one are in front."""
@@ -61,9 +65,10 @@ class Judgement:
         return [*self.facts, *(f"warning: {line}" for line in self.warnings)]
 
 
-def try_out(parts: Iterable[str], config: Config, rows: Rows) -> Judgement:
-    """Try `parts`, of PARTS, all at once; what they found together. Raises TypeError for rows that cannot be sent."""
-    given = msgpack.packb({"config": config.model_dump_json(), "rows": rows})
+def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None = None) -> Judgement:
+    """Try `parts`, of PARTS, all at once; what they found together. `rows` are some of `number`. Raises TypeError for
+    rows that cannot be sent."""
+    given = msgpack.packb({"config": config.model_dump_json(), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
         for trial in [running.enter_context(started(part, given)) for part in parts]:
@@ -162,6 +167,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     part, folder = argv
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
+    trial.found.rows = given["number"]
     key, attempt = PARTS[part]
     try:
         attempt(trial, Config.model_validate_json(given["config"]), given["rows"])
@@ -214,6 +220,7 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
         judge_failures(trial.found, config, failed, len(lengths))
     if lengths:
         judge_lengths(trial.found, config, lengths)
+    judge_ends(trial.found, config, made)
 
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
@@ -221,10 +228,12 @@ def judge_failures(found: Judgement, config: Config, failed: dict[int, str], oth
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
     if others:
         share = f"{len(failed):,} of {len(failed) + others:,} rows looked at cannot be made a prompt and are dropped"
-        found.warnings.append(f"data.train: {config.data.train}: {share}, such as {example}")
+        found.warnings.append(f"data.train: {told(config.data.train)}: {share}, such as {example}")
     else:
         keys = "its columns and images, data.chat_template and data.format_prompt"
-        found.refused.append(f"data.train: {config.data.train}: no row can be made a prompt, {example}; correct {keys}")
+        found.refused.append(
+            f"data.train: {told(config.data.train)}: no row can be made a prompt, {example}; correct {keys}"
+        )
 
 
 def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> None:
@@ -238,7 +247,21 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
         found.refused.append(f"{key}: {shortest}, {remedy}")
     elif long:
         share = f"{long:,} of {len(lengths):,} rows looked at ({long / len(lengths):.1%}) have longer prompts"
+        if found.rows and found.rows > len(lengths):
+            share += f", as about {long / len(lengths) * found.rows:,.0f} of all {found.rows:,} have,"
         found.warnings.append(f"{key}: {share} and are dropped, {remedy}")
+
+
+def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
+    """What ends an answer, which a base model seldom does by itself."""
+    ends, most = made.tokenizer.convert_ids_to_tokens(made.stops), f"sampling.max_tokens {config.sampling.max_tokens}"
+    if not ends:
+        found.warnings.append(f"sampling.stop: []: nothing ends an answer but {most}; name a token of the tokenizer")
+    elif made.plain and not config.sampling.stop:
+        where = f"data.chat_template: none: answers end at {' '.join(ends)} or after {most} only"
+        found.facts.append(f"note: {where}; a base model may go on for ever: name its end in sampling.stop")
+    else:
+        found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
 
 
 def reward(trial: Trial, config: Config, rows: Rows) -> None:

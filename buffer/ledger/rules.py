@@ -33,7 +33,8 @@ LEAST_FAILURES, LEAST_BATCHES = 100, 3
 class Ledger:
     """The rules are in docs/architecture.md, section 4, their properties in tests/buffer/ledger/.
 
-    Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`, and keeps its number for life.
+    Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`, and keeps its number for life; with
+    `shares`, the rows and the weight of each source, it is `mixed(shares, seed, epoch)[s % problems]`.
     `recall` reads a dropped item back from where `drain` was written: the ledger itself forgets it.
     """
 
@@ -52,6 +53,7 @@ class Ledger:
         lease_s: float = 10.0,
         skip_zero_variance: bool = False,
         max_failed_share: float = 0.5,
+        shares: Sequence[tuple[int, float]] = (),
         recall: Callable[[int], ItemState | None] = lambda item: None,
     ) -> None:
         if problems < 1 or groups < 1 or max_staleness < 0 or attempts < 1:
@@ -60,7 +62,7 @@ class Ledger:
         self.max_staleness, self.attempts, self.lease_s = max_staleness, attempts, lease_s
         self.target_staleness = max_staleness if target_staleness is None else min(target_staleness, max_staleness)
         self.seed, self.shuffle, self.skip_zero_variance = seed, shuffle, skip_zero_variance
-        self.max_failed_share = max_failed_share
+        self.max_failed_share, self.shares = max_failed_share, shares
         self.state = LedgerState()
         self._recall = recall
         self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
@@ -94,6 +96,13 @@ class Ledger:
         if work:
             record.record_answer(request)
         return work
+
+    def upcoming(self, number: int) -> Sequence[int]:
+        """Rows of the next `number` items that will be new, or of those left in the epoch."""
+        if self._all_dispatched():
+            return ()
+        epoch, place = divmod(self.state.next_item, self.problems)
+        return self._rows(epoch)[place : place + number]
 
     def answered(self, server: str, request: int) -> bool:
         """Whether this Ask of the server got work before: nothing new is dispatched for it any more."""
@@ -402,9 +411,15 @@ class Ledger:
         if self._all_dispatched():
             return None
         epoch, place = divmod(self.state.next_item, self.problems)
+        return self.state.create(self._rows(epoch)[place], epoch)
+
+    def _rows(self, epoch: int) -> Sequence[int]:
+        """The rows of an epoch in the order of their dispatch."""
         if self._epoch[0] != epoch:
-            self._epoch = (epoch, schedule.order(self.problems, self.seed, epoch, self.shuffle))
-        return self.state.create(self._epoch[1][place], epoch)
+            drawn = (self.seed, epoch, self.shuffle)
+            rows = schedule.mixed(self.shares, *drawn) if self.shares else schedule.order(self.problems, *drawn)
+            self._epoch = (epoch, rows)
+        return self._epoch[1]
 
     def _end(
         self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False

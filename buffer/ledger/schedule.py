@@ -6,12 +6,15 @@ when every item meets `d + staleness >= version + i // groups`. Only the last it
 of each function is the number of distinct d, at most `staleness + 1`, however many items are open.
 """
 
+import heapq
 import random
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import floor
 
 
-def order(problems: int, seed: int, epoch: int, shuffle: bool) -> "array[int]":
+def order(problems: int, seed: int | str, epoch: int, shuffle: bool) -> "array[int]":
     """Rows of one epoch in the order of their dispatch: a permutation drawn from (seed, epoch).
 
     Only `Random.random()` is used, the one method whose sequence Python promises to keep for a seed.
@@ -23,6 +26,45 @@ def order(problems: int, seed: int, epoch: int, shuffle: bool) -> "array[int]":
             other = int(draw() * (last + 1))
             rows[last], rows[other] = rows[other], rows[last]
     return rows
+
+
+def mixed(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> "array[int]":
+    """Rows of one epoch of several sources, each `(rows, weight)`, in the order of their dispatch. The rows of a source
+    follow those of the source before it: `order` is the case of one source.
+
+    An epoch is as many problems as there are rows. Problem j of source i, counted from 0 over all epochs, comes at time
+    (j + 1/2) / weight (Webster's method): in any stretch each source has its share of the weights, within a problem or
+    two. A source goes through all its rows, in an order of its own for each pass, and then begins the next pass.
+    """
+    weights = [weight for _, weight in parts]
+    starts = list(accumulate((rows for rows, _ in parts), initial=0))
+    drawn = drawn_before(epoch * starts[-1], weights)
+    passes: list[tuple[int, Sequence[int]]] = [(-1, ())] * len(parts)
+    heap = [((number + 0.5) / weight, part) for part, (number, weight) in enumerate(zip(drawn, weights, strict=True))]
+    heapq.heapify(heap)
+    rows = array("q")
+    for _ in range(starts[-1]):
+        _, part = heap[0]
+        number, place = divmod(drawn[part], parts[part][0])
+        if passes[part][0] != number:
+            passes[part] = number, order(parts[part][0], f"{seed}/{part}", number, shuffle)
+        rows.append(starts[part] + passes[part][1][place])
+        drawn[part] += 1
+        heapq.heapreplace(heap, ((drawn[part] + 0.5) / weights[part], part))
+    return rows
+
+
+def drawn_before(problems: int, weights: Sequence[float]) -> list[int]:
+    """How many of the first `problems` problems are of each source, by the times of `mixed`."""
+    sure = max(0.0, problems - len(weights) / 2 - 1) / sum(weights)  # at this time no more than `problems` have come
+    drawn = [max(0, floor(weight * sure - 0.5)) for weight in weights]
+    heap = [((number + 0.5) / weight, part) for part, (number, weight) in enumerate(zip(drawn, weights, strict=True))]
+    heapq.heapify(heap)
+    for _ in range(problems - sum(drawn)):
+        _, part = heap[0]
+        drawn[part] += 1
+        heapq.heapreplace(heap, ((drawn[part] + 0.5) / weights[part], part))
+    return drawn
 
 
 def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: int) -> bool:

@@ -13,6 +13,7 @@ from buffer.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import Transaction
+from buffer.problems import READ_AHEAD, Problems
 from buffer.store.segments import Group, GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
@@ -188,6 +189,11 @@ class Handlers:
             return None
         return protocol.WeightsAddress(address=self.weights)
 
+    def read_ahead(self) -> None:
+        """Have the next rows made, where rows must be made, so that an Ask need not wait for one."""
+        if isinstance(self.problems, Problems):
+            self.problems.expect(lambda: self.ledger.upcoming(READ_AHEAD))
+
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
         leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
         if not leases and not self.ledger.answered(peer.key, ask.request):
@@ -203,6 +209,7 @@ class Handlers:
                 self.ledger.fail(peer.key, it.item, it.lease, f"row {it.index}: {error}", now, kind="prompt")
             else:
                 items.append(protocol.WorkItem(item=it.item, lease=it.lease, version=it.version, problem=problem))
+        self.read_ahead()
         return protocol.Work(items=items)
 
     def _put(self, peer: Peer, put: protocol.Put, now: float) -> Message | None:
@@ -227,7 +234,7 @@ class Handlers:
     def _check_images(self, item: int, shown: int) -> None:
         """Raises ValueError if a sample shows more images of its row than it has: the learner could not see them."""
         known = self.ledger.items.get(item)
-        if shown and known and shown > (has := len(self.problems[known.row].get(IMAGES, ()))):
+        if shown and known and shown > (has := len(self._images_of(known.row))):
             raise ValueError(f"Put of item {item}: a sample shows {shown} images of row {known.row}, which has {has}")
 
     def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
@@ -265,11 +272,18 @@ class Handlers:
             self._split = key, parts(take.version, take.world, groups, counts, take.share_prompts, images)
         return self._split[1][take.rank]
 
+    def _images_of(self, row: int) -> Sequence[bytes]:
+        """Those of a row, which need not be made for it."""
+        if isinstance(self.problems, Problems):
+            return (self.problems.images and self.problems.images.of(row)) or ()
+        files: Sequence[bytes] = self.problems[row].get(IMAGES, ())
+        return files
+
     def _row_images(self, item: int) -> protocol.RowImages | None:
         """Raises ImageError for one that is gone or another since its item was dispatched: the batch waits for it."""
         row = self.ledger.items[item].row
         try:
-            files = list(self.problems[row].get(IMAGES, ()))
+            files = list(self._images_of(row))
         except ImageError as error:
             raise ImageError(f"item {item}, row {row}: {error}, and start the learner again") from None
         return protocol.RowImages(item=item, images=files) if files else None

@@ -16,6 +16,7 @@ from buffer.wire.client import MessageTooLarge, RolloutClient
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
+from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.prompts import Prompts, without_images
 from rollout.episodes.sampler import Sampler
 from rollout.episodes.stages import Stages
@@ -73,6 +74,8 @@ class Episodes:
     samples: int
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
+    first: FirstShown | None = None
+    """Shows the first prompt and answer; None: they are not shown."""
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
     async def run(self, item: WorkItem, ended: Ended = uncounted) -> Group | Failure:
@@ -112,6 +115,8 @@ class Episodes:
         """The samples of a row, scored. Raises EpisodeError, alone or in groups."""
         images = row.get("images")  # decoding them would keep the event loop from all else
         problem = await asyncio.to_thread(self.sampler.problem, row) if images else self.sampler.problem(row)
+        if self.first:
+            self.first.prompt(problem)
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
             for sample in playing:
@@ -120,6 +125,8 @@ class Episodes:
         answers = [self._answer(trajectory, without_images(row)) for trajectory in trajectories]
         with self.stages("scoring", len(answers)):
             scores = await self.rewards.score(answers)
+        if self.first:
+            self.first.answer(trajectories[0], scores[0])
         made = zip(trajectories, scores, answers, strict=True)
         return [trajectory.sample(score, answer.text, problem.images) for trajectory, score, answer in made]
 

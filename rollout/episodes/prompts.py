@@ -68,7 +68,11 @@ class Prompts:
         PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
-            raise PromptError(f"prompt of {len(tokens)} tokens; data.max_prompt_tokens is {self.longest}")
+            long = PromptError(
+                f"prompt longer than data.max_prompt_tokens {self.longest}"
+            )  # one reason for all of them
+            long.add_note(f"the prompt has {len(tokens)} tokens")
+            raise long
         return tokens
 
     def encode(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
@@ -76,7 +80,7 @@ class Prompts:
         try:
             messages = self.messages(row)
             if self.plain:  # the special tokens are those that the tokenizer puts before any text
-                return self._expanded(self.tokenizer.encode(self._joined(messages)), pictures)
+                return self._expanded(self._open(self.tokenizer.encode(self._joined(messages))), pictures)
             text = self.tokenizer.apply_chat_template(
                 messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
             )
@@ -85,6 +89,10 @@ class Prompts:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
         return self._expanded(self.tokenizer.encode(text, add_special_tokens=False), pictures)
+
+    def _open(self, tokens: list[int]) -> list[int]:
+        """`tokens` of a plain text without the end that some tokenizers put after any text: an answer follows."""
+        return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
     def _joined(self, messages: list[dict[str, Any]]) -> str:
         """The texts without a chat template: images are marked as the model's own template marks them."""
@@ -128,6 +136,8 @@ class Prompts:
         images = row.get(IMAGES)
         if images and not self.form:
             raise PromptError("the row has images, and the model of model.path sees none")
+        if unmade := row.get("unmade"):
+            raise PromptError(str(unmade))
         prompt = row.get("prompt") or row.get("problem")
         if not prompt:
             raise PromptError(f"the row has neither prompt nor problem, but {', '.join(row)}")

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import RewardConfig
-from rollout.rewards import countdown, math
+from rollout.rewards import countdown, math, reasoning
 from rollout.rewards.convention import Reward
 
-REWARDS: dict[str, Callable[..., Any]] = {"countdown": countdown.compute_score, "math": math.compute_score}
+REWARDS: dict[str, Callable[..., Any]] = {
+    "countdown": countdown.compute_score,
+    "math": math.compute_score,
+    "reasoning_gym": reasoning.compute_score,
+}
 
 
 def load_reward(config: RewardConfig) -> Reward:

@@ -51,6 +51,12 @@ class Answer:
         """The turns of any answer, one at least."""
         return self.turns or [{"text": self.text, "sampled": True}]
 
+    def shown_truth(self) -> str:
+        """The ground truth in words, for people."""
+        model = self.row.get("reward_model")
+        truth = model.get("ground_truth") if isinstance(model, Mapping) else self.row.get("answer")
+        return "none" if truth is None else repr(truth)
+
     def truth(self) -> Any:
         """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's."""
         return self.row["reward_model"]["ground_truth"] if "reward_model" in self.row else self.row.get("answer")

@@ -1,0 +1,89 @@
+"""Which columns a row must have, other names for them, values in types of MessagePack. Used by the readers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+from configs.load import ConfigError
+
+ACCEPTED = {
+    "TinyZero/verl": ("prompt", "reward_model"),
+    "EasyR1": ("problem", "answer"),
+    "a mixture": ("prompt", "answer"),
+    "the other": ("problem", "reward_model"),
+}
+PROMPT_ONLY = {"a prompt": ("prompt",), "a problem": ("problem",)}
+"""Accepted as well where the reward needs no ground truth."""
+
+
+class ProblemsError(ConfigError):
+    """A source of problems cannot be trained on; the text names key, file and remedy."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__([reason])
+
+
+class ColumnRules:
+    """What the columns of a file are called, and which of them it must have. `renamed`: as `data.columns`."""
+
+    def __init__(self, renamed: Mapping[str, str], truth: bool = True) -> None:
+        self.renamed, self.truth = dict(renamed), truth
+        self._given = {given: ours for ours, given in self.renamed.items()}
+
+    def ours(self, name: str) -> str | None:
+        """What the column `name` of a file is called here; None for one whose name another column takes."""
+        return self._given.get(name, None if name in self.renamed else name)
+
+    def row(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """A row with its columns under our names. Raises ProblemsError for a column of `data.columns` that it lacks."""
+        if not self.renamed:
+            return dict(given)
+        self.names(given, where)
+        return {ours: value for name, value in given.items() if (ours := self.ours(name)) is not None}
+
+    def names(self, given: Iterable[str], where: str) -> list[str]:
+        """Our names of a file's columns. Raises ProblemsError for a name that is absent or there twice."""
+        there = list(given)
+        for wanted, name in self.renamed.items():
+            if name not in there:
+                has = f"it has {', '.join(there) or 'none'}"
+                raise ProblemsError(f"{where}: has no column {name}, which data.columns takes for {wanted}; {has}")
+        if twice := sorted({name for name in there if there.count(name) > 1}):
+            raise ProblemsError(f"{where}: has the column {twice[0]} more than once; rename one of them")
+        return [ours for name in there if (ours := self.ours(name)) is not None]
+
+    def required(self, names: Sequence[str], where: str) -> tuple[str, ...]:
+        """The required columns, of the first accepted format that the file has. Raises ProblemsError."""
+        accepted = ACCEPTED if self.truth else ACCEPTED | PROMPT_ONLY
+        for needed in accepted.values():
+            if set(needed) <= set(names):
+                return needed if self.truth else needed[:1]
+        if not self.truth:
+            problem = f"needs the column prompt or problem; it has {', '.join(names) or 'none'}"
+            raise ProblemsError(f"{where}: {problem}; name it in data.columns, as {{problem: question}}")
+        known = " or ".join(f"{', '.join(ACCEPTED[who])} ({who})" for who in ("TinyZero/verl", "EasyR1"))
+        problem = f"needs the columns {known}; it has {', '.join(names) or 'none'}"
+        raise ProblemsError(f"{where}: {problem}; say in data.columns what they are called")
+
+    def checked(self, row: Mapping[str, Any], where: str) -> None:
+        """Raises ProblemsError for a row whose required columns are not there, or empty."""
+        needed = self.required(list(row), where)
+        for name in needed:
+            if row[name] is None:
+                raise ProblemsError(f"{where}: {name} is empty; fill it, or leave the row out")
+        model = row.get("reward_model")
+        if "reward_model" in needed and not (isinstance(model, dict) and model.get("ground_truth") is not None):
+            raise ProblemsError(f"{where}: reward_model has no ground_truth; fill it, or leave the row out")
+
+
+def plain(value: Any) -> Any:
+    """The value in types that MessagePack has."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    large = isinstance(value, int) and not -(2**63) <= value < 2**64
+    return str(value) if large or isinstance(value, Decimal) else value

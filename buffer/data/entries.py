@@ -1,0 +1,145 @@
+"""`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
+
+A process of its own for two reasons. Some sets take a second for an entry, which must not stop the buffer. And some
+make other entries under another hash seed, or draw from Python's global random numbers: here the parent has set
+PYTHONHASHSEED, and the global seed is set before each entry, so that an entry is the same wherever it is made. Reads
+one JSON request a line from stdin, answers with one line each, and ends when stdin does. Imports nothing of Headrace.
+"""
+
+import copy
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+ENTRY_S = 30
+"""Longest time for one entry, or one score, in seconds."""
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered; one line."""
+
+
+@lru_cache(maxsize=64)
+def data_set(name: str, config: str) -> Any:
+    """The set of that name and config (JSON). Raises RequestError."""
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, 1)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else "see `python -c 'import reasoning_gym.factory as f; print(*f.DATASETS)'`"
+        )
+        raise RequestError(f"reasoning-gym {version('reasoning-gym')} has no set {name}; {hint}")
+    values = json.loads(config)
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    if unknown := sorted(set(values) - set(known)):
+        raise RequestError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
+    try:
+        return create_dataset(name, **values)
+    except Exception as error:  # a set checks its config in its own way
+        raise RequestError(f"{name} refuses its config: {type(error).__name__}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def entry(name: str, config: str, index: int) -> dict[str, Any]:
+    """An entry of a set. Raises RequestError."""
+    made = data_set(name, config)
+    random.seed(index)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(index)
+    try:
+        found: dict[str, Any] = made[index]
+    except Exception as error:  # a set's own code
+        raise RequestError(f"{name} cannot make entry {index}: {type(error).__name__}: {error}") from None
+    return found
+
+
+def about(name: str, config: str) -> dict[str, Any]:
+    """Whether the set can be made, with its first entry, and the package's version, which decides what entries are."""
+    return {"version": version("reasoning-gym")} | row(name, config, 0)
+
+
+def sha256(text: str) -> str:
+    """Of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def row(name: str, config: str, index: int) -> dict[str, Any]:
+    """What is shown of an entry: its question, and its answer where it has one that is text."""
+    made = entry(name, config, index)
+    question, answer = str(made["question"]), made.get("answer")
+    return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
+
+
+def score(name: str, config: str, index: int, question: str, text: str) -> dict[str, Any]:
+    """The set's own score of an answer. Raises RequestError if the entry's question has not the SHA-256 `question`."""
+    from reasoning_gym.utils import extract_answer
+
+    made = entry(name, config, index)
+    if sha256(made["question"]) != question:
+        here = f"with reasoning-gym {version('reasoning-gym')} entry {index} of {name} is another than in the row"
+        raise RequestError(f"{here}; install the version that made the rows")
+    answer = extract_answer(text)
+    reward = data_set(name, config).score_answer(answer, copy.deepcopy(made))
+    return {"score": float(reward), "formed": float(answer is not None)}
+
+
+VERBS: dict[str, Callable[..., dict[str, Any]]] = {"about": about, "row": row, "score": score}
+
+
+def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
+    """The answer to a request, or the error as `{"error": ...}`."""
+    signal.alarm(ENTRY_S)
+    try:
+        return VERBS[verb](*arguments)
+    except TimeoutError:
+        return {"error": f"{arguments[0]} took longer than {ENTRY_S} s for entry {arguments[2:3] or [0]}"}
+    except Exception as error:  # the outermost boundary of a request: a set's code may raise anything
+        words = str(error) if isinstance(error, RequestError) else f"{arguments[0]}: {type(error).__name__}: {error}"
+        return {"error": " ".join(words.split())[:500]}
+    finally:
+        signal.alarm(0)
+
+
+def late(number: int, frame: object) -> None:
+    """Ends what takes too long."""
+    raise TimeoutError
+
+
+def main() -> None:
+    """Answer requests until stdin ends, what is asked ahead of its need last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole terminal: the parent decides
+    signal.signal(signal.SIGALRM, late)
+    asked: queue.PriorityQueue[list[Any]] = queue.PriorityQueue()
+    threading.Thread(target=listen, args=[asked], daemon=True).start()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some sets print
+        while True:
+            _, number, verb, arguments = asked.get()
+            answers.write(json.dumps([number, answered(verb, arguments)]) + "\n")
+            answers.flush()
+
+
+def listen(asked: "queue.PriorityQueue[list[Any]]") -> None:
+    """Take requests as they come, so that who asks never waits for the pipe; end this process when stdin ends."""
+    for line in sys.stdin:
+        asked.put(json.loads(line))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

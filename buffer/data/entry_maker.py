@@ -1,0 +1,139 @@
+"""Entries of reasoning-gym from a process of its own, so that slow sets do not stop who asks for them.
+
+`EntryMaker` is the parent's side of `entries.py`; the buffer has one for its rows, each reward worker one for its
+scores. `GeneratedRows` reads ahead. Waits for the process where an entry is not ready yet.
+"""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from typing import Any
+
+from configs.data.sources import GeneratedSet
+
+KEPT = 16_384
+"""Rows that are kept once they are made: as many as are open at a time, and more."""
+HASH_SEED = "0"
+"""PYTHONHASHSEED wherever entries are made."""
+
+
+class EntryError(ValueError):
+    """An entry cannot be made or scored; one line."""
+
+
+class EntryMaker:
+    """The process. It starts with the first request, and again if it has ended; it ends when this process does."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._numbers = count()
+        self._lock = threading.Lock()
+
+    def ask(self, verb: str, *arguments: Any, ahead: bool = False) -> "Future[dict[str, Any]]":
+        """The answer to a request, when it is there; EntryError for one that cannot be given. Requests that are made
+        `ahead` of their need come after all others."""
+        answer: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._process is not None and self._process.stdin is not None
+            number = next(self._numbers)
+            self._waiting[number] = answer
+            with suppress(BrokenPipeError):  # the reader tells why
+                self._process.stdin.write(json.dumps([ahead, number, verb, arguments]) + "\n")
+                self._process.stdin.flush()
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process and process.stdin:
+            with suppress(OSError):
+                process.stdin.close()
+            process.kill()
+            process.wait()
+
+    def _start(self) -> None:
+        line = [sys.executable, "-m", "buffer.data.entries"]
+        environment = os.environ | {"PYTHONHASHSEED": HASH_SEED, "PYTHONUNBUFFERED": "1"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._waiting = {}
+        reading = [self._process, self._waiting]
+        threading.Thread(target=self._read, args=reading, name="reasoning-gym", daemon=True).start()
+
+    def _read(self, process: "subprocess.Popen[str]", waiting: dict[int, "Future[dict[str, Any]]"]) -> None:
+        """Hand out the answers of a process until it ends."""
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                number, answer = json.loads(line)
+                if "error" in answer:
+                    waiting.pop(number).set_exception(EntryError(answer["error"]))
+                else:
+                    waiting.pop(number).set_result(answer)
+        code = process.wait()
+        with self._lock:  # nothing is added any more
+            left = list(waiting.values())
+        for future in left:
+            future.set_exception(EntryError(f"the process that makes entries ended with exit code {code}"))
+
+
+@cache
+def entry_maker() -> EntryMaker:
+    """The one of this process."""
+    maker = EntryMaker()
+    atexit.register(maker.close)
+    return maker
+
+
+class GeneratedRows:
+    """The rows of a set, made when they are asked for or expected. Raises EntryError for a set that cannot be made.
+
+    Example: row 17 is `{"data_source": "reasoning_gym/leg_counting", "problem": "How many legs ...", "answer": "12",
+    "extra_info": {"reasoning_gym": {"name": "leg_counting", "config": {"size": 100, "seed": 1}, "index": 17,
+    "question_sha256": "..."}}}`
+    """
+
+    def __init__(self, made: GeneratedSet) -> None:
+        self.set, self._config = made, json.dumps(made.config, sort_keys=True)
+        self._rows: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
+        self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
+        """Of the package: another one may make other entries."""
+
+    def expect(self, rows: Iterable[int]) -> None:
+        """Have these rows made, in order: they will be asked for soon."""
+        for index in rows:
+            if index not in self._rows:
+                self._rows[index] = self._ask(index, ahead=True)
+        while len(self._rows) > KEPT:
+            self._rows.popitem(last=False)
+
+    def _ask(self, index: int, ahead: bool = False) -> "Future[dict[str, Any]]":
+        return entry_maker().ask("row", self.set.name, self._config, index, ahead=ahead)
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        """A row; one that cannot be made has `unmade`, the reason, in place of its problem."""
+        if index not in self._rows or not self._rows[index].done():
+            self._rows[index] = self._ask(index)
+        self._rows.move_to_end(index)
+        identity = {"name": self.set.name, "config": self.set.config, "index": index}
+        row: dict[str, Any] = {"data_source": f"reasoning_gym/{self.set.name}"}
+        row["extra_info"] = {"reasoning_gym": identity}
+        try:
+            made = self._rows[index].result()
+        except EntryError as error:
+            return row | {"unmade": str(error)}
+        identity["question_sha256"] = made["sha256"]
+        return row | {"problem": made["question"]} | ({"answer": made["answer"]} if "answer" in made else {})

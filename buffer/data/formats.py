@@ -1,0 +1,178 @@
+"""Reads one data file: parquet, JSON lines, JSON, CSV; text also packed by gzip. Called by `buffer/problems.py`.
+
+A file becomes `FileRows`: how many rows, each by its index, and their images apart, so that none of them stays in
+memory. Raises ProblemsError, in one line, for a file that cannot be trained on; OSError for one that cannot be read.
+"""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+
+from buffer.data.columns import ColumnRules, ProblemsError, plain
+from buffer.image_rows import IMAGES
+from configs.data.sources import GZIPPED, kind_of, the_list
+
+ROWS_AT_ONCE = 16
+"""Rows whose images are in memory at a time while a parquet file is read."""
+TEXTS = ("prompt", "problem", "answer")
+"""Columns of a CSV file that are text whatever is in them: `007` stays `007`."""
+
+Found = Iterable[tuple[Any, Any]]
+"""Images and text of each row."""
+
+
+class FileRows(NamedTuple):
+    """The rows of one file."""
+
+    number: int
+    row: Callable[[int], dict[str, Any]]
+    """Each by its index, without images."""
+    images: Found | None
+    """None for a file that has none."""
+    types: dict[str, str] | None = None
+    """What each column holds, where the file says so. Example: `{"problem": "string"}`"""
+
+
+def read(path: Path, rules: ColumnRules, where: str) -> FileRows:
+    """The rows of `path`; `where` introduces errors."""
+    kind = kind_of(path)
+    if kind == ".parquet":
+        return _parquet(path, rules, where)
+    data = _unpacked(path, where)
+    if kind in (".jsonl", ".ndjson"):
+        lines = ((f"line {n}", line) for n, line in enumerate(data.splitlines(), 1) if line.strip())
+        return _json_rows(lines, rules, where, "one object per line")
+    if kind == ".json":
+        return _json(data, rules, where)
+    return _table(_csv(data, "\t" if kind == ".tsv" else ",", rules, where), rules, where, None)
+
+
+def _unpacked(path: Path, where: str) -> bytes:
+    if path.suffix != GZIPPED:
+        return path.read_bytes()
+    try:
+        with gzip.open(path, "rb") as file:
+            return file.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ProblemsError(f"{where}: gzip cannot unpack it ({error}); write it again") from None
+
+
+def _parquet(path: Path, rules: ColumnRules, where: str) -> FileRows:
+    try:
+        file = pq.ParquetFile(path, memory_map=True)
+        names = file.schema_arrow.names
+        rules.names(names, where)
+        held = next((name for name in names if rules.ours(name) == IMAGES), None)
+        table = pq.ParquetFile(path).read(columns=[name for name in names if name != held])
+    except pa.ArrowException as error:
+        line = str(error).splitlines()[0]
+        raise ProblemsError(f"{where}: not a readable parquet file ({line}); write it again") from None
+    return _table(table, rules, where, lambda texts: _images_in(file, held, texts) if held else None)
+
+
+def _table(
+    table: pa.Table, rules: ColumnRules, where: str, images: Callable[[pa.Table], Found | None] | None
+) -> FileRows:
+    """The rows of a table; `images` finds those that belong to the rows of a column of texts."""
+    kept = {name: ours for name in table.column_names if (ours := rules.ours(name)) is not None}
+    table = table.select(list(kept)).rename_columns(list(kept.values()))
+    needed = rules.required(table.column_names, where)
+    for name in needed:
+        _require_filled(table.column(name), name, where)
+    if "reward_model" in needed:
+        kind = table.schema.field("reward_model").type
+        if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
+            remedy = "write one, or name the column of the truth in data.columns as answer"
+            raise ProblemsError(f"{where}: reward_model is {kind}, not a struct with ground_truth; {remedy}")
+        truth = pc.struct_field(table.column("reward_model"), "ground_truth")
+        _require_filled(truth, "reward_model.ground_truth", where)
+    found = images(table.select([needed[0]])) if images else None
+    types = {field.name: str(field.type).removeprefix("large_") for field in table.schema}
+    return FileRows(table.num_rows, lambda index: plain(table.slice(index, 1).to_pylist()[0]), found, types)
+
+
+def _images_in(file: pq.ParquetFile, column: str, texts: pa.Table) -> Iterator[tuple[Any, Any]]:
+    """The images and the text of each row, few rows in memory at a time."""
+    row = 0
+    for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
+        images = batch.column(0).to_pylist()
+        yield from zip(images, texts.slice(row, len(images)).column(0).to_pylist(), strict=True)
+        row += len(images)
+    pa.default_memory_pool().release_unused()  # a page of a column may hold a thousand images
+
+
+def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
+    if column.null_count:
+        first = pc.index(column.is_null(), True).as_py()
+        raise ProblemsError(f"{where}: row {first}: {name} is empty; fill it, or leave the row out")
+
+
+def _json_rows(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str, form: str) -> FileRows:
+    """Rows that are JSON, each with its place in the file."""
+    kept: list[bytes] = []
+    with_images = False
+    for place, line in lines:
+        values = _object(line, rules, f"{where}: {place}", form)
+        rules.checked(values, f"{where}: {place}")
+        with_images |= IMAGES in values
+        kept.append(line)
+
+    def row(index: int) -> dict[str, Any]:
+        values = rules.row(json.loads(kept[index]), where)
+        return {name: plain(value) for name, value in values.items() if name != IMAGES}
+
+    def found() -> Iterator[tuple[Any, Any]]:
+        for values in (rules.row(json.loads(line), where) for line in kept):
+            yield values.get(IMAGES), values[rules.required(list(values), where)[0]]
+
+    return FileRows(len(kept), row, found() if with_images else None)
+
+
+def _object(line: bytes, rules: ColumnRules, where: str, form: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ProblemsError(f"{where}: not JSON ({error}); write {form}") from None
+    if not isinstance(row, dict):
+        raise ProblemsError(f"{where}: not an object of columns; write {form}")
+    return rules.row(row, where)
+
+
+def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
+    try:
+        rows = the_list(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise ProblemsError(f"{where}: no JSON of rows: {error}") from None
+    lines = ((f"row {n}", json.dumps(row).encode()) for n, row in enumerate(rows))
+    return _json_rows(lines, rules, where, "a list of objects")
+
+
+def _csv(data: bytes, delimiter: str, rules: ColumnRules, where: str) -> pa.Table:
+    """Numbers are what pyarrow takes them for, but TEXTS are text; an empty cell is null."""
+    try:
+        header = next(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), delimiter=delimiter), [])
+        if IMAGES in rules.names(header, where):
+            raise ProblemsError(f"{where}: a table of text has no images; write the rows as parquet or JSON lines")
+        texts = {name: pa.string() for name in header if rules.ours(name) in TEXTS}
+        return pc_csv.read_csv(
+            pa.BufferReader(data),
+            parse_options=pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            convert_options=pc_csv.ConvertOptions(
+                column_types=texts, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+            ),
+        )
+    except UnicodeDecodeError as error:
+        raise ProblemsError(f"{where}: not UTF-8 ({error.reason} at byte {error.start:,}); write it again") from None
+    except (pa.ArrowException, csv.Error) as error:
+        line = str(error).splitlines()[0]
+        raise ProblemsError(f"{where}: not a readable table ({line}); write it again") from None

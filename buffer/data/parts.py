@@ -1,0 +1,115 @@
+"""Opens a source: its files, or its set of reasoning-gym, one `SourcePart` each, in the order of their rows.
+
+Called by `buffer/problems.py`. Waits for the disk, and for the first entry of a set.
+"""
+
+import hashlib
+import importlib.util
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from buffer.data.columns import ColumnRules, ProblemsError
+from buffer.data.entry_maker import EntryError, GeneratedRows
+from buffer.data.formats import FileRows, read
+from configs.data.sources import INSTALL, GeneratedSet, files_of, generated
+from configs.schema import DataConfig, MixedSource
+
+
+class SourcePart(NamedTuple):
+    """One file, or one generated set."""
+
+    path: Path
+    where: str
+    """Introduces errors. Example: `data.train a.parquet`"""
+    rows: FileRows
+    digest: str
+    """SHA-256 of the file, in hexadecimal; of a set, of its name, config and package."""
+    expect: Callable[[Iterable[int]], None] | None = None
+    """Of rows that are made when they are asked for, or expected."""
+
+
+def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) -> list[SourcePart]:
+    """The parts of one source. Raises ProblemsError, and SourceError for a path of nothing."""
+    found = generated(source.path)
+    if found:
+        return [_generated(source, found, f"{key} {source.path}")]
+    rules = ColumnRules(data.columns if source.columns is None else source.columns, truth)
+    parts = [_file(path, rules, f"{key} {path}") for path in files_of(source.path)]
+    for part in parts[1:]:
+        _require_alike(parts[0], part)
+    if not any(part.rows.number for part in parts):
+        raise ProblemsError(f"{key} {source.path}: no rows; name a file with problems")
+    return parts
+
+
+def _file(path: Path, rules: ColumnRules, where: str) -> SourcePart:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return SourcePart(path, where, read(path, rules, where), digest)
+    except OSError as error:
+        line = (error.strerror or str(error)).splitlines()[0]
+        raise ProblemsError(f"{where}: {line}; name a file that can be read") from None
+
+
+def _generated(source: MixedSource, found: GeneratedSet, where: str) -> SourcePart:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ProblemsError(f"{where}: reasoning-gym is not installed here; {INSTALL}")
+    try:
+        rows = GeneratedRows(found)
+    except EntryError as error:
+        raise ProblemsError(f"{where}: {error}; correct it") from None
+    text = json.dumps([found.name, found.config, rows.version], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return SourcePart(source.path, where, FileRows(found.size, rows, None), digest, rows.expect)
+
+
+def _require_alike(first: SourcePart, part: SourcePart) -> None:
+    """Files of one folder or glob hold the same columns, of the same types; a column without any value fits all."""
+    ours, theirs = first.rows.types, part.rows.types
+    if ours is None or theirs is None:
+        return
+    for name in sorted({*ours, *theirs}):
+        here, there = theirs.get(name, "absent"), ours.get(name, "absent")
+        if here != there and "null" not in (here, there):
+            remedy = "write the files alike, or list them in data.train as {path}"
+            raise ProblemsError(f"{part.where}: column {name} is {here}, in {first.path.name} it is {there}; {remedy}")
+
+
+def digest_of(parts: Sequence[SourcePart]) -> str:
+    """That of a single part, or SHA-256 of those of all in order."""
+    digests = [part.digest for part in parts]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+class JoinedRows:
+    """The rows of several parts, numbered on from one to the next."""
+
+    def __init__(self, parts: Sequence[SourcePart]) -> None:
+        self.parts = parts
+        self.starts = list(accumulate((part.rows.number for part in parts), initial=0))
+        """The first row of each part, and the number of all."""
+
+    def _place(self, index: int) -> tuple[int, int]:
+        part = bisect_right(self.starts, index) - 1
+        return part, index - self.starts[part]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """A row, without its images."""
+        part, row = self._place(index)
+        return self.parts[part].rows.row(row)
+
+    def expect(self, rows: Iterable[int]) -> None:
+        """These rows will be asked for soon."""
+        for part, found in groupby(map(self._place, rows), lambda place: place[0]):
+            if expect := self.parts[part].expect:
+                expect(row for _, row in found)
+
+    @property
+    def are_made(self) -> bool:
+        """Whether any rows have to be made."""
+        return any(part.expect for part in self.parts)

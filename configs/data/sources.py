@@ -1,0 +1,211 @@
+"""What `data.train` and `data.eval` name: a file, a folder, a glob, a set of reasoning-gym, or several with weights.
+
+Looks at names and folders only; `buffer/problems.py` reads what is in the files. Used by `configs.checks` and by
+whoever reads problems, so that both judge a source alike.
+"""
+
+import ast
+import glob
+import gzip
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+import yaml
+
+from configs.schema import Config, MixedSource
+
+GENERATED = "reasoning_gym:"
+"""What the name of a set of reasoning-gym begins with."""
+INSTALL = "pip install 'reasoning-gym>=0.1.25,<0.2'"
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+GZIPPED = ".gz"
+"""Ends the names of text files that gzip has packed."""
+TRUTHLESS = ("task", "judge", "reward_model", "reasoning_gym")
+"""Rewards that need no ground truth in the rows."""
+READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
+"""Parameters by which a reward function of a user gets the ground truth."""
+
+Source = Path | str | Sequence[MixedSource]
+
+
+class SourceError(ValueError):
+    """A source that cannot be read; one line without the key that names it."""
+
+
+class GeneratedSet(NamedTuple):
+    """A set of reasoning-gym: its name and its config, `size` and `seed` among it."""
+
+    name: str
+    config: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Its rows."""
+        return int(self.config["size"])
+
+    def __str__(self) -> str:
+        return f"{GENERATED}{self.name}"
+
+
+def parts_of(source: Source) -> list[MixedSource]:
+    """The parts of a source, in order: one without weight for a path or a name. Raises SourceError."""
+    parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
+    unweighted = [part for part in parts if part.weight is None]
+    if unweighted and len(unweighted) < len(parts):
+        raise SourceError(f"{unweighted[0].path} has no weight, others have one; give each a weight, or none")
+    return parts
+
+
+def told(source: Source) -> str:
+    """A source in a few words. Example: `a.parquet and 2 more`"""
+    parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
+    return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
+
+
+def generated(source: Path | str) -> GeneratedSet | None:
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for the path of a file. Values are YAML. Raises
+    SourceError for a name without `size` and `seed`.
+
+    Example: `generated("reasoning_gym:leg_counting?size=100&seed=1")` ->
+    `GeneratedSet("leg_counting", {"size": 100, "seed": 1})`
+    """
+    text = str(source)
+    if not text.startswith(GENERATED):
+        return None
+    name, _, query = text.removeprefix(GENERATED).partition("?")
+    try:
+        config = {key: yaml.safe_load(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+    except (ValueError, yaml.YAMLError) as error:
+        line = str(error).splitlines()[0]
+        raise SourceError(f"not {GENERATED}NAME?size=N&seed=S: {line}; correct it") from None
+    example = f"{GENERATED}{name or 'leg_counting'}?size=10000&seed=1"
+    for key, least in (("size", 1), ("seed", 0)):
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            given = "is missing" if value is None else f"is {value!r}, no whole number >= {least}"
+            raise SourceError(f"{key} {given}; write both, such as {example}")
+    if name in ("", "composite"):
+        raise SourceError(f"names no single set; write {example}, and several as a list of {{path, weight}}")
+    return GeneratedSet(name, config)
+
+
+def files_of(source: Path | str) -> list[Path]:
+    """The data files of a path, sorted: itself, those of a folder, or those that a glob matches. Raises SourceError."""
+    path = Path(source)
+    if path.is_file():
+        _require_known(path)
+        return [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file() and kind_of(file) and file.name[0] != ".")
+        if not files:
+            raise SourceError(f"a folder without data files ({', '.join(SUFFIXES)}); name another, or a file")
+    elif glob.has_magic(str(path)):
+        files = [file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if file.is_file()]
+        if not files:
+            raise SourceError(f"no file matches it (from {Path.cwd()}); correct the pattern")
+    else:
+        problem = "not a file" if path.exists() else "no such file"
+        raise SourceError(f"{problem} (from {Path.cwd()}); correct the path")
+    for file in files:
+        _require_known(file)
+        if kind_of(file) != kind_of(files[0]):
+            raise SourceError(f"has {files[0].name} and {file.name}; name files of one kind, as by *{kind_of(file)}")
+    return files
+
+
+def problems_with(source: Source) -> Iterator[str]:
+    """Why nothing can be read from `source`, a line without its key for each part; what is in the files is not read."""
+    try:
+        parts = parts_of(source)
+    except SourceError as error:
+        yield str(error)
+        return
+    for part in parts:
+        try:
+            if generated(part.path) is None:
+                files_of(part.path)
+            elif importlib.util.find_spec("reasoning_gym") is None:
+                raise SourceError(f"reasoning-gym is not installed here; {INSTALL}")
+        except SourceError as error:
+            yield f"{part.path}: {error}"
+
+
+def needs_truth(config: Config) -> bool:
+    """Whether rows must have a ground truth: not where the reward never asks for one. That is so for TRUTHLESS, and for
+    a function of a user that names none of READS_TRUTH, as far as its file tells."""
+    function: Any = config.reward.function
+    names = [function] if isinstance(function, str) else [each.function for each in function]
+    return not all(name in TRUTHLESS or _is_blind(name) for name in names)
+
+
+def count_rows(source: Source) -> int | None:
+    """Rows of a source; None if that cannot be told quickly, or it cannot be read, which the checks report."""
+    try:
+        total = 0
+        for part in parts_of(source):
+            found = generated(part.path)
+            for file in [] if found else files_of(part.path):
+                total += _count(file)
+            total += found.size if found else 0
+    except (SourceError, OSError, ValueError, EOFError):  # pyarrow's errors are ValueError or OSError
+        return None
+    return total
+
+
+def _count(file: Path) -> int:
+    opened: Callable[..., Any] = gzip.open if file.suffix == GZIPPED else open
+    if kind_of(file) == ".parquet":
+        from pyarrow import parquet  # slow to import, and needed here only
+
+        return int(parquet.ParquetFile(file).metadata.num_rows)
+    with opened(file, "rb") as data:
+        if kind_of(file) in (".jsonl", ".ndjson"):
+            return sum(1 for line in data if line.strip())
+        if kind_of(file) == ".json":
+            return len(the_list(json.load(data)))
+        from pyarrow import csv
+
+        delimiter = "\t" if kind_of(file) == ".tsv" else ","
+        options = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+        return int(csv.read_csv(data, parse_options=options).num_rows)
+
+
+def the_list(value: Any) -> list[Any]:
+    """The rows of a JSON file: a list, or the one list in an object. Raises ValueError."""
+    lists = [value] if isinstance(value, list) else []
+    if isinstance(value, dict):
+        lists = [inner for inner in value.values() if isinstance(inner, list)]
+    if len(lists) != 1:
+        number = "no list" if not lists else f"{len(lists)} lists"
+        raise ValueError(f"{number}; write a list of rows, an object with one, or one object per line (.jsonl)")
+    return lists[0]
+
+
+def kind_of(file: Path) -> str:
+    """The suffix by which a data file is read, without .gz; nothing for any other file."""
+    packed = file.suffix == GZIPPED
+    suffix = file.with_suffix("").suffix if packed else file.suffix
+    return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
+
+
+def _require_known(file: Path) -> None:
+    if not kind_of(file):
+        known = ", ".join(SUFFIXES)
+        raise SourceError(f"{file.name} is none of {known} (text also with .gz); convert it, or name another file")
+
+
+def _is_blind(name: str) -> bool:
+    """Whether the function `path.py:function` names nothing by which it could see the ground truth."""
+    path, _, function = name.rpartition(":")
+    with suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+                given = node.args
+                names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+                return not (names & READS_TRUTH or given.kwarg)
+    return False

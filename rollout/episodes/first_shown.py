@@ -1,0 +1,52 @@
+"""Logs the first prompt of a rollout server as the model reads it, and the first answer with its reward.
+
+Most mistakes in data and templates are seen in one look at them. Called by `Episodes`, waits for nothing.
+"""
+
+import logging
+
+from rollout.episodes.prompts import Prompts
+from rollout.rewards.convention import Answer, Score
+from rollout.tasks.trajectory import Problem, Trajectory
+
+log = logging.getLogger(__name__)
+MOST_CHARS = 2000
+"""Of a prompt or an answer in the log; of a longer one the middle is left out."""
+
+
+class FirstShown:
+    """What was shown already, and the words for it."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts, self._left = prompts, {"prompt", "answer"}
+
+    def prompt(self, problem: Problem) -> None:
+        """Log the first prompt: its text with special tokens, its length, what ends its answer, its ground truth."""
+        if "prompt" not in self._left:
+            return
+        self._left.discard("prompt")
+        stops = " ".join(map(str, self._prompts.tokenizer.convert_ids_to_tokens(self._prompts.stops)))
+        ends = f"an answer ends at {stops}" if stops else "nothing ends an answer but its length"
+        truth = Answer("", 0, problem.row).shown_truth()
+        shown = shortened(self._prompts.shown(problem.prompt), MOST_CHARS)
+        words = "the first prompt: %d tokens; %s; ground truth: %s\n%s\n(end of the first prompt)"
+        log.info(words, len(problem.prompt), ends, shortened(truth, MOST_CHARS // 4), shown)
+
+    def answer(self, trajectory: Trajectory, score: Score) -> None:
+        """Log the first answer, what its task gave included, and its score."""
+        if "answer" not in self._left:
+            return
+        self._left.discard("answer")
+        tokens = trajectory.tokens[trajectory.start :]
+        figures = ", ".join(f"{name} {value:g}" for name, value in {"reward": score.reward, **score.metrics}.items())
+        shown = shortened(self._prompts.shown(tokens), MOST_CHARS)
+        words = "the first answer: %d tokens, finish %s; %s\n%s\n(end of the first answer)"
+        log.info(words, len(tokens), trajectory.finish, figures, shown)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text`, of which the middle is left out if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
