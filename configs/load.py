@@ -5,6 +5,7 @@ OmegaConf reads them (so `1e-6` is a number) and resolves `${section.key}`, pyda
 reported at once, one line each, with the key, the value, the file and line, and what is allowed.
 """
 
+import difflib
 import logging
 import os
 import re
@@ -22,10 +23,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, keys, sections, show, suggest, text
+from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, fields_of, keys, sections, show, suggest, text
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
+ENTRY = 3
+"""Parts of the place of a value that is itself a key's; one inside an entry of a key's list or map has more."""
 TIMES = "times"
 """Stands in the merged tree for a product: `{"times": [32, "${batch.samples}"]}`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
@@ -257,8 +260,13 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        for found in error.errors(include_url=False):
-            problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
+        errors = error.errors(include_url=False)
+        inner = {found["loc"][:2] for found in errors if len(found["loc"]) > ENTRY}
+        for found in errors:
+            if len(found["loc"]) > ENTRY:
+                problems |= _entry_problem(found["type"], found["loc"], found["input"], merged)
+            elif found["loc"][:2] not in inner:  # else what the key might have been instead
+                problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
     if problems:
         raise ConfigError(list(problems.values()))
     return config
@@ -281,6 +289,24 @@ def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, 
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
     shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
     return {name: f"{name}: {shown} is not {keys()[name].type}{merged.where(name)}{quote}"}
+
+
+def _entry_problem(kind: str, loc: tuple[int | str, ...], value: Any, merged: MergedTree) -> dict[str, str]:
+    """A pydantic error inside an entry of a list or map of sections, such as `reward.function[1].weight`."""
+    section, leaf, sort, which, *inner = map(str, loc)
+    key = f"{section}.{leaf}"
+    fields = fields_of(re.findall(r"\w+", sort)[-1])
+    name = ".".join([f"{key}[{which}]", *inner])
+    has = f"an entry has {', '.join(fields)}"
+    if kind == "extra_forbidden":
+        close = difflib.get_close_matches(inner[-1], fields, 1)
+        problem = f"no such key{merged.where(key)}; {f'did you mean {close[0]}?' if close else has}"
+    elif kind == "missing":
+        problem = f"missing{merged.where(key)}; {has}"
+    else:
+        wanted = fields.get(inner[0], "what it should be") if inner else f"a map; {has}"
+        problem = f"{show(value)} is not {wanted}{merged.where(key)}"
+    return {name: f"{name}: {problem}"}
 
 
 def _literal(value: Any) -> Any:
