@@ -112,14 +112,14 @@ class RewardPart(Section):
 
 class RewardConfig(Section):
     function: str | Annotated[list[RewardPart], Field(min_length=1)]
-    """A built-in reward (`countdown`, `math_verify`, `exact_match`, `regex`, `length`, `judge`, `reward_model`) or your
+    """A built-in reward (`countdown`, `math`, `math_verify`, `exact_match`, `regex`, `length`, `judge`, `reward_model`) or your
     own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`; the reward is the sum of
     their results times `weight` (1), and each is a metric by its `name`."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments for the reward function; those of several stand in their list."""
     timeout_s: Seconds = 10.0
-    """Time limit of one call; at the limit its worker process is killed (a call of an `async` function is cancelled) and
-    the group fails, it is never scored 0."""
+    """Time limit of one call; at the limit its worker process is killed (an `async` call is cancelled) and the group
+    fails, it is never scored 0."""
     concurrency: Positive = 64
     """Calls of an `async` reward function that one worker runs at a time; other functions run one call at a time."""
     workers: Positive = 1

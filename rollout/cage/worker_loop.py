@@ -8,8 +8,8 @@
 
 Calls run one after another; those of an `async` function and episodes on an event loop, many at a time, where the
 `generate` of an episode is a request to the server. Ends when the server closes the connection, and awaits the
-function's `close` if it has one. What users' code raises, SystemExit included, becomes a message; what it prints goes to
-the warden, which also watches time and memory (`warden.py`). An event loop that is blocked (`time.sleep`, an endless
+function's `close` if it has one. What users' code raises, SystemExit included, becomes a message; what it prints goes
+to the warden, which also watches time and memory (`warden.py`). An event loop that is blocked (`time.sleep`, an endless
 loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and CallState says whose code
 runs.
 """

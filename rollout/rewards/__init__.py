@@ -38,13 +38,14 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
     function = REWARDS[name] if name in REWARDS else load_function(key if several else f"{key}.function", name)
     own = {"url": config.urls, "model": config.model} if part.uses_servers else {}
     reward = Reward(name, function, own | part.kwargs, key)
-    if isinstance(reward.function, HttpModel):
-        limit_s = reward.function.timeout_s
+    made: object = reward.function
+    if isinstance(made, HttpModel):
+        limit_s = made.timeout_s
         if limit_s and limit_s > config.timeout_s:
             problem = f"{limit_s:g} is more than reward.timeout_s {config.timeout_s:g}, which is of the whole call"
             raise ValueError(f"{key}.kwargs.timeout_s: {problem}; raise that")
         if part.uses_servers:
-            reward.function.wait_elsewhere()
+            made.wait_elsewhere()
     return reward
 
 

@@ -3,8 +3,8 @@
 A function is called as verl and TinyZero call theirs (`data_source, solution_str, ground_truth, extra_info`, each
 only if the function takes it) or as EasyR1 does (`reward_input`, a dict): once per answer or, with the plural names,
 once per group. It returns a number, or a dict with `score` or `overall`; further numbers in the dict become metrics.
-A function that names `turns` is told which text was sampled, one that names `row` gets the whole row. It may be `async`.
-A built-in reward with settings of its own is a `Section`: made once of `reward.kwargs`, then called in the same way.
+A function that names `turns` is told which text was sampled, one that names `row` gets the row. It may be `async`. A
+built-in reward with settings of its own is a `Section`: made once of `reward.kwargs`, then called in the same way.
 docs/rewards.md is the page for users.
 """
 

@@ -42,8 +42,8 @@ class HttpModel(Section):
     model: str | None = None
     """Name of the model, as the server knows it."""
     timeout_s: Seconds | None = None
-    """Time limit of one request, after which it is tried again; null: `reward.timeout_s`, of the whole call, is the only
-    limit."""
+    """Time limit of one request, after which it is tried again; null: only that of the whole call,
+    `reward.timeout_s`."""
     retries: Annotated[int, Field(ge=0)] = 4
     """How often a request is tried again, after 0.5, 1, 2 ... 16 s or what the server asks for."""
     api_key_env: str | None = None

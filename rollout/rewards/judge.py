@@ -35,7 +35,7 @@ class Judge(HttpModel):
     """System message."""
     max_tokens: Positive = 1024
     """Longest verdict in tokens, reasoning included."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field({})
     """Further fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`."""
     _text: AnswerTemplate = PrivateAttr()
 

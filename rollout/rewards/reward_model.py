@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel(HttpModel):
-    """A reward model. `model` names the folder or hub name whose chat template makes its texts, unless `template` does."""
+    """A reward model. `model` is the folder or hub name whose chat template makes its texts, unless `template` does."""
 
     template: str | None = None
     """Jinja template of the whole text, with the names that a judge's has; the server puts the special tokens before

@@ -76,7 +76,7 @@ class LengthPenalty(Section):
     def __call__(self, reward_input: dict[str, Any]) -> float:
         """The reward of an answer of `response_length` tokens."""
         over = (reward_input["response_length"] - self.free) / (self.cap - self.free)
-        return -self.penalty * min(1.0, max(0.0, over))
+        return -self.penalty * float(min(1.0, max(0.0, over)))
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:

@@ -7,7 +7,7 @@ with the server, however it dies (`rollout/cage/`).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -128,8 +128,8 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
     return Score(sum(part.weight * score.reward for part, score in zip(parts, scores, strict=True)), metrics)
 
 
-def load(config: dict[str, Any], number: int) -> Callable[[list[dict[str, Any]]], Any]:
-    """In a worker: a reward function of the run, of plain values. Raises ValueError in one line."""
+def load(config: dict[str, Any], number: int) -> Any:
+    """In a worker: a reward function of the run, `async` or not, of plain values. Raises ValueError in one line."""
     reward = load_reward(RewardConfig(**config), number)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
