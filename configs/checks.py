@@ -27,12 +27,8 @@ FILES = (
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 
-BUILT_IN = {
-    "reward.function": (
-        *("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model"),
-    ),
-    "rollout.task": ("single_turn",),
-}
+REWARDS = ("countdown", "math", "math_verify", "exact_match", "regex", "length", "judge", "reward_model")
+BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn",)}
 """Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
 
 ENGINE_KEYS_ELSEWHERE = {

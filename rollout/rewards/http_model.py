@@ -137,12 +137,15 @@ class HttpModel(Section):
 
 
 class AnswerTemplate:
-    """A Jinja template of a text about an answer: the text, or a file that ends in `.jinja`. Raises ValueError."""
+    """A Jinja template of a text about an answer: the text to its last character, or a file that ends in `.jinja`,
+    without its last line break. Raises ValueError."""
 
     def __init__(self, source: str) -> None:
         try:
-            text = Path(source).read_text(encoding="utf-8") if source.endswith(".jinja") else source
-            self._template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text)
+            is_file = source.endswith(".jinja")
+            text = Path(source).read_text(encoding="utf-8") if is_file else source
+            jinja = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=not is_file)
+            self._template = jinja.from_string(text)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"template {source} cannot be read: {error}") from None
         except jinja2.TemplateSyntaxError as error:
