@@ -127,8 +127,8 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["reward.function=countdwon"],
-            "reward.function: 'countdwon' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
-            "reward_model nor path/to/file.py:function",
+            "reward.function: 'countdwon' is neither one of countdown, math, math_verify, exact_match, regex, length, "
+            "judge, reward_model nor path/to/file.py:function",
         ),
         (
             ["rollout.task=task.txt:task"],

@@ -83,8 +83,8 @@ OWN = ["function=reward_model", "model=rm", "servers=2"]
         ),
         (
             ["function=[{function: maths}]"],
-            "reward.function: 'maths' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
-            "reward_model nor path/to/file.py:function",
+            "reward.function: 'maths' is neither one of countdown, math, math_verify, exact_match, regex, length, "
+            "judge, reward_model nor path/to/file.py:function",
         ),
         (
             ["function=reward_model"],

@@ -24,7 +24,7 @@ def make_reward_model(folder: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
-        num_labels=1,
+        num_labels=1,  # type: ignore[call-arg]
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
