@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md about async functions, several functions, judges and reward models do what it says."""
+"""The examples of docs/rewards.md on async functions, several functions, judges and reward models do what it says."""
 
 import re
 from pathlib import Path
