@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["buffer", "learner", "rollout"]
+Role = Literal["buffer", "learner", "rollout", "reward"]
 EventKind = Literal["line", "started", "failed", "ended", "refused", "gave_up"]
 FINAL: tuple[EventKind, ...] = ("ended", "refused", "gave_up")
 """After an event of these kinds the process is not started again."""
@@ -17,6 +17,7 @@ PROGRESS: dict[Role, str] = {
     "buffer": "stored a group",
     "learner": "trained a new version",
     "rollout": "delivered a group",
+    "reward": "scored an answer",
 }
 """What counts as progress of a process: its code calls `configs.entrypoint.made_progress` there."""
 

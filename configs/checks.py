@@ -7,6 +7,7 @@ and no package judges the run file a second time, except where torch, a GPU, the
 """
 
 import importlib.util
+import json
 import os
 import symtable
 from collections.abc import Collection, Iterable, Iterator
@@ -23,11 +24,22 @@ TOKEN_BYTES = 13
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
-    *("reward.function", "rollout.task", "run.folder", "log.trackers"),
+    *("reward.function", "reward.model", "rollout.task", "run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 
-BUILT_IN = {"reward.function": ("countdown", "math", "reasoning_gym"), "rollout.task": ("single_turn",)}
+REWARDS = (
+    "countdown",
+    "math",
+    "math_verify",
+    "exact_match",
+    "regex",
+    "length",
+    "judge",
+    "reward_model",
+    "reasoning_gym",
+)
+BUILT_IN = {"reward.function": REWARDS, "rollout.task": ("single_turn",)}
 """Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
 
 TURN_ADVANTAGES = ("group_mean", "leave_one_out")
@@ -50,6 +62,9 @@ ENGINE_KEYS_SET = (
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
+REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
+"""Arguments of a reward server's engine that have a key of their own, or that Headrace sets itself."""
+
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
 
@@ -65,7 +80,7 @@ def check(
     found = [
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
-        *_functions(config, files), *_trackers(config, files), *further,
+        *_functions(config, files), *_rewards(config), *_trackers(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -219,7 +234,8 @@ def _epochs(config: Config, problems: int | None) -> Iterator[str]:
 
 def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
     """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
-    for key, value in (("reward.function", config.reward.function), ("rollout.task", config.rollout.task)):
+    rewards = [("reward.function", part.function) for part in config.reward.parts]
+    for key, value in (*rewards, ("rollout.task", config.rollout.task)):
         file, _, function = value.rpartition(":")
         if value not in BUILT_IN[key] and not file.endswith(".py"):
             yield f"{key}: {value!r} is neither one of {', '.join(BUILT_IN[key])} nor path/to/file.py:function"
@@ -227,6 +243,39 @@ def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
             yield from _defined(key, file, function)
         elif value == "reasoning_gym" and key in files and importlib.util.find_spec(value) is None:
             yield f"{key}: {value}: reasoning-gym is not installed here; {INSTALL}"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    """Several reward functions, and the run's own reward servers."""
+    reward, parts = config.reward, config.reward.parts
+    if not isinstance(reward.function, str):
+        names = [part.metric for part in parts]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"reward.function: {names.count(name)} entries are called {name}; give them a name each"
+        if reward.kwargs:
+            yield "reward.kwargs: several functions do not share them; write kwargs into the entries of reward.function"
+    using = [part for part in parts if part.uses_servers]
+    if using and not reward.servers:
+        remedy = "set its url in kwargs, or let the run start one: reward.servers: 1 and reward.model"
+        yield f"reward.function: reward_model has no server to ask; {remedy}"
+    if reward.servers and not using:
+        remedy = "set reward.function: reward_model without url, or reward.servers: 0"
+        yield f"reward.servers: {reward.servers}, but no reward function uses them; {remedy}"
+    if reward.servers and reward.model is None:
+        yield f"reward.servers: {reward.servers}, but they have no model; set reward.model"
+    if reward.model is not None and not reward.servers:
+        yield f"reward.model: {reward.model} is served by nobody; set reward.servers: 1, or remove the key"
+    if any("model" in part.kwargs for part in using) and reward.model is not None:
+        yield "reward.kwargs.model: the run's own servers have reward.model; remove the key"
+    yield from (
+        f"reward.engine.{name}: Headrace sets it; remove the key" for name in REWARD_KEYS & reward.engine.keys()
+    )
+    last = reward.port + reward.servers - 1
+    if reward.servers and last > 65535:
+        yield f"reward.port: the last of {reward.servers} reward servers would listen on {last}; lower it"
+    _, _, port = config.buffer.address.rpartition(":")
+    if port.isdigit() and reward.port <= int(port) <= last:
+        yield f"reward.port: {reward.port} to {last} for the reward servers include the buffer's; choose others"
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:
@@ -252,7 +301,9 @@ def _trackers(config: Config, files: Collection[str]) -> Iterator[str]:
 
 def _files(config: Config, files: Collection[str]) -> Iterator[str]:
     if "model.path" in files:
-        yield from _model(config.model.path)
+        yield from _model("model.path", config.model.path)
+    if config.reward.model is not None and "reward.model" in files:
+        yield from _reward_model(config)
     for name in ("train", "eval"):
         source = getattr(config.data, name)
         if f"data.{name}" in files and source is not None:
@@ -275,17 +326,31 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
             yield f"run.folder: {config.run.folder}: {place} cannot be written to; {remedy}"
 
 
-def _model(path: str) -> Iterator[str]:
+def _reward_model(config: Config) -> Iterator[str]:
+    """A folder must hold a model with a head for classification, unless vLLM is told to make one of it."""
+    path = str(config.reward.model)
+    problems = list(_model("reward.model", path))
+    yield from problems
+    file = Path(path) / "config.json"
+    if problems or not file.is_file() or "convert" in config.reward.engine:
+        return
+    found = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["none"]
+    if not any("SequenceClassification" in name or "Reward" in name for name in found):
+        remedy = "name a sequence classification model, or set reward.engine.convert: classify if it is one"
+        yield f"reward.model: {path} is no reward model, its architecture is {', '.join(found)}; {remedy}"
+
+
+def _model(key: str, path: str) -> Iterator[str]:
     """A hub name is `name` or `organisation/name`; anything else must be a folder."""
     folder = Path(path)
     depth = len(folder.parts)
     local = path.startswith(("/", ".", "~")) or depth > 2 or (depth == 2 and folder.parent.is_dir())
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            yield f"model.path: {path}: has no config.json; name a folder in Hugging Face format"
+            yield f"{key}: {path}: has no config.json; name a folder in Hugging Face format"
     elif local or folder.exists():
         remedy = "correct the path, or use a hub name such as Qwen/Qwen2.5-1.5B"
-        yield f"model.path: {path}: no such folder (from {Path.cwd()}); {remedy}"
+        yield f"{key}: {path}: no such folder (from {Path.cwd()}); {remedy}"
 
 
 def _template(path: Path) -> Iterator[str]:

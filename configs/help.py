@@ -85,6 +85,12 @@ def keys() -> dict[str, Key]:
     return table
 
 
+@cache
+def fields_of(entry: str) -> dict[str, str]:
+    """Fields and their types, in words, of the sections in the list or map of a key: `fields_of("RewardPart")`."""
+    return {name: _type(field) for name, field in Config.model_json_schema()["$defs"][entry]["properties"].items()}
+
+
 def sections() -> tuple[str, ...]:
     """Names of the sections, in the order of the schema."""
     return tuple(Config.model_fields)

@@ -19,7 +19,8 @@ from configs.schema import Config
 CHANGEABLE = (
     *("run.versions", "run.folder"),
     *("data.eval", "data.epochs"),
-    *("reward.timeout_s", "reward.workers", "reward.memory_gib", "reward.max_calls"),
+    *("reward.timeout_s", "reward.workers", "reward.memory_gib", "reward.max_calls", "reward.concurrency"),
+    *("reward.servers", "reward.host", "reward.port", "reward.engine"),
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
     *("learner.betas", "learner.eps", "learner.weight_decay"),

@@ -103,19 +103,70 @@ class DataConfig(Section):
     """Most images of one sample, those of later turns included; a row of the data with more is refused."""
 
 
-class RewardConfig(Section):
+class RewardPart(Section):
+    """One of several reward functions."""
+
     function: str
-    """A built-in reward (`countdown`, `math`) or your own, as `path/to/file.py:function`."""
+    """A built-in reward or your own, as `path/to/file.py:function`."""
+    weight: float = 1.0
+    """What its result is multiplied by in the sum; 0 makes it a metric only."""
     kwargs: dict[str, Any] = {}
-    """Further keyword arguments for the reward function."""
+    """Further keyword arguments for it."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    """Its metric; null: the name of the function."""
+
+    @property
+    def metric(self) -> str:
+        """`name`, or its default."""
+        return self.name or self.function.rpartition(":")[2]
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether the run's own reward servers score for it."""
+        return self.function == "reward_model" and "url" not in self.kwargs
+
+
+class RewardConfig(Section):
+    function: str | Annotated[list[RewardPart], Field(min_length=1)]
+    """A built-in reward (`countdown`, `math_verify` alias `math`, `exact_match`, `regex`, `length`, `judge`,
+    `reward_model`) or your own, as `path/to/file.py:function`. Several: a list of `{function, weight, kwargs, name}`;
+    the reward is the sum of their results times `weight` (1), and each is a metric by its `name`."""
+    kwargs: dict[str, Any] = {}
+    """Further keyword arguments for the reward function; those of several stand in their list."""
     timeout_s: Seconds = 10.0
-    """Time limit of one call; at the limit its worker process is killed and the group fails, it is never scored 0."""
+    """Time limit of one call; at the limit its worker process is killed (an `async` call is cancelled) and the group
+    fails, it is never scored 0."""
+    concurrency: Positive = 64
+    """Calls of an `async` reward function that one worker runs at a time; other functions run one call at a time."""
     workers: Positive = 1
-    """Reward worker processes per rollout server."""
+    """Reward worker processes per rollout server, for each function."""
+    model: str | None = None
+    """Reward model of the run's own reward servers: a folder of a sequence classification model, or its hub name."""
+    servers: Annotated[int, Field(ge=0)] = 0
+    """Reward servers that `python -m actors launch` starts for `reward_model`, each with a copy of `reward.model`."""
+    host: str = "127.0.0.1"
+    """Address of this machine on which the reward servers listen, and at which rollout servers reach them."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 5700
+    """Port of the first reward server; each further one takes the next."""
+    engine: dict[str, Any] = {}
+    """Arguments of vLLM for the reward servers, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`; with
+    `tensor_parallel_size` each takes so many GPUs."""
     memory_gib: Annotated[float, Field(gt=0)] = 8.0
     """Memory of one worker with all processes it starts; beyond it they are killed and the group fails."""
     max_calls: Positive | None = None
     """Calls after which a worker process is replaced by a new one, for functions that leak; null keeps it."""
+
+    @property
+    def parts(self) -> list[RewardPart]:
+        """The reward functions, one or several."""
+        if isinstance(self.function, str):
+            return [RewardPart(function=self.function, kwargs=self.kwargs)]
+        return self.function
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the run's own reward servers are."""
+        return [f"http://{self.host}:{self.port + number}" for number in range(self.servers)]
 
 
 class SamplingConfig(Section):

@@ -1,4 +1,5 @@
-"""`python -m rollout CONFIG [--name rollout-0]`: a rollout server. (`python -m rollout evaluate`: see `evaluate.py`.)
+"""`python -m rollout CONFIG [--name rollout-0]`: a rollout server. (`python -m rollout evaluate`: see `evaluate.py`;
+`python -m rollout reward`: see `engine/reward_server.py`.)
 
 Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
 for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
@@ -36,6 +37,7 @@ from configs.schema import Config
 from rollout import evaluate
 from rollout.concurrency import start
 from rollout.drain import FORCED, Drain
+from rollout.engine import reward_server
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
 from rollout.episodes.first_shown import FirstShown
@@ -57,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     configure_logging()
     try:
-        return evaluate.main(argv[1:]) if argv[:1] == ["evaluate"] else run_server(argv)
+        command = {"evaluate": evaluate.main, "reward": reward_server.main}.get(argv[0] if argv else "")
+        return command(argv[1:]) if command else run_server(argv)
     except (ValueError, KeysError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return BAD_INPUT

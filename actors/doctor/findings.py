@@ -195,7 +195,8 @@ def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Fin
     if missing and machine.cluster:
         yield Finding("warn", "GPUs of the run", missing, f"the cluster at {machine.cluster} must have the rest")
     elif missing:
-        remedy = "lower learner.ranks, rollout.servers or rollout.tensor_parallel, or name a Ray cluster in RAY_ADDRESS"
+        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
+        remedy = f"lower {keys}, or name a Ray cluster in RAY_ADDRESS"
         yield Finding("fail", "GPUs of the run", missing, remedy)
     elif needed := sum(gpus_needed(config, count).values()):
         yield Finding("ok", "GPUs of the run", f"{needed} of {count}")

@@ -29,7 +29,7 @@ from configs.explain import disk_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
-from rollout.engine.arguments import cliffs
+from rollout.engine.arguments import cliffs, unknown_fields
 from rollout.engine.arguments import problems as engine_problems
 
 ROWS = 1000
@@ -89,8 +89,11 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
+    further += unknown_fields(config.reward.engine, "reward")
     if not live:
-        further += _port(config.buffer.address)
+        further += _port("buffer.address", config.buffer.address)
+        for url in config.reward.urls:
+            further += _port("reward.port", url.removeprefix("http://"))
     further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)
     refused, warned = addresses(config, os.environ.get("RAY_ADDRESS", ""))
     judgement.warnings += warned
@@ -181,15 +184,21 @@ def disk_space(config: Config, free: int) -> Iterator[str]:
 def gpus_needed(config: Config, available: int) -> dict[str, int]:
     """GPUs that the run takes if there are so many `available`: with none, the device `auto` means CPU.
 
-    Example: `{"learner": 2, "servers": 4}`
+    Example: `{"learner": 2, "servers": 4, "reward servers": 0}`
     """
     learner, rollout = config.learner, config.rollout
     needed = {"learner": learner.ranks, "servers": rollout.servers * rollout.tensor_parallel}
-    devices = {"learner": learner.device, "servers": rollout.device}
+    needed["reward servers"] = config.reward.servers * reward_gpus(config)
+    devices = {"learner": learner.device, "servers": rollout.device, "reward servers": rollout.device}
     return {
         name: gpus if devices[name] == "cuda" or (devices[name] == "auto" and available) else 0
         for name, gpus in needed.items()
     }
+
+
+def reward_gpus(config: Config) -> int:
+    """GPUs of one reward server, where there are any."""
+    return int(config.reward.engine.get("tensor_parallel_size", 1))
 
 
 def gpus_missing(config: Config, available: int, where: str) -> str | None:
@@ -202,10 +211,10 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
     return f"the run needs {total} GPUs ({parts}), {where} {available}"
 
 
-def _port(address: str) -> Iterator[str]:
+def _port(key: str, address: str) -> Iterator[str]:
     host, port = split(address)
     if port == "*":
-        yield f"buffer.address: {address} leaves the port open, but all processes must know it; name one"
+        yield f"{key}: {address} leaves the port open, but all processes must know it; name one"
         return
     try:
         family, _, _, _, here = socket.getaddrinfo(None if host == "*" else host, int(port), type=socket.SOCK_STREAM)[0]
@@ -213,7 +222,7 @@ def _port(address: str) -> Iterator[str]:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
             trial.bind(here)
     except OSError as error:
-        yield f"buffer.address: cannot listen on {address}: {error.strerror}; see `ss -ltnp`, or name another port"
+        yield f"{key}: cannot listen on {address}: {error.strerror}; see `ss -ltnp`, or name another port"
 
 
 if __name__ == "__main__":

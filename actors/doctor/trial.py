@@ -5,6 +5,7 @@
 START_S plus the time limits below.
 """
 
+import asyncio
 import inspect
 import json
 import os
@@ -29,6 +30,7 @@ from configs.schema import Config
 
 if TYPE_CHECKING:
     from rollout.episodes.prompts import Prompts
+    from rollout.rewards.convention import Reward
 
 Rows = Sequence[tuple[int, dict[str, Any]]]
 """Rows of data.train with their numbers; the first, the middle and the last one are in front."""
@@ -265,26 +267,40 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
 
 
 def reward(trial: Trial, config: Config, rows: Rows) -> None:
-    """Import the reward and call it with an empty answer to three rows."""
+    """Import the rewards and call each with an empty answer to three rows."""
     from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
+
+    plain = [(number, without_images(row)) for number, row in rows[:3]]
+    for number, part in enumerate(config.reward.parts):
+        with trial.importing("reward.function", part.function, import_s(config)):
+            function = load_reward(config.reward, number)
+        if not part.uses_servers:  # they are not there yet
+            try_reward(trial, config, function, plain)
+
+
+def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:
+    """Ask a reward function for empty answers to `rows`: what it does with them refuses nothing."""
     from rollout.rewards.convention import Answer
 
-    name, rows = config.reward.function, [(number, without_images(row)) for number, row in rows]
-    with trial.importing("reward.function", name, import_s(config)):
-        function = load_reward(config.reward)
+    name = function.name
     asked = f"reward.function: {name}, asked for the reward of an empty answer,"
     trial.save([f"{asked} ends its process"])
-    scores, raised = [], {}
+    scores: list[float] = []
+    raised: dict[int, str] = {}
     late = f"{asked} gave none within {import_s(config):g} s"
-    with trial.limit(import_s(config), trial.found.warnings, late):
-        for number, row in rows[:3]:
+    with trial.limit(import_s(config), trial.found.warnings, late), asyncio.Runner() as runner:
+        for number, row in rows:
+            answer = [Answer(text="", num_tokens=0, row=row)]
             try:
-                scores += [score.reward for score in function.score([Answer(text="", num_tokens=0, row=row)])]
-            except BaseException as error:  # as above: a made-up answer refuses nothing
+                found = runner.run(function.score_async(answer)) if function.is_async else function.score(answer)
+                scores += [score.reward for score in found]
+            except BaseException as error:  # users' code may raise anything
                 raised[number] = named(error)
+        if hasattr(function.function, "close"):
+            runner.run(function.function.close())
     for number in list(raised)[:1]:
-        fails = f"fails on {len(raised)} of {len(rows[:3])} rows, row {number}: {raised[number]}"
+        fails = f"fails on {len(raised)} of {len(rows)} rows, row {number}: {raised[number]}"
         trial.found.warnings.append(f"{asked} {fails}")
     if scores:
         given = ", ".join(f"{score:g}" for score in scores)

@@ -82,7 +82,8 @@ class Keeper:
                 self._progress.unlink()
             code = self._run_once()
             lived_s = time.monotonic() - started
-            is_done = code == DONE and self.process.role != "buffer"  # the run needs its buffer until it is drained
+            # the run needs its buffer and its reward servers until they are drained
+            is_done = code == DONE and self.process.role not in ("buffer", "reward")
             if self._ending.is_set() or is_done:
                 return self._report("ended", f"exit code {code}", code)
             if self.process.role == "learner" and code in ENDINGS.values():  # its last words say why the run ended

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from actors.doctor.run_file import check_here, gpus_missing
+from actors.doctor.run_file import check_here, gpus_missing, reward_gpus
 from actors.process import Process, Role
 from actors.supervise import accept
 from actors.supervise.ray_cluster import place, ray_cluster
@@ -80,12 +80,13 @@ def prepare(config: Config, source: accept.Source | None = None) -> Path:
 
 def processes(config: Config) -> list[Process]:
     """The processes of a run; each with the GPUs it takes if there are any."""
-    run, learner, rollout = config.run.path, config.learner, config.rollout
+    run, learner, rollout, reward = config.run.path, config.learner, config.rollout, config.reward
     file = str(run / "config.yaml")
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
 
     def process(name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0) -> Process:
-        argv = (sys.executable, "-m", role, file, *flags)
+        module = ("rollout", "reward") if role == "reward" else (role,)
+        argv = (sys.executable, "-m", *module, file, *flags)
         return Process(name, role, argv, run / "logs" / f"{name}.log", os.getcwd(), env, gpus, drain_s)
 
     return [
@@ -94,6 +95,10 @@ def processes(config: Config) -> list[Process]:
         *(
             process(name, "rollout", ["--name", name], 0 if rollout.device == "cpu" else rollout.tensor_parallel)
             for name in (f"rollout-{number}" for number in range(rollout.servers))
+        ),
+        *(
+            process(name, "reward", ["--name", name], 0 if rollout.device == "cpu" else reward_gpus(config))
+            for name in (f"reward-{number}" for number in range(reward.servers))
         ),
     ]
 
@@ -105,7 +110,8 @@ def keep(processes: Sequence[Process], display: Display, prepare: Callable[[], o
     """
     with display.shown(), ray_cluster() as gpus:
         if missing := gpus_missing(display.config, gpus, "Ray sees"):
-            remedy = "lower learner.ranks, rollout.servers or rollout.tensor_parallel, or set their device to cpu"
+            keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
+            remedy = f"lower {keys}, or set their device to cpu"
             print(f"{missing}: {remedy}", file=sys.stderr)
             return BAD_INPUT
         if not gpus:  # then the device `auto` means CPU

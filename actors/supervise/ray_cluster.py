@@ -52,7 +52,8 @@ class RemoteKeeper:
 async def place(process: Process) -> RemoteKeeper:
     """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
 
-    Buffer and learner listen on addresses of this machine, so their keepers stay on it. Called inside `ray_cluster`.
+    Buffer, learner and reward servers listen on addresses of this machine, so their keepers stay on it. Called inside
+    `ray_cluster`.
     """
     import ray
 

@@ -2,7 +2,8 @@
 
 Consumes the keepers' events and the launcher's signals, in one queue, and waits for nothing else. The first event that
 ends the run (the learner is done, a process refuses its input or cannot be kept, a signal) gives its verdict; then
-learner, servers and buffer are drained in this order. A signal during the drain kills them. Built by `launch.py`.
+learner, servers, reward servers and buffer are drained in this order. A signal during the drain kills them. Built by
+`launch.py`.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ FAILED_DRAIN_S = 30.0
 """Most time for each drain of a run that failed: nobody waits for a checkpoint that may never come."""
 LAST_EVENTS_S = 5.0
 """Time for the last events of processes that have ended."""
-DRAIN_ORDER = ("learner", "rollout", "buffer")
+DRAIN_ORDER = ("learner", "rollout", "reward", "buffer")
 """The learner's last version may still need servers and buffer."""
 
 
@@ -96,7 +97,7 @@ class Supervisor:
             return Verdict(BAD_INPUT, f"{process.name} refused its input:\n{event.text}")
         if event.kind == "gave_up":
             why = f"{process.name} could not be kept: {event.text}"
-            if process.role != "rollout" or not self._alive("rollout"):
+            if process.role not in ("rollout", "reward") or not self._alive(process.role):
                 return Verdict(FAILED, why)
             self._say(f"{why}\nthe run goes on with the other servers")
         if process.role == "learner" and event.kind == "ended":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import datetime, timedelta
 from pathlib import Path
+from urllib.request import urlopen
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,7 @@ from buffer.wire.protocol import State
 from configs.entrypoint import DONE, FAILED
 from configs.schema import Config
 
+REWARD_S = 2.0
 SHOWN = ("reward/mean", "length/mean", "tokens_per_s", "age/mean", "age/max", "time/wait_s", "time/version_s")
 """Metrics of the last record."""
 IN_WORDS = {*LIMITS, "running", "places", "places_taken"}
@@ -60,11 +62,22 @@ def main(argv: Sequence[str]) -> int:
             console.print(_servers_table(state, config), soft_wrap=False)
     if ended:
         return DONE
+    for number, url in enumerate(config.reward.urls):
+        console.print(f"reward server reward-{number} at {url}: {'answers' if is_well(url) else 'does not answer'}")
     if answer is None:
         console.print(*_last_log_lines(run), sep="\n")
         return FAILED
     console.print(*(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"]), sep="\n")
     return DONE
+
+
+def is_well(url: str) -> bool:
+    """Whether a reward server answers within REWARD_S that it is well."""
+    try:
+        with urlopen(f"{url}/health", timeout=REWARD_S) as response:
+            return bool(response.status == 200)
+    except OSError:  # also what urllib raises for a status
+        return False
 
 
 def _ending(config: Config, run: Path, held: State | None) -> str:

@@ -24,8 +24,9 @@ class CagedFunction:
 
     The worker calls `loader` (`module:function`) with plain `arguments`. `memory_gib` is of the worker with all
     processes that it started. `prefix` and a field's name are the key in the run file, for error messages. `log` is a
-    path without its end: the worker at place 0 prints to `{log}-0.log`. `episodes`: the function is
-    `await function(problem, generate)`, and a worker runs many at a time; else it runs one call at a time.
+    path without its end: the worker at place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the
+    loaded function says `async` in its attribute `about`: then up to `concurrency` calls, on an event loop. `episodes`:
+    the function is `await function(problem, generate)`, and a worker runs any number of them at a time.
     Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
     """
 
@@ -38,6 +39,7 @@ class CagedFunction:
     load_timeout_s: float = 120.0
     prefix: str = "reward."
     episodes: bool = False
+    concurrency: int = 1
     log: str | None = None
 
 

@@ -75,7 +75,7 @@ class Cage:
 
     Entering waits until the function is loaded, and raises Unloadable if it cannot be. A call waits for a
     free worker as long as it takes; the time limit counts from its start. A worker that ends, at any moment and in any
-    way, is replaced, and only the calls that it ran fail. Of the episodes that a worker takes along when it ends, the
+    way, is replaced, and only the calls that it ran fail. Of several that a worker takes along when it ends, the
     one whose code ran has failed and the others are returned; where none can be named, all have failed.
     """
 
@@ -122,13 +122,13 @@ class Cage:
         try:
             outcome = await call.done
         except asyncio.CancelledError:
-            if call.worker and self.function.episodes:
+            if call.worker and call.worker.runs_many:
                 call.worker.send(["cancel", call.number])
             elif call.worker and call.number in call.worker.calls:  # a new worker may take longer than this call
                 asyncio.get_running_loop().call_later(GRACE_S, self._kill_if_busy, call.worker, call)
             raise
         finally:
-            if self.function.episodes or not call.done.cancelled():
+            if not call.done.cancelled() or (call.worker and call.worker.runs_many):
                 self._leave(call)
         if isinstance(outcome, WorkerEnd):
             raise self._end_error(call, outcome)
@@ -246,9 +246,10 @@ class Cage:
         name = self.function.name
         if call.place > end.started:
             return CagedError(f"{name} was not called: {ATTEMPTS} workers ended before it began", "died", returned=True)
-        beside = self.function.episodes and end.current not in (0, call.number)
+        beside = call.worker is not None and call.worker.runs_many and end.current not in (0, call.number)
         if self._closed.is_set() or beside:
-            how = "another episode ended the worker that both shared" if beside else "the server stops"
+            other = "episode" if self.function.episodes else "call"
+            how = f"another {other} ended the worker that both shared" if beside else "the server stops"
             return CagedError(f"{name}: {how}: {name} {end.how}", "died", returned=True)
         return CagedError(f"{name} {end.how}", end.origin, end.output)
 

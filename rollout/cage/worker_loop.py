@@ -6,9 +6,10 @@
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
 
-Calls run one after another, episodes on an event loop, where `generate` is a request to the server. Ends when the
-server closes the connection. What users' code raises, SystemExit included, becomes a message; what it prints goes to
-the warden, which also watches time and memory (`warden.py`). An event loop that is blocked (`time.sleep`, an endless
+Calls run one after another; those of an `async` function and episodes on an event loop, many at a time, where the
+`generate` of an episode is a request to the server. Ends when the server closes the connection, and awaits the
+function's `close` if it has one. What users' code raises, SystemExit included, becomes a message; what it prints goes
+to the warden, which also watches time and memory (`warden.py`). An event loop that is blocked (`time.sleep`, an endless
 loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and CallState says whose code
 runs.
 """
@@ -53,7 +54,8 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
     if loaded is None:
         os._exit(1)
     state[DEADLINE] = 0
-    (serve_episodes if function.episodes else serve_calls)(function, control, state, loaded)
+    many = function.episodes or getattr(loaded, "about", {}).get("async")
+    (serve_episodes if many else serve_calls)(function, control, state, loaded)
 
 
 def serve_calls(function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Any]) -> None:
@@ -179,7 +181,8 @@ class EpisodeServer:
         """Run the user's coroutine; whatever it raises ends here."""
         name, number = self.function.name, episode.number
         try:
-            message = value_message(name, number, await self.play(*arguments, partial(self._generate, episode)))
+            given = [*arguments, partial(self._generate, episode)] if self.function.episodes else arguments
+            message = value_message(name, number, await self.play(*given))
         except BaseException as error:
             message = failure_message(name, number, error)
         leave_fork(self.home)
@@ -239,7 +242,7 @@ class RecordedSteps:
 def serve_episodes(
     function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Awaitable[Any]]
 ) -> None:
-    """Run episodes until the server closes the connection."""
+    """Run episodes, or calls of an `async` function, until the server closes the connection."""
 
     def new_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         number = (options.get("context") or copy_context()).get(_number, 0)
@@ -248,6 +251,8 @@ def serve_episodes(
 
     async def serve() -> None:
         await EpisodeServer(function, state, loaded).serve(control)
+        if close := getattr(loaded, "close", None):
+            await close()
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

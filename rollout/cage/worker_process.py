@@ -85,8 +85,14 @@ class WorkerProcess:
 
     def has_room(self) -> bool:
         """Whether it can take a call now."""
-        free = self.function.episodes or not self.calls
+        most = self.function.concurrency if self.runs_many else 1
+        free = self.function.episodes or len(self.calls) < most
         return self.about is not None and not self.stopping and not self.end.done() and free and not self.worn()
+
+    @property
+    def runs_many(self) -> bool:
+        """Whether its calls run on an event loop, many at a time."""
+        return self.function.episodes or bool(self.about and self.about.get("async"))
 
     def worn(self) -> bool:
         """Whether it is to be replaced, once its calls have ended."""

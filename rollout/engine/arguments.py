@@ -50,21 +50,28 @@ def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
 
     `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
     """
-    fields = set(vllm_fields())
-    known = {field: f"rollout.engine.{field}" for field in fields}
-    known |= {field: f"rollout.{field}" for field in type(config.rollout).model_fields if field not in fields}
-    lines = []
-    for key in engine:
-        if fields and key not in fields:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {known[close[0]]}?" if close else ""
-            lines.append(f"rollout.engine.{key}: vLLM's AsyncEngineArgs has no such field{hint}")
+    lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
         problem = f"rollout.engine.max_num_batched_tokens: {tokens} is less than max_num_seqs {most}"
         lines.append(
             f"{problem}, and vLLM takes a token of each sequence in a step; remove it, or set it to {2 * most}"
         )
+    return lines
+
+
+def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
+    """A line for each key of `engine`, of `section` of the run file, that the installed vLLM has no field for."""
+    fields = set(vllm_fields()) if engine else set()
+    known = {field: f"{section}.engine.{field}" for field in fields}
+    ours: Any = Config.model_fields[section].annotation
+    known |= {field: f"{section}.{field}" for field in ours.model_fields if field not in fields}
+    lines = []
+    for key in engine:
+        if fields and key not in fields:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {known[close[0]]}?" if close else ""
+            lines.append(f"{section}.engine.{key}: vLLM's AsyncEngineArgs has no such field{hint}")
     return lines
 
 

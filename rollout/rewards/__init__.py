@@ -12,19 +12,42 @@ from typing import Any
 from configs.schema import RewardConfig
 from rollout.rewards import countdown, math, reasoning
 from rollout.rewards.convention import Reward
+from rollout.rewards.http_model import HttpModel
+from rollout.rewards.judge import Judge
+from rollout.rewards.reward_model import RewardModel
+from rollout.rewards.text_match import ExactMatch, LengthPenalty, RegexFormat
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "countdown": countdown.compute_score,
     "math": math.compute_score,
     "reasoning_gym": reasoning.compute_score,
+    "math_verify": math.compute_score,
+    "exact_match": ExactMatch,
+    "regex": RegexFormat,
+    "length": LengthPenalty,
+    "judge": Judge,
+    "reward_model": RewardModel,
 }
 
 
-def load_reward(config: RewardConfig) -> Reward:
-    """The reward of the run. Raises ValueError, in one line, for a wrong name, file, function or argument."""
-    name = config.function
-    function = REWARDS[name] if name in REWARDS else load_function("reward.function", name)
-    return Reward(name, function, config.kwargs)
+def load_reward(config: RewardConfig, number: int = 0) -> Reward:
+    """The reward of the run, or the one with this number of several. Raises ValueError, in one line, for a wrong name,
+    file, function or argument."""
+    part = config.parts[number]
+    several = not isinstance(config.function, str)
+    key, name = f"reward.function[{number}]" if several else "reward", part.function
+    function = REWARDS[name] if name in REWARDS else load_function(key if several else f"{key}.function", name)
+    own = {"url": config.urls, "model": config.model} if part.uses_servers else {}
+    reward = Reward(name, function, own | part.kwargs, key)
+    made: object = reward.function
+    if isinstance(made, HttpModel):
+        limit_s = made.timeout_s
+        if limit_s and limit_s > config.timeout_s:
+            problem = f"{limit_s:g} is more than reward.timeout_s {config.timeout_s:g}, which is of the whole call"
+            raise ValueError(f"{key}.kwargs.timeout_s: {problem}; raise that")
+        if part.uses_servers:
+            made.wait_elsewhere()
+    return reward
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:

@@ -3,7 +3,9 @@
 A function is called as verl and TinyZero call theirs (`data_source, solution_str, ground_truth, extra_info`, each
 only if the function takes it) or as EasyR1 does (`reward_input`, a dict): once per answer or, with the plural names,
 once per group. It returns a number, or a dict with `score` or `overall`; further numbers in the dict become metrics.
-A function that names `turns` is told which text was sampled. docs/rewards.md is the page for users.
+A function that names `turns` is told which text was sampled, one that names `row` gets the row. It may be `async`. A
+built-in reward with settings of its own is a `Section`: made once of `reward.kwargs`, then called in the same way.
+docs/rewards.md is the page for users.
 """
 
 import inspect
@@ -12,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from pydantic import ValidationError
+
+from configs.schema import Section
 from rollout.errors import RewardError
 
 
@@ -40,6 +45,7 @@ class Answer:
             "ground_truth": self.truth(),
             "extra_info": self.row.get("extra_info") or {},
             TURNS: self.all_turns(),
+            "row": self.row,
         }
 
     def easyr1(self) -> dict[str, Any]:
@@ -71,7 +77,8 @@ class Score:
 
 
 TURNS = "turns"
-"""Our addition to verl's and EasyR1's words: a function gets it if it names it, not if it takes `**kwargs`."""
+OURS = {TURNS, "row", "rows"}
+"""Our additions to verl's and EasyR1's words: a function gets them if it names them, not if it takes `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -85,11 +92,16 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
 
 
 class Reward:
-    """A reward function and its calling convention. Raises ValueError, in one line, for one that fits none."""
+    """A reward function and its calling convention. Raises ValueError, in one line, for one that fits none.
 
-    def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        self.name, self.function, self.kwargs = name, function, kwargs
-        parameters = inspect.signature(function).parameters
+    `key`: where the run file names it, `reward`, or `reward.function[1]` for the second of several.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
+        self.name, self.function, self.kwargs, self.key = name, function, kwargs, key
+        if isinstance(function, type) and issubclass(function, Section):
+            self.function, self.kwargs = self._made(function), {}
+        parameters = inspect.signature(self.function).parameters
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self.accepted = {
             key for key, value in parameters.items() if value.kind in (value.POSITIONAL_OR_KEYWORD, value.KEYWORD_ONLY)
@@ -98,9 +110,11 @@ class Reward:
         self.convention = next((key for key in CONVENTIONS if key in self.accepted), default)
         if not self.convention:
             known = ", ".join(CONVENTIONS)
-            raise ValueError(f"reward.function {name}: takes none of {known}; name its parameters as verl or EasyR1 do")
+            raise ValueError(f"{self._place}: takes none of {known}; name its parameters as verl or EasyR1 do")
         self.batch = self.convention in ("solution_strs", "reward_inputs")
         """Whether one call scores a whole group."""
+        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
+        """Whether it is scored by `score_async`, many calls at a time."""
         self._check_arguments(parameters)
 
     def _check_arguments(self, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -109,23 +123,53 @@ class Reward:
         needed = {key for key in self.accepted if parameters[key].default is inspect.Parameter.empty}
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
             problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
-            raise ValueError(f"reward.kwargs.{unknown[0]}: {problem}")
+            raise ValueError(f"{self.key}.kwargs.{unknown[0]}: {problem}")
         if twice := sorted(given & offered):
-            raise ValueError(f"reward.kwargs.{twice[0]}: this argument comes from the data; remove the key")
+            raise ValueError(f"{self.key}.kwargs.{twice[0]}: this argument comes from the data; remove the key")
         if absent := sorted(needed - offered - given):
-            problem = f"nothing gives its argument {absent[0]}; add reward.kwargs.{absent[0]}"
-            raise ValueError(f"reward.function {self.name}: {problem}")
+            problem = f"nothing gives its argument {absent[0]}; add {self.key}.kwargs.{absent[0]}"
+            raise ValueError(f"{self._place}: {problem}")
+
+    @property
+    def _place(self) -> str:
+        return f"{self.key}{'' if '[' in self.key else '.function'} {self.name}"
+
+    def _made(self, section: type[Section]) -> Callable[..., Any]:
+        """The built-in reward with these `kwargs`."""
+        try:
+            return section(**self.kwargs)  # type: ignore[return-value]  # all of them are called
+        except ValidationError as error:
+            found = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in found["loc"][:1])
+        if found["type"] == "missing":
+            raise ValueError(f"{self._place}: it needs {name}; add {self.key}.kwargs.{name}")
+        if found["type"] == "extra_forbidden":
+            takes = ", ".join(section.model_fields)
+            raise ValueError(f"{self.key}.kwargs.{name}: {self.name} takes no such argument; it takes {takes}")
+        place, problem = f"{self.key}.kwargs{'.' * bool(name)}{name}", found["msg"].removeprefix("Value error, ")
+        given = "" if found["type"] == "value_error" else f"{found['input']!r:.80}: "
+        raise ValueError(f"{place}: {given}{problem}")
+
+    def _calls(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """The arguments of each call that scores these answers."""
+        calls = []
+        for offered in CONVENTIONS[self.convention](answers):
+            taken = self.accepted | (offered.keys() - OURS if self.takes_any else set())
+            calls.append({key: value for key, value in offered.items() if key in taken} | self.kwargs)
+        return calls
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score per answer. Raises RewardError for a result that is no reward, and whatever the function raises."""
-        results: list[Any] = []
-        for offered in CONVENTIONS[self.convention](answers):
-            taken = self.accepted | (offered.keys() - {TURNS} if self.takes_any else set())
-            arguments = {key: value for key, value in offered.items() if key in taken}
-            result = self.function(**arguments, **self.kwargs)
-            results.extend(result if self.batch else [result])
-        if len(results) != len(answers):
-            raise RewardError(f"{self.name} returned {len(results)} rewards for {len(answers)} answers")
+        return self._read_all([self.function(**arguments) for arguments in self._calls(answers)], len(answers))
+
+    async def score_async(self, answers: Sequence[Answer]) -> list[Score]:
+        """The same for an `async` function."""
+        return self._read_all([await self.function(**arguments) for arguments in self._calls(answers)], len(answers))
+
+    def _read_all(self, returned: Sequence[Any], num_answers: int) -> list[Score]:
+        results = [result for each in returned for result in (each if self.batch else [each])]
+        if len(results) != num_answers:
+            raise RewardError(f"{self.name} returned {len(results)} rewards for {num_answers} answers")
         return [self._read(result) for result in results]
 
     def _read(self, result: Any) -> Score:

@@ -1,22 +1,29 @@
 """Reward workers: processes that score answers and can be killed, whatever a reward function does.
 
-A rollout server owns one pool. `score` waits for a free worker and then for the function, at most `reward.timeout_s`
-per call. A function that takes longer, ends its process or raises ends in RewardError, never in a reward. Workers
-import neither torch nor vllm, and die with the server, however it dies (`rollout/cage/`).
+A rollout server owns one pool, with a cage of workers for each reward function of the run. `score` waits for a free
+worker and then for the functions, at most `reward.timeout_s` per call. A function that takes longer, ends its process
+or raises ends in RewardError, never in a reward. Workers import neither torch nor vllm (`reward_model` may), and die
+with the server, however it dies (`rollout/cage/`).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.schema import RewardConfig
+from configs.schema import RewardConfig, RewardPart
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
-from rollout.errors import RewardError
+from rollout.errors import RewardError, all_errors
 from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer, Score
+from rollout.rewards.http_model import ServersAway
+from rollout.rewards.own_servers import OwnServers
+
+MOST_LOSSES = 3
+"""How often one call may lose the run's reward servers before it has failed: it may be what ends them."""
 
 
 class RewardPool:
@@ -26,37 +33,82 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, log: Path | None = None) -> None:
-        self.function = CagedFunction(
-            name=config.function,
-            loader="rollout.rewards.workers:load",
-            arguments=[config.model_dump(mode="json")],
-            timeout_s=config.timeout_s,
-            memory_gib=config.memory_gib,
-            max_calls=config.max_calls,
-            log=f"{log}-reward" if log else None,
-        )
-        self._cage = Cage(self.function, config.workers)
+        self._several, self._servers = not isinstance(config.function, str), OwnServers(config.urls)
+        self._scorers = []
+        for number, part in enumerate(config.parts):
+            named = f"{log}-reward{f'-{part.metric}' if self._several else ''}" if log else None
+            self._scorers.append(PartScorer(config, number, self._servers if part.uses_servers else None, named))
+        self._entered = AsyncExitStack()
 
     async def __aenter__(self) -> "RewardPool":
-        await self._cage.__aenter__()
+        async with AsyncExitStack() as entered:
+            for scorer in self._scorers:
+                await entered.enter_async_context(scorer.cage)
+            self._entered = entered.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._cage.close()
+        self._servers.close()
+        await self._entered.aclose()
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score per answer of a group. Raises RewardError with the reason; a cancelled call must end."""
-        calls = [answers] if self._cage.about["batch"] else [[answer] for answer in answers]
-        scoring = [asyncio.create_task(self._score(call)) for call in calls]
         try:
-            return [score for scores in await asyncio.gather(*scoring) for score in scores]
-        finally:
-            for task in scoring:
-                task.cancel()
+            async with asyncio.TaskGroup() as tasks:
+                scoring = [tasks.create_task(scorer.score(answers)) for scorer in self._scorers]
+        except BaseExceptionGroup as errors:
+            found = [error for error in all_errors(errors) if isinstance(error, RewardError)]
+            if not found:
+                raise
+            raise min(found, key=lambda error: error.returned) from None  # what ended a worker, not a call beside it
+        by_part = [task.result() for task in scoring]
+        if not self._several:
+            return by_part[0]
+        parts = [scorer.part for scorer in self._scorers]
+        return [weighted(parts, scores) for scores in zip(*by_part, strict=True)]
+
+
+class PartScorer:
+    """One reward function and its workers. `servers`: the run's own, if it uses them."""
+
+    def __init__(self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None) -> None:
+        self.part, self._servers = config.parts[number], servers
+        function = CagedFunction(
+            name=self.part.function,
+            loader="rollout.rewards.workers:load",
+            arguments=[config.model_dump(mode="json"), number],
+            timeout_s=config.timeout_s,
+            memory_gib=config.memory_gib,
+            max_calls=config.max_calls,
+            concurrency=config.concurrency,
+            log=log,
+        )
+        self.cage = Cage(function, config.workers)
+
+    async def score(self, answers: Sequence[Answer]) -> list[Score]:
+        """One score per answer. Raises RewardError, alone or in a group."""
+        calls = [answers] if self.cage.about["batch"] else [[answer] for answer in answers]
+        async with asyncio.TaskGroup() as tasks:
+            scoring = [tasks.create_task(self._score(call)) for call in calls]
+        return [score for task in scoring for score in task.result()]
 
     async def _score(self, answers: Sequence[Answer]) -> list[Score]:
+        """One call, again when the run's own servers were lost meanwhile and have come back."""
+        losses = 0
+        while True:
+            if self._servers:
+                await self._servers.ready()
+            try:
+                return await self._call(answers)
+            except RewardError as error:
+                losses += 1
+                if self._servers is None or error.origin != ServersAway.__name__ or losses >= MOST_LOSSES:
+                    raise
+                self._servers.lost()
+
+    async def _call(self, answers: Sequence[Answer]) -> list[Score]:
         try:
-            scores = await self._cage.call([vars(answer) for answer in answers])
+            scores = await self.cage.call([vars(answer) for answer in answers])
         except CagedError as error:
             failed = RewardError(str(error), error.permanent, error.origin)
             failed.returned = error.returned
@@ -66,12 +118,27 @@ class RewardPool:
         return [Score(**score) for score in scores]
 
 
-def load(config: dict[str, Any]) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """In a worker: the run's reward, as a function of plain values. Raises ValueError in one line."""
-    reward = load_reward(RewardConfig(**config))
+def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
+    """The sum of the parts' results times their weights. Each part is a metric by its name, and its further numbers
+    below that: `{"format": 1.0, "format/solved": 0.0}`."""
+    metrics: dict[str, float] = {}
+    for part, score in zip(parts, scores, strict=True):
+        metrics[part.metric] = score.reward
+        metrics |= {f"{part.metric}/{name}": value for name, value in score.metrics.items()}
+    return Score(sum(part.weight * score.reward for part, score in zip(parts, scores, strict=True)), metrics)
+
+
+def load(config: dict[str, Any], number: int) -> Any:
+    """In a worker: a reward function of the run, `async` or not, of plain values. Raises ValueError in one line."""
+    reward = load_reward(RewardConfig(**config), number)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [asdict(score) for score in reward.score([Answer(**answer) for answer in answers])]
 
-    score.about = {"batch": reward.batch}  # type: ignore[attr-defined]
-    return score
+    async def score_async(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [asdict(score) for score in await reward.score_async([Answer(**answer) for answer in answers])]
+
+    loaded: Any = score_async if reward.is_async else score
+    loaded.about = {"batch": reward.batch, "async": reward.is_async}
+    loaded.close = getattr(reward.function, "close", None)
+    return loaded

@@ -132,7 +132,8 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["reward.function=countdwon"],
-            "reward.function: 'countdwon' is neither one of countdown, math nor path/to/file.py:function",
+            "reward.function: 'countdwon' is neither one of countdown, math, math_verify, exact_match, regex, length, "
+            "judge, reward_model nor path/to/file.py:function",
         ),
         (
             ["rollout.task=task.txt:task"],
@@ -233,7 +234,8 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[7].startswith("rollout.task: broken.py: not Python: ")
     assert len(lines) == 8
     assert refused("reward.function=x.py", files=("reward.function",)) == [
-        "reward.function: 'x.py' is neither one of countdown, math nor path/to/file.py:function"
+        "reward.function: 'x.py' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
+        "reward_model nor path/to/file.py:function"
     ]
     for fine in ("reward.py:score", "reward.py:y", "countdown"):
         check(config(f"reward.function={fine}"), files=("reward.function",))

@@ -22,8 +22,8 @@ ROW = {"problem": "What is 17 x 23?", "answer": "391"}
 
 
 def example(page: str, language: str) -> str:
-    """The one block in `language` of a page."""
-    (block,) = re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    """The first block in `language` of a page."""
+    block, *_ = re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
     return str(block)
 
 

@@ -67,7 +67,7 @@ class Story:
 
 
 def process(name: str, code: str, folder: Path) -> Process:
-    role: Role = "rollout" if name.startswith("rollout") else name  # type: ignore[assignment]
+    role: Role = name.partition("_")[0]  # type: ignore[assignment]
     return Process(
         name, role, (sys.executable, "-c", code), folder / "logs" / f"{name}.log", restarts=QUICK, drain_s=60.0
     )
@@ -154,3 +154,22 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
     assert story.go() == 130
     assert time.monotonic() - began < 30  # its drain would take 60
     assert story.last("learner").code == 137
+
+
+def test_reward_servers_are_drained_after_the_servers_that_ask_them(tmp_path: Path) -> None:
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)"
+    story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, reward_0=STAYS, reward_1=STAYS)
+    story.when = [("] ready", lambda: None)] * 3 + [("] ready", (tmp_path / "go").touch)]
+    assert story.go() == 0
+    drained = story.lines("drained")
+    assert (drained[0], drained[-1]) == ("rollout_0", "buffer") and sorted(drained[1:3]) == ["reward_0", "reward_1"]
+
+
+def test_the_last_reward_server_that_cannot_be_kept_stops_the_run(tmp_path: Path) -> None:
+    """Also one that ends with exit code 0: the run needs it."""
+    story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0=STAYS, reward_0=FAILS, reward_1="")
+    assert story.go() == 1
+    gave_up = [said for said in story.said if "could not be kept" in said]
+    assert len(gave_up) == 2 and "it failed 2 times in a row and never scored an answer" in gave_up[0]
+    assert gave_up[0].endswith("the run goes on with the other servers")
+    assert [event.code for who, event in story.events if who == "reward_1" and event.kind == "failed"] == [0]

@@ -120,3 +120,39 @@ def test_help_and_unknown_commands() -> None:
     helped, unknown = run("--help"), run("lunch")
     assert helped.returncode == 0 and all(word in helped.stdout for word in ("launch", "status", "report", "doctor"))
     assert unknown.returncode == 2 and "launch" in unknown.stderr
+
+
+SERVED = ["--reward.function=reward_model", "--reward.servers=2", "--reward.engine.tensor_parallel_size=2"]
+
+
+def test_reward_servers_are_started_each_with_its_gpus(words: list[str], tmp_path: Path) -> None:
+    config = load([*words, *SERVED, "--reward.model=m"])
+    file = str(tmp_path / "runs" / "run" / "config.yaml")
+    found = launch.processes(config)[3:]
+    assert [process.argv[1:] for process in found] == [
+        ("-m", "rollout", "reward", file, "--name", "reward-0"),
+        ("-m", "rollout", "reward", file, "--name", "reward-1"),
+    ]
+    assert [(process.role, process.gpus, process.log.name) for process in found] == [
+        ("reward", 2, "reward-0.log"),
+        ("reward", 2, "reward-1.log"),
+    ]
+    needed = "the run needs 6 GPUs (learner 1, servers 1, reward servers 4), Ray sees 4"
+    assert gpus_missing(config, 4, "Ray sees") == needed
+    assert [process.gpus for process in launch.processes(load([*words, *SERVED, "--rollout.device=cpu"]))[2:]] == [
+        0
+    ] * 3
+
+
+def test_reward_servers_that_cannot_start_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        given = [f"--reward.model={tmp_path / 'rm'}", f"--reward.port={port}", "--reward.engine.max_model_length=9"]
+        lines = refused([*words, *SERVED, "--reward.servers=1", *given], capsys)
+    assert any(f"reward.port: cannot listen on 127.0.0.1:{port}" in line for line in lines)
+    assert any("is no reward model, its architecture is Qwen2ForCausalLM; name a sequence" in line for line in lines)
+    assert any("reward.engine.max_model_length" in line and "did you mean" in line for line in lines)

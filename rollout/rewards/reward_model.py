@@ -1,0 +1,83 @@
+"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling mode.
+
+Runs in a reward worker: one request scores all answers of a group. The server is named by `url`, or is one of the run's
+own (`reward.servers`, `rollout/engine/reward_server.py`).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import PrivateAttr, model_validator
+
+from rollout.errors import RewardError
+from rollout.rewards.http_model import AnswerTemplate, HttpModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RewardModel(HttpModel):
+    """A reward model. `model` is the folder or hub name whose chat template makes its texts, unless `template` does."""
+
+    template: str | None = None
+    """Jinja template of the whole text, with the names that a judge's has; the server puts the special tokens before
+    it. null: the chat template of `model`, of the row's messages and the answer."""
+    _text: AnswerTemplate | None = PrivateAttr(None)
+    _tokenizer: Any = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _prepare(self) -> "RewardModel":
+        if self.template is None:
+            self._tokenizer = self._load_tokenizer()
+        else:
+            self._text = AnswerTemplate(self.template)
+        return self
+
+    def _load_tokenizer(self) -> "PreTrainedTokenizerBase":
+        if self.model is None:
+            raise ValueError("nothing says how its texts are made; set model, whose chat template does, or template")
+        from transformers import AutoTokenizer  # takes seconds to import: only who needs it pays
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(f"no tokenizer can be loaded from model {self.model}: {reason}") from None
+        if not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer of model {self.model} has no chat template; set template")
+        return tokenizer
+
+    async def __call__(
+        self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
+    ) -> list[float]:
+        """A logit for each answer. Raises RewardError for a server that gives none."""
+        rated = zip(solution_strs, ground_truths, rows, strict=True)
+        body = {"input": [self._input(*one) for one in rated], "use_activation": False}
+        reply = await self.post("/classify", body)
+        try:
+            found = sorted(reply["data"], key=lambda one: one["index"])
+            logits = [one["probs"] for one in found]
+        except (KeyError, TypeError):
+            raise RewardError(f"reward_model: its server answered no classes but {str(reply)[:200]}") from None
+        if len(logits) != len(solution_strs) or any(len(each) != 1 for each in logits):
+            shape = f"{len(logits)} results of {len(logits[0]) if logits else 0} classes"
+            raise RewardError(f"reward_model: {shape} for {len(solution_strs)} answers; it needs a model of one class")
+        return [each[0] for each in logits]
+
+    def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:
+        """What the server is sent of an answer: a text, or the tokens of a chat."""
+        if self._text is not None:
+            return self._text.render(answer, truth, row)
+        prompt = row.get("prompt") or row.get("problem")
+        if not prompt:
+            names = ", ".join(row)
+            raise RewardError(f"reward_model: the row has neither prompt nor problem, but {names}", permanent=True)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        chat = [{**one, "content": text_of(one["content"])} for one in messages]
+        chat.append({"role": "assistant", "content": answer})
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """The text of a message, without its images."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

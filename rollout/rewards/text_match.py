@@ -1,0 +1,89 @@
+"""Built-in rewards that look at an answer's text or length: `exact_match`, `regex` and `length`.
+
+Each is made once of `reward.kwargs`, its fields, then called in a reward worker for each answer.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from configs.schema import Positive, Section
+
+
+class ExactMatch(Section):
+    """`exact_match`: is the answer the ground truth, letter by letter?"""
+
+    pattern: re.Pattern[str] | None = None
+    """What the answer is in the text: the last match, or its first group if it has one; null: the whole text."""
+    strip: bool = True
+    """White space at both ends does not matter."""
+    case: bool = False
+    """Whether upper and lower case differ."""
+    score: float = 1.0
+    """Reward of a right answer."""
+    format_score: float = 0.0
+    """Reward of a wrong answer in which `pattern` was found."""
+
+    def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
+        """`ground_truth`: the right answer, or a list of right ones."""
+        answer = solution_str if self.pattern is None else last_match(self.pattern, solution_str)
+        truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+        formed = answer is not None
+        solved = answer is not None and self._plain(answer) in [self._plain(str(truth)) for truth in truths]
+        reward = self.score if solved else self.format_score if formed and self.pattern is not None else 0.0
+        return {"score": reward, "solved": float(solved), "formed": float(formed)}
+
+    def _plain(self, text: str) -> str:
+        text = text.strip() if self.strip else text
+        return text if self.case else text.casefold()
+
+
+class RegexFormat(Section):
+    """`regex`: has the text the form that a pattern describes?"""
+
+    pattern: re.Pattern[str]
+    """A regular expression of Python; begin it with `(?s)` where `.` may be a line break."""
+    match: Literal["search", "full"] = "search"
+    """Somewhere in the text, or the whole text."""
+    score: float = 1.0
+    """Reward of a text that matches."""
+    otherwise: float = 0.0
+    """Reward of one that does not."""
+
+    def __call__(self, solution_str: str) -> float:
+        """The reward of a text."""
+        find = self.pattern.search if self.match == "search" else self.pattern.fullmatch
+        return self.score if find(solution_str) else self.otherwise
+
+
+class LengthPenalty(Section):
+    """`length`: 0 for a short answer, less for a long one."""
+
+    free: Annotated[int, Field(ge=0)]
+    """Tokens that cost nothing."""
+    cap: Positive
+    """Tokens from which on the whole penalty is due; between `free` and `cap` it grows evenly."""
+    penalty: float = 1.0
+    """The whole penalty, in units of reward."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "LengthPenalty":
+        if self.free >= self.cap:
+            raise ValueError(f"cap {self.cap} is not above free {self.free}; raise it")
+        return self
+
+    def __call__(self, reward_input: dict[str, Any]) -> float:
+        """The reward of an answer of `response_length` tokens."""
+        over = (reward_input["response_length"] - self.free) / (self.cap - self.free)
+        return -self.penalty * float(min(1.0, max(0.0, over)))
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match of `pattern`, or its first group if it has one and that took part; None without a match."""
+    found = None
+    for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
+        pass
+    if found is None:
+        return None
+    return found[1] if pattern.groups and found[1] is not None else found[0]
