@@ -26,6 +26,7 @@ class CagedFunction:
     processes that it started. `prefix` and a field's name are the key in the run file, for error messages. `log` is a
     path without its end: the worker at place 0 prints to `{log}-0.log`. `episodes`: the function is
     `await function(problem, generate)`, and a worker runs many at a time; else it runs one call at a time.
+    `max_processes`: most processes of a worker with all that it started.
     Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
     """
 
@@ -39,6 +40,7 @@ class CagedFunction:
     prefix: str = "reward."
     episodes: bool = False
     log: str | None = None
+    max_processes: int = 256
 
 
 class CagedError(EpisodeError):

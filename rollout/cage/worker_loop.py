@@ -24,12 +24,13 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Any
 
 from rollout.cage import CagedFunction
 from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
 from rollout.cage.frames import encode, unpacker
-from rollout.cage.warden import CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
+from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
 from rollout.errors import EngineError, first_error
 
 _number: ContextVar[int] = ContextVar("number", default=0)
@@ -52,7 +53,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
     control.sendall(message)
     if loaded is None:
         os._exit(1)
-    state[DEADLINE] = 0
+    state[DEADLINE], state[APART] = 0, getattr(loaded, "apart", False)
     (serve_episodes if function.episodes else serve_calls)(function, control, state, loaded)
 
 
@@ -159,7 +160,8 @@ class EpisodeServer:
 
     def _start(self, number: int, arguments: list[Any]) -> None:
         self.state[STARTED] += 1
-        episode = self.episodes[number] = RunningEpisode(number, self.function.timeout_s, self._expire)
+        left_s = self.function.timeout_s if getattr(self.play, "timed", True) else inf  # else the server has the clock
+        episode = self.episodes[number] = RunningEpisode(number, left_s, self._expire)
         context = copy_context()
         context.run(_number.set, number)
         episode.task = self.loop.create_task(self._play(episode, arguments), context=context)
