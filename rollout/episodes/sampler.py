@@ -128,11 +128,11 @@ class Sampler:
         if not free and (trajectory.start != len(problem.prompt) or prompt != problem.prompt):
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
         sampled = np.array(trajectory.sampled)
-        yield from self._misbegun(trajectory)
         if not np.isin(sampled, (0, 1)).all() or sampled[: trajectory.start].any():
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
+        yield from self._misbegun(trajectory)
         with np.errstate(over="ignore"):
             logprobs = np.array(trajectory.logprobs, np.float32)
         if not np.isfinite(logprobs).all():
