@@ -26,8 +26,11 @@ FILES = (
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 
-BUILT_IN = {"reward.function": ("countdown", "math"), "rollout.task": ("single_turn",)}
-"""Names of the registries REWARDS and TASKS of `rollout`, which this package may not import."""
+BUILT_IN = {"reward.function": ("countdown", "math", "task"), "rollout.task": ("single_turn",)}
+"""Names of the registries REWARDS and TASKS of `rollout`, which this package may not import; `task`: no reward."""
+
+TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize")
+"""Arguments of a chat template that Headrace gives."""
 
 ENGINE_KEYS_ELSEWHERE = {
     "model": "model.path",
@@ -61,7 +64,7 @@ def check(
     found = [
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
-        *_functions(config, files), *_trackers(config, files), *further,
+        *_functions(config, files), *_chat(config), *_trackers(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -77,7 +80,13 @@ def max_sample_tokens(config: Config) -> int:
 
 def max_group_bytes(config: Config) -> int:
     """Bytes of the largest possible group, as stored and sent."""
-    return config.batch.samples * max_sample_tokens(config) * TOKEN_BYTES
+    tokens = max(max_sample_tokens(config), config.rollout.chat.max_tokens or 0)
+    return config.batch.samples * tokens * TOKEN_BYTES
+
+
+def max_episode_tokens(config: Config) -> int:
+    """Tokens of the longest episode of a task that sends messages, over all its segments."""
+    return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
 def existing(path: Path) -> Path:
@@ -217,6 +226,15 @@ def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
             yield f"{key}: {value!r} is neither one of {', '.join(BUILT_IN[key])} nor path/to/file.py:function"
         elif file and key in files:
             yield from _defined(key, file, function)
+
+
+def _chat(config: Config) -> Iterator[str]:
+    for name in config.rollout.chat.template_kwargs:
+        if name in TEMPLATE_WORDS:
+            yield f"rollout.chat.template_kwargs.{name}: Headrace gives the template this argument; remove it"
+    if config.reward.function == "task" and config.rollout.task == "single_turn":
+        remedy = "name a task of your own that returns a score, or a reward function"
+        yield f"reward.function: task, but rollout.task single_turn scores nothing; {remedy}"
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:

@@ -74,13 +74,20 @@ class Key(NamedTuple):
 def keys() -> dict[str, Key]:
     """All keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
-    table = {}
-    for section, place in schema["properties"].items():
+    table: dict[str, Key] = {}
+
+    def add(prefix: str, place: dict[str, Any]) -> None:
         model = schema["$defs"][place["$ref"].rpartition("/")[2]]
         for name, field in model["properties"].items():
-            dotted, required = f"{section}.{name}", name in model.get("required", ())
+            dotted, required = f"{prefix}.{name}", name in model.get("required", ())
+            if "$ref" in field:
+                add(dotted, field)
+                continue
             meaning = " ".join(field["description"].split())
             table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning)
+
+    for section, place in schema["properties"].items():
+        add(section, place)
     return table
 
 

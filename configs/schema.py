@@ -89,7 +89,8 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str
-    """A built-in reward (`countdown`, `math`) or your own, as `path/to/file.py:function`."""
+    """A built-in reward (`countdown`, `math`) or your own, as `path/to/file.py:function`; `task`: the task of
+    `rollout.task` returns the score itself."""
     kwargs: dict[str, Any] = {}
     """Further keyword arguments for the reward function."""
     timeout_s: Seconds = 10.0
@@ -228,6 +229,27 @@ class LearnerConfig(Section):
     """Versions between Hugging Face exports; null exports the last version only."""
 
 
+class ChatConfig(Section):
+    """What a task, program or environment that sends messages may do in one episode, and how messages are read."""
+
+    tool_parser: str | None = None
+    """vLLM's parser that finds tool calls in an answer, such as `hermes` or `llama3_json`; null: they stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
+    template_kwargs: dict[str, Any] = {}
+    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
+    max_turns: Positive = 64
+    """Answers of the model in one episode; then it ends as truncated."""
+    max_tokens: Positive | None = None
+    """Tokens of one episode, sampled and given, over all its segments; null: four times the longest sample
+    (`rollout.max_sample_tokens`). One call sees that many at most, whatever this says."""
+    history: Literal["fork", "keep"] = "fork"
+    """What happens where the chat template would write earlier turns anew, without their thinking for instance: `fork`
+    begins a new segment, as a server of that model would see it; `keep` goes on with the tokens as they are."""
+    timeout_s: Seconds | None = None
+    """Wall-clock time of one episode, after which it ends as truncated; null: none."""
+
+
 class RolloutConfig(Section):
     servers: Positive = 1
     """Rollout servers that `python -m actors launch` starts, one vLLM engine each."""
@@ -240,7 +262,13 @@ class RolloutConfig(Section):
     place. `auto` begins with the server's share of a batch and takes more while the learner waits, as far as the KV
     cache and CUDA graphs reach. More are faster, and older when they are trained."""
     task: str = "single_turn"
-    """A built-in task (`single_turn`) or your own, as `path/to/file.py:function`."""
+    """A built-in task (`single_turn`) or your own, as `path/to/file.py:function`. Its parameters say what it is given:
+    `(problem, generate)` tokens, `(row, chat)` messages."""
+    chat: ChatConfig = ChatConfig()
+    """Episodes that send messages."""
+    sample_attempts: Positive = 2
+    """How often a server tries one sample whose task failed, each time from the beginning, before the attempt at its
+    group has failed."""
     max_sample_tokens: Positive | None = None
     """Longest whole sample of a task of your own, in tokens: prompt, all turns, and what the task gave; null means
     `rollout.engine.max_model_len`, or one prompt and one answer where that is not set either."""

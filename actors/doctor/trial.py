@@ -275,13 +275,8 @@ def task(trial: Trial, config: Config, rows: Rows) -> None:
     name = config.rollout.task
     with trial.importing("rollout.task", name, import_s(config)):
         function = load_task(name)
-        try:
-            inspect.signature(function).bind(None, None)
-        except TypeError as error:
-            line = f"rollout.task: {name} cannot be called with (problem, generate): {error}; give it these parameters"
-            raise ConfigError([line]) from None
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory")
+        trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
     elif inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 

@@ -1,5 +1,6 @@
 """A user's task in worker processes: problems, completions and trajectories travel as plain values. Images travel as
-files, and both ends decode them: the row's, where the task asks for them, and those that the task shows.
+files, and both ends decode them: the row's, where the task asks for them, and those that the task shows. Of a task that
+sends messages only these and its score travel: what was sampled is recorded in the server.
 
 `UserTask` is the server's end, built by `rollout/episodes/setup.py`; `load` and what it returns run in a worker.
 """
@@ -8,20 +9,25 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer.images import ImageError, ImageFormat, decode
 from configs.schema import Config, DataConfig, ModelConfig
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
-from rollout.errors import EpisodeError
-from rollout.tasks import load_task
-from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Trajectory, place
+from rollout.errors import ChatRefused, EpisodeError
+from rollout.tasks import convention, load_task
+from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
+
+if TYPE_CHECKING:  # workers import this file, and start faster without what the server's end needs
+    from rollout.chat.session import Sessions
 
 SENT = ("row", "prompt", "max_tokens")
 """What travels of a problem; the worker makes the rest of it."""
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
+CUT_SCORE = 0.0
+"""Of an episode that a limit ended and whose task let ChatRefused through, where the task itself scores."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
 """What travels of a trajectory. The server judges it, in `rollout/episodes/sampler.py`, like that of any other task."""
 
@@ -32,7 +38,8 @@ class UserTask:
     Raises ValueError, in one line, on entering, if the task cannot be loaded; CagedError for an episode without result.
     """
 
-    def __init__(self, config: Config, log: Path | None = None) -> None:
+    def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
+        self.sessions = sessions
         rollout, model, data = config.rollout, config.model, config.data
         self.function = CagedFunction(
             name=rollout.task,
@@ -53,9 +60,13 @@ class UserTask:
     async def __aexit__(self, *error: object) -> None:
         await self._cage.close()
 
-    async def __call__(self, problem: Problem, generate: Generate) -> Trajectory:
+    async def __call__(self, problem: Problem, generate: Generate) -> Trajectory | Recorded:
         """One episode. Raises CagedError, and what `generate` raises."""
+        if self._cage.about["convention"] == "chat":
+            return await self._converse(problem, generate)
+        return await self._play(problem, generate)
 
+    async def _play(self, problem: Problem, generate: Generate) -> Trajectory:
         shown = ShownImages(problem.format)
 
         async def sample(tokens: list[int], **options: Any) -> dict[str, Any]:
@@ -67,6 +78,22 @@ class UserTask:
         trajectory = trajectory_of(self.function.name, await self._cage.call(plain, generate=sample))
         trajectory.images = await shown.decoded(trajectory.images)
         return trajectory
+
+    async def _converse(self, problem: Problem, generate: Generate) -> Recorded:
+        session = self.sessions.open(generate)
+
+        async def chat(messages: Any, **options: Any) -> dict[str, Any]:
+            return (await session.chat(messages, **options)).message
+
+        try:
+            result = await self._cage.call({"row": problem.row}, generate=chat)
+        except ChatRefused as error:
+            if not session.truncated:
+                raise EpisodeError(f"{self.function.name}: chat: {error}", origin="ChatRefused") from None
+            result = CUT_SCORE
+        finally:
+            session.close()
+        return session.recorded(result)
 
 
 class ShownImages:
@@ -102,9 +129,29 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
     return trajectory
 
 
+def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
+    """In a worker: a task that sends messages, as a function of plain values."""
+
+    async def converse(values: dict[str, Any], call: Plain) -> Any:
+        async def chat(messages: Any, tools: Any = None, max_tokens: int | None = None) -> dict[str, Any]:
+            return await call(messages, tools=tools, max_tokens=max_tokens)
+
+        return await task(row=values["row"], chat=chat)
+
+    return converse
+
+
 def load(name: str, model: dict[str, Any], data: dict[str, Any]) -> Plain:
     """In a worker: the task `name`, as a function of plain values. Raises ValueError in one line."""
     task = load_task(name)
+    how = convention(name, task)
+    play = load_conversation(task) if how == "chat" else load_episode(task, model, data)
+    play.about = {"convention": how}  # type: ignore[attr-defined]
+    return play
+
+
+def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
+    """In a worker: a task that makes a trajectory, as a function of plain values."""
 
     @cache
     def tokenizer() -> Any:

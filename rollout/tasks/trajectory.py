@@ -14,7 +14,7 @@ from buffer.images import ImageFormat, Picture, decode
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample, SampleImage
 from rollout.errors import EpisodeError
-from rollout.rewards.convention import Score
+from rollout.rewards.convention import Score, finite
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -90,6 +90,12 @@ class Trajectory:
         """Numbers the task wants averaged into the batch's metrics."""
         self.images: list[PlacedImage] = []
         """Those that were shown after the prompt, in order: for `generate`."""
+        self.starts: list[int] = [0]
+        """Where each segment begins among the tokens: `Sample.starts`."""
+        self.turn_rewards: list[float] = []
+        """A reward for each turn, without that of the reward function, which is added to the last one; or none."""
+        self.score: Any = None
+        """What the task scored it, for `reward.function: task`: a number, or a dict as a reward function returns."""
 
     def take(self, completion: Completion) -> None:
         """Append what the policy sampled: the learner trains on these tokens."""
@@ -117,6 +123,11 @@ class Trajectory:
         self.images.append(PlacedImage(len(self.tokens) + 1, picture, data))
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
+    def num_turns(self) -> int:
+        """Runs of sampled tokens; a new segment ends a run."""
+        before, begins = [0, *self.sampled], set(self.starts)
+        return sum(own and not (before[i] and i not in begins) for i, own in enumerate(self.sampled))
+
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
         """The sample as it is sent to the buffer; `answer` is the text of all tokens after the prompt."""
         images = [*prompt_images, *self.images]
@@ -131,6 +142,38 @@ class Trajectory:
             metrics={name: float(value) for name, value in self.metrics.items()} | score.metrics,
             images=[SampleImage(start=each.start, digest=each.picture.digest, data=each.data) for each in images],
         )
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the recorder kept of an episode, and how the task scored it."""
+
+    trajectory: Trajectory
+    score: Score | None
+    """None: the run's reward function scores it."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, result: Any) -> "Recorded":
+        """The trajectory with what its task returned: None, a number, or a dict with `score` or `overall`. Further
+        numbers in the dict become metrics, and `turn_rewards` are a list with one for each turn. Raises EpisodeError.
+        """
+        parts = dict(result) if isinstance(result, dict) else {"score": result}
+        key, turns = "overall" if "overall" in parts else "score", parts.pop("turn_rewards", None)
+        given, reward = parts.pop(key, None), None
+        if given is not None and (reward := finite(given)) is None:
+            needed = "a finite number, or a dict with one as score or overall"
+            raise EpisodeError(f"the task scored an episode {repr(given)[:200]}; {needed} is needed")
+        if turns is not None:
+            numbers = [finite(number) for number in turns] if isinstance(turns, list | tuple) else [None]
+            if None in numbers or len(numbers) != trajectory.num_turns():
+                needed = f"a list of {trajectory.num_turns()} finite numbers, one for each turn, is needed"
+                raise EpisodeError(f"the task gave turn_rewards {repr(turns)[:200]}; {needed}")
+            trajectory.turn_rewards = numbers  # type: ignore[assignment]
+        if trajectory.turn_rewards:
+            reward = reward or 0.0  # their sum is added where the sample is made
+        found = {name: number for name, value in parts.items() if (number := finite(value)) is not None}
+        trajectory.metrics |= found
+        return cls(trajectory, None if reward is None else Score(reward))
 
 
 def png(image: "Image") -> bytes:
@@ -156,8 +199,8 @@ class Generate(Protocol):
         Raises EpisodeError where nothing is left, or the arguments cannot be used."""
 
 
-Task = Callable[[Problem, Generate], Awaitable[Trajectory]]
-"""Makes one sample of a problem."""
+Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
+"""Makes one sample of a problem. A Recorded one has prompts of its own, a Trajectory begins with the problem's."""
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:

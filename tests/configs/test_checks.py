@@ -127,7 +127,7 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["reward.function=countdwon"],
-            "reward.function: 'countdwon' is neither one of countdown, math nor path/to/file.py:function",
+            "reward.function: 'countdwon' is neither one of countdown, math, task nor path/to/file.py:function",
         ),
         (
             ["rollout.task=task.txt:task"],
@@ -227,7 +227,7 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[7].startswith("rollout.task: broken.py: not Python: ")
     assert len(lines) == 8
     assert refused("reward.function=x.py", files=("reward.function",)) == [
-        "reward.function: 'x.py' is neither one of countdown, math nor path/to/file.py:function"
+        "reward.function: 'x.py' is neither one of countdown, math, task nor path/to/file.py:function"
     ]
     for fine in ("reward.py:score", "reward.py:y", "countdown"):
         check(config(f"reward.function={fine}"), files=("reward.function",))
@@ -290,7 +290,7 @@ def test_a_chat_template_is_a_file_or_none(tmp_path: Path) -> None:
 
 def test_built_in_names_are_those_of_the_registries() -> None:
     registries = dict(registry for file in (ROOT / "rollout").rglob("*.py") for registry in dict_literals(file))
-    assert set(BUILT_IN["reward.function"]) == registries["REWARDS"]
+    assert set(BUILT_IN["reward.function"]) == registries["REWARDS"] | {"task"}
     assert set(BUILT_IN["rollout.task"]) == registries["TASKS"]
 
 

@@ -81,7 +81,7 @@ def test_a_trajectory_that_is_right_is_passed_on():
     sampler = fake_sampler(babbling())
     problem = sampler.problem(ROW)
     trajectory = made(problem)
-    assert sampler.check(problem, trajectory) is trajectory
+    assert sampler.check(problem, trajectory).trajectory is trajectory
 
 
 BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
