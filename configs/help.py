@@ -74,21 +74,22 @@ class Key(NamedTuple):
 def keys() -> dict[str, Key]:
     """All keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
-    table = {}
+    table: dict[str, Key] = {}
     forms = schema["$defs"]
-    for section, place in schema["properties"].items():
+
+    def add(prefix: str, place: dict[str, Any]) -> None:
         model = schema["$defs"][place["$ref"].rpartition("/")[2]]
         for name, field in model["properties"].items():
-            dotted, required = f"{section}.{name}", name in model.get("required", ())
+            dotted, required = f"{prefix}.{name}", name in model.get("required", ())
+            if "$ref" in field:
+                add(dotted, field)
+                continue
             meaning = " ".join(field["description"].split())
             table[dotted] = Key(dotted, _type(field, forms), show(field.get("default")), required, meaning)
+
+    for section, place in schema["properties"].items():
+        add(section, place)
     return table
-
-
-@cache
-def fields_of(entry: str) -> dict[str, str]:
-    """Fields and their types, in words, of the sections in the list or map of a key: `fields_of("RewardPart")`."""
-    return {name: _type(field) for name, field in Config.model_json_schema()["$defs"][entry]["properties"].items()}
 
 
 def sections() -> tuple[str, ...]:

@@ -250,8 +250,9 @@ def _multiplied(section: Any) -> Any:
 def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     problems = {}
     for name, key in keys().items():
-        section, leaf = name.split(".")
-        value = tree[section].get(leaf) if isinstance(tree[section], dict) else None
+        value: Any = tree
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
         if isinstance(value, bool) and key.type != TYPES["boolean"]:  # YAML's `on` and `yes` must not become 1
             problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
     try:
@@ -295,7 +296,8 @@ def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, 
         return {key: f"{key}: no such key{merged.where(key)}; {suggest(key)}" for key in wrong}
     if kind == "missing":
         return {loc: f"{loc}: missing; set it, e.g. {loc}: {EXAMPLES[loc]}"}
-    name = ".".join(loc.split(".")[:2])
+    parts = loc.split(".")
+    name = next((key for end in (3, 2) if (key := ".".join(parts[:end])) in keys()), ".".join(parts[:2]))
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
         return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}

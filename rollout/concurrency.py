@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from configs.flow.sequences import max_sequences, mean_tokens, share_of_batch
 from configs.schema import Config
-from rollout.tasks.trajectory import Trajectory
+from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
 """Samples over which the mean length is taken, about: each one finished moves it by this part of the difference."""
@@ -68,11 +68,11 @@ class GroupPlaces:
     def __init__(self, places: Places) -> None:
         self._places, self._held = places, places.samples
 
-    def free_one(self, sample: "asyncio.Task[Trajectory]") -> None:
+    def free_one(self, sample: "asyncio.Task[Recorded]") -> None:
         """One sample's task has ended, however it did."""
         places = self._places
         if not sample.cancelled() and not sample.exception():
-            places.mean_tokens += (len(sample.result().tokens) - places.mean_tokens) / LENGTHS
+            places.mean_tokens += (len(sample.result().trajectory.tokens) - places.mean_tokens) / LENGTHS
         if self._held:
             self._held -= 1
             places.free(1)

@@ -49,6 +49,18 @@ class EngineError(EpisodeError, RuntimeError):
     kind = "engine"
 
 
+class ChatRefused(ValueError):
+    """A call of `chat` that cannot be taken as asked. The episode may go on, or end and be scored.
+
+    `code`, in the words of OpenAI's API where it has some: `invalid_request_error`; a limit of the run, after which
+    the episode counts as truncated: `context_length_exceeded`, `turns_exceeded`, `time_exceeded`; `episode_ended`.
+    """
+
+    def __init__(self, reason: str, code: str = "invalid_request_error") -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 class EngineDead(RuntimeError):
     """vLLM's process died or does not answer. Nothing but a restart of the server helps."""
 

@@ -308,20 +308,21 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
 
 
 def task(trial: Trial, config: Config, rows: Rows) -> None:
-    """Import the task and look at its signature: calling it takes an engine."""
+    """Import the task and look at its signature: calling it takes an engine. Or have an environment loaded."""
     from rollout.tasks import load_task
+    from rollout.tasks.environment import start_host
 
     name = config.rollout.task
+    if name == "environment":
+        environment = config.rollout.environment.model_dump(mode="json")
+        with trial.importing("rollout.environment.id", environment["id"], START_S):
+            start_host(environment).kill()
+        return
     with trial.importing("rollout.task", name, import_s(config)):
         function = load_task(name)
-        try:
-            inspect.signature(function).bind(None, None)
-        except TypeError as error:
-            line = f"rollout.task: {name} cannot be called with (problem, generate): {error}; give it these parameters"
-            raise ConfigError([line]) from None
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory")
-    elif inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+        trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
+    elif "base_url" not in inspect.signature(function).parameters and not inspect.iscoroutinefunction(function):
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 

@@ -136,7 +136,9 @@ class Connection:
         if self.welcome and len(frame) > self.welcome.max_message:
             limit = self.welcome.max_message / 2**20
             size = f"{type(message).__name__} of {len(frame) / 2**20:.1f} MiB"
-            raise MessageTooLarge(f"{size} exceeds buffer.max_message_mib ({limit:g}): raise it, or make answers shorter")
+            raise MessageTooLarge(
+                f"{size} exceeds buffer.max_message_mib ({limit:g}): raise it, or make answers shorter"
+            )
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         wait_s = self.retry_s
         self._pending[number] = frame, answer

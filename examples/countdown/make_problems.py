@@ -114,7 +114,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for train.parquet and eval.parquet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--numbers", type=int, nargs="+", default=[3], choices=range(2, 7), help="numbers of a problem; several: of each"
+        "--numbers",
+        type=int,
+        nargs="+",
+        default=[3],
+        choices=range(2, 7),
+        help="numbers of a problem; several: of each",
     )
     parser.add_argument("--largest", type=int, default=9, help="numbers are 1 to this")
     parser.add_argument("--operations", default="+-", help="any of +-*/")

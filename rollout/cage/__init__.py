@@ -27,6 +27,7 @@ class CagedFunction:
     path without its end: the worker at place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the
     loaded function says `async` in its attribute `about`: then up to `concurrency` calls, on an event loop. `episodes`:
     the function is `await function(problem, generate)`, and a worker runs any number of them at a time.
+    `max_processes`: most processes of a worker with all that it started.
     Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
     """
 
@@ -41,6 +42,7 @@ class CagedFunction:
     episodes: bool = False
     concurrency: int = 1
     log: str | None = None
+    max_processes: int = 256
 
 
 class CagedError(EpisodeError):

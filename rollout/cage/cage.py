@@ -13,6 +13,7 @@ from rollout.cage import CagedError, CagedFunction, Unloadable
 from rollout.cage.failure_text import one_line
 from rollout.cage.frames import encode
 from rollout.cage.worker_process import GRACE_S, WorkerEnd, WorkerProcess
+from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
@@ -65,7 +66,8 @@ class CallOnServer:
         except Exception as error:  # handed to the episode, and to the caller of `call` if it is not handled there
             self.refused[request] = error
             reason, permanent = one_line(str(error) or type(error).__name__), getattr(error, "permanent", False)
-            self.worker.send(["refused", request, reason, permanent])
+            code = error.code if isinstance(error, ChatRefused) else ""
+            self.worker.send(["refused", request, reason, permanent, code])
         finally:
             del self.requests[request]
 

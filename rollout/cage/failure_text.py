@@ -9,8 +9,18 @@ REASON_CHARS = 500
 """Most characters of a reason."""
 
 
+class ToldError(Exception):
+    """The failure of users' code in another process, which has put it into words."""
+
+    def __init__(self, origin: str, reason: str, trace: str = "", permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.origin, self.reason, self.trace, self.permanent = origin, reason, trace, permanent
+
+
 def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
     """Origin, reason and traceback of what the function `name` raised."""
+    if isinstance(error, ToldError):
+        return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
         how = f"{name} called sys.exit({_text(error.code, repr)})"
     elif type(error).__module__.startswith("rollout."):  # Headrace's own error says what is wrong by itself

@@ -36,18 +36,21 @@ WATCH_S = 0.2
 SCAN_INTERVAL_PER_COST = 20
 """Reading the process table takes longer the more processes a machine has: it may take one part in 20 of a core."""
 MAX_PROCESSES = 256
-"""Processes of one worker. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
+"""Processes of one episode apart. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
+OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
+"""What the guard of an episode apart is told when that exceeds a limit."""
 KILL_S = 5.0
 """Longest wait for killed processes to end; one that is stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
 """Makes the worker print the stacks of its threads (faulthandler), before it is killed for its time."""
 DUMP_S = 0.5
 """Longest wait for these stacks."""
+KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
-DEADLINE, CURRENT, STARTED = range(3)
+DEADLINE, CURRENT, STARTED, APART = range(4)
 """Indices in CallState: when the call must be over (`time.monotonic()`, 0 for no call), the number of the call or
-episode whose code runs, the calls started."""
+episode whose code runs, the calls started, whether episodes run in processes of their own (`apart.py`)."""
 
 
 class CallState:
@@ -77,7 +80,8 @@ class Warden:
             self._poll.register(fd, select.POLLIN)
         signal.signal(signal.SIGTERM, self._on_term)
         self._measure_at = self._scan_at = 0.0
-        self._processes: list[int] = []
+        self._processes: dict[int, list[int]] = {}
+        """What is watched: all processes under 0, or those of an episode apart under its guard."""
 
     def _on_term(self, *_: object) -> None:
         self._orphaned = True
@@ -92,7 +96,7 @@ class Warden:
                 self._drain()
             end = self._answer() if self.status.fileno() in ready else None
             end = end or (self._reap() if self._ended in ready else self._judge())
-        self._kill_all()
+        kill_all(self.worker)
         self._drain(64)
         origin, how = end
         started, current = int(self.state[STARTED]), int(self.state[CURRENT])
@@ -111,12 +115,7 @@ class Warden:
 
     def _reap(self) -> tuple[str, str]:
         """How the worker ended. It is not waited for yet: its process group cannot be another's meanwhile."""
-        ended = os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT)
-        code = ended.si_status if ended else 0
-        if ended and ended.si_code == os.CLD_EXITED:
-            return "died", f"ended its process (exit code {code})"
-        names = {number.value: number.name for number in signal.Signals}
-        return "died", f"ended its process (killed by {names.get(code, f'signal {code}')})"
+        return "died", exit_text(os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT))
 
     def _judge(self) -> tuple[str, str] | None:
         """The limit that the worker broke, if any: origin and reason."""
@@ -132,24 +131,41 @@ class Warden:
         if now < self._measure_at:
             return None
         self._measure_at = now + WATCH_S
-        if self._memory(now) > self.memory > 0:
-            limit = f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
-            return "out_of_memory", f"used more memory than {limit}; its process was killed"
-        if len(self._processes) > MAX_PROCESSES:
-            return "died", "started too many processes; all of them were killed"
+        self._look(now)
+        for guard, processes in list(self._processes.items()):
+            if len(processes) > (MAX_PROCESSES if guard else function.max_processes):  # their memory takes long to read
+                number, end = TOO_MANY, ("died", TOO_MANY_PROCESSES)
+            elif held_bytes(processes, self.memory) > self.memory > 0:
+                how = f"used more memory than {memory_limit(function)}; {KILLED}"
+                number, end = OUT_OF_MEMORY, ("out_of_memory", how)
+            else:
+                continue
+            if not guard:
+                return end
+            self._warn(guard, number)
         return None
 
-    def _memory(self, now: float) -> int:
-        """Bytes that the worker and all its processes hold; orphans that ended are waited for."""
+    def _look(self, now: float) -> None:
+        """Which processes there are, unless that was seen just now; orphans that ended are waited for."""
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != self.worker:
             os.waitpid(ended.si_pid, 0)
-        if now >= self._scan_at:
-            self._processes = descendants(os.getpid())
-            self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.monotonic() - now)
-        held = sum(map(anonymous_bytes, self._processes))
-        if held > self.memory > 0 and len(self._processes) > 1:  # pages that forks share count once
-            held = sum(map(proportional_bytes, self._processes))
-        return held
+        if now < self._scan_at:
+            return
+        children, warden = children_of_all(), os.getpid()
+        if self.state[APART]:
+            for orphan in set(children.get(warden, [])) - {self.worker}:  # its guard was killed
+                kill_below(orphan, children)
+            guards = children.get(self.worker, [])
+            self._processes = {guard: [guard, *below(guard, children)] for guard in guards} | {0: [self.worker]}
+        else:
+            self._processes = {0: below(warden, children)}
+        self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.monotonic() - now)
+
+    def _warn(self, guard: int, number: signal.Signals) -> None:
+        """Have a guard end its episode."""
+        del self._processes[guard]
+        with suppress(ProcessLookupError):
+            os.kill(guard, number)
 
     def _dump_stacks(self) -> None:
         """Have the worker print where it is: the last lines of its output tell why it took so long."""
@@ -187,29 +203,44 @@ class Warden:
     def _output(self) -> str:
         return self._tail.decode(errors="replace")
 
-    def _kill_all(self) -> None:
-        """Kill every process below this one. Killing the group is atomic, also against a fork bomb."""
-        until = time.monotonic() + KILL_S
-        with suppress(ProcessLookupError):
-            os.killpg(self.worker, signal.SIGKILL)
-        while time.monotonic() < until:
-            for pid in descendants(os.getpid()):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                return
-            time.sleep(0.002)
-
     def _tell(self, message: Any) -> None:
         with suppress(OSError):  # the server is gone
             self.status.sendall(encode(message))
 
 
-def descendants(root: int) -> list[int]:
-    """The processes below `root`, from /proc; those that ended but were not waited for do not count."""
+def exit_text(ended: os.waitid_result | None) -> str:
+    """How a process ended."""
+    code = ended.si_status if ended else 0
+    if ended and ended.si_code == os.CLD_EXITED:
+        return f"ended its process (exit code {code})"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"ended its process (killed by {names.get(code, f'signal {code}')})"
+
+
+def kill_all(group: int) -> None:
+    """Kill every process below this one, a subreaper. Killing the `group` is atomic, also against a fork bomb."""
+    until = time.monotonic() + KILL_S
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    while time.monotonic() < until:
+        kill_below(os.getpid(), children_of_all())
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
+
+
+def kill_below(root: int, children: dict[int, list[int]]) -> None:
+    """Kill `root`, unless it is this process, and all below it."""
+    for pid in {root, *below(root, children)} - {os.getpid()}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_of_all() -> dict[int, list[int]]:
+    """All processes by their parents, from /proc; those that ended but were not waited for do not count."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -217,10 +248,26 @@ def descendants(root: int) -> list[int]:
                 state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
                 if state != b"Z":
                     children.setdefault(int(parent), []).append(int(name))
-    found = children.get(root, [])
+    return children
+
+
+def below(root: int, children: dict[int, list[int]]) -> list[int]:
+    """The processes below `root`."""
+    found = list(children.get(root, []))
     for pid in found:  # grows meanwhile
         found += children.get(pid, [])
     return found
+
+
+def memory_limit(function: CagedFunction) -> str:
+    """The limit with its key."""
+    return f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
+
+
+def held_bytes(processes: list[int], limit: float) -> int:
+    """Bytes that the processes hold together; what forks share counts once where that decides."""
+    held = sum(map(anonymous_bytes, processes))
+    return sum(map(proportional_bytes, processes)) if held > limit > 0 and len(processes) > 1 else held
 
 
 def anonymous_bytes(pid: int) -> int:

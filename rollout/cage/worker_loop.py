@@ -1,7 +1,7 @@
 """In a worker process: load the user's function, then run its calls or episodes, as the server sends them.
 
     server -> worker   ["call", number, arguments]   ["cancel", number]
-                       ["generated", request, completion]   ["refused", request, reason, permanent]
+                       ["generated", request, completion]   ["refused", request, reason, permanent, code of ChatRefused]
     worker -> server   ["loaded", about]   ["unloadable", reason, traceback]
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
@@ -25,13 +25,14 @@ from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Any
 
 from rollout.cage import CagedFunction
 from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
 from rollout.cage.frames import encode, unpacker
-from rollout.cage.warden import CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
-from rollout.errors import EngineError, first_error
+from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
+from rollout.errors import ChatRefused, EngineError, first_error
 
 _number: ContextVar[int] = ContextVar("number", default=0)
 """The episode that this context belongs to."""
@@ -53,7 +54,7 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
     control.sendall(message)
     if loaded is None:
         os._exit(1)
-    state[DEADLINE] = 0
+    state[DEADLINE], state[APART] = 0, getattr(loaded, "apart", False)
     many = function.episodes or getattr(loaded, "about", {}).get("async")
     (serve_episodes if many else serve_calls)(function, control, state, loaded)
 
@@ -143,7 +144,7 @@ class EpisodeServer:
         self.state[DEADLINE] = time.monotonic() + self.function.timeout_s + interval_s
         self.loop.call_later(interval_s, self._extend_deadline)
 
-    def _on_message(self, verb: str, number: int, value: Any = None, permanent: bool = False) -> None:
+    def _on_message(self, verb: str, number: int, value: Any = None, permanent: bool = False, code: str = "") -> None:
         request = self.requests.get(number)
         if verb == "call":
             self._start(number, value)
@@ -155,13 +156,14 @@ class EpisodeServer:
             if verb == "generated":
                 request.set_result(value)
             else:
-                error = EngineError(value, permanent)
+                error: Exception = ChatRefused(value, code) if code else EngineError(value, permanent)
                 error.refused_request = number  # type: ignore[attr-defined]
                 request.set_exception(error)
 
     def _start(self, number: int, arguments: list[Any]) -> None:
         self.state[STARTED] += 1
-        episode = self.episodes[number] = RunningEpisode(number, self.function.timeout_s, self._expire)
+        left_s = self.function.timeout_s if getattr(self.play, "timed", True) else inf  # else the server has the clock
+        episode = self.episodes[number] = RunningEpisode(number, left_s, self._expire)
         context = copy_context()
         context.run(_number.set, number)
         episode.task = self.loop.create_task(self._play(episode, arguments), context=context)

@@ -35,6 +35,11 @@ USUAL_PROMPT = 128
 """Tokens of the prompts with which the price of graphs without room for them was measured."""
 IMAGES_PER_STEP = 4
 """Images of the largest size whose tokens a step of a GPU holds: vLLM encodes and keeps as many at a time."""
+PARSERS = {
+    "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
+    "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
+}
+"""Keys of `rollout.chat`, with the package of vLLM and the table in it that names what they may be."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -45,12 +50,19 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for; none without vLLM.
-    And one if a step may have fewer tokens than sequences, with which vLLM would not start.
+    """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for, and for a parser of
+    `rollout.chat` that it does not have; none without vLLM. And one if a step may have fewer tokens than sequences,
+    with which vLLM would not start.
 
     `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
     """
     lines = unknown_fields(engine, "rollout")
+    for key, (package, table) in PARSERS.items():
+        name, parsers = getattr(config.rollout.chat, key), set(registered(package, table))
+        if name is not None and parsers and name not in parsers:
+            close = difflib.get_close_matches(name, parsers, 1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(parsers))}"
+            lines.append(f"rollout.chat.{key}: {name!r} is no parser of the installed vLLM; {hint}")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
         problem = f"rollout.engine.max_num_batched_tokens: {tokens} is less than max_num_seqs {most}"
@@ -86,6 +98,19 @@ def vllm_fields() -> Iterator[str]:
             for line in node.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                     yield line.target.id
+
+
+def registered(package: str, table: str) -> Iterator[str]:
+    """The names in a table of parsers, a dict literal, read from the source of the installed vLLM; none without it."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return
+    source = Path(vllm.origin).with_name(package) / "__init__.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == table for target in targets):
+                yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def cliffs(config: Config) -> Iterator[str]:

@@ -80,9 +80,11 @@ class Engine:
         temperature: float,
         stop_token_ids: Sequence[int] = (),
         images: Sequence[PlacedImage] = (),
+        salt: str | None = None,
     ) -> Completion:
         """Sample a continuation of `prompt`, which shows `images`, up to a stop token, which is kept, or `max_tokens`.
 
+        What is cached of a prompt is used under the same `salt`; None: the current one.
         Log-probabilities are those of the sampled tokens under `temperature`. If cancelled, vLLM aborts the request.
         Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
         refuses, EngineError for any other error, EngineDead.
@@ -91,7 +93,7 @@ class Engine:
         try:
             parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
             with translate_engine_errors():
-                outputs = await self._llm.add_request(name, self._input(prompt, images), parameters)
+                outputs = await self._llm.add_request(name, self._input(prompt, images, salt), parameters)
                 final: Any = await outputs.get()
         except asyncio.CancelledError:
             await self._llm.abort(name)
@@ -228,9 +230,15 @@ class Engine:
                     future.cancel()
                 await asyncio.wait([answer, death])
 
-    def _input(self, tokens: list[int], images: Sequence[PlacedImage]) -> Any:
-        """Salted by loads: folders do not change the version, and a learner that fell back makes one a second time."""
-        salt = str(self._loads)
+    @property
+    def salt(self) -> str:
+        """Changes with the weights: folders do not change the version, and a learner that fell back makes one a second
+        time. A sample of several turns keeps that of its first: its history is then not computed again, as little as
+        that of a sequence that goes on under new weights."""
+        return str(self._loads)
+
+    def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str | None = None) -> Any:
+        salt = salt or self.salt
         if not images:
             return {"prompt_token_ids": tokens, "cache_salt": salt}
         names = f"folder {self._folders}" if self.tower_frozen else salt

@@ -6,7 +6,7 @@ When the buffer takes a lease back, its generation is aborted.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -21,16 +21,16 @@ from rollout.episodes.prompts import Prompts, without_images
 from rollout.episodes.sampler import Sampler
 from rollout.episodes.stages import Stages
 from rollout.errors import EngineDead, EpisodeError, all_errors, first_error
-from rollout.rewards.convention import Answer, Turn
+from rollout.rewards.convention import Answer, Score, Turn
 from rollout.rewards.workers import RewardPool
-from rollout.tasks.trajectory import Problem, Task, Trajectory
+from rollout.tasks.trajectory import Problem, Recorded, Task, Trajectory
 
 REASON_CHARS = 300
-Ended = Callable[["asyncio.Task[Trajectory]"], object]
+Ended = Callable[["asyncio.Task[Recorded]"], object]
 """Called with the task of each sample once that has ended, however it did: the sample needs no place any more."""
 
 
-def uncounted(sample: "asyncio.Task[Trajectory]") -> None:
+def uncounted(sample: "asyncio.Task[Recorded]") -> None:
     """For who counts no places."""
 
 
@@ -70,8 +70,11 @@ class Episodes:
     prompts: Prompts
     task: Task
     sampler: Sampler
-    rewards: RewardPool
+    rewards: RewardPool | None
+    """None: the task itself scores (`reward.function: task`)."""
     samples: int
+    sample_attempts: int = 1
+    """How often one sample is tried before its group has failed."""
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
     first: FirstShown | None = None
@@ -117,36 +120,69 @@ class Episodes:
         problem = await asyncio.to_thread(self.sampler.problem, row) if images else self.sampler.problem(row)
         if self.first:
             self.first.prompt(problem)
+        salt = self.sampler.engine.salt
         async with asyncio.TaskGroup() as tasks:
-            playing = [tasks.create_task(self._play_once(problem)) for _ in range(self.samples)]
+            playing = [tasks.create_task(self._play_once(problem, salt)) for _ in range(self.samples)]
             for sample in playing:
                 sample.add_done_callback(ended)
-        trajectories = [task.result() for task in playing]
-        answers = [self._answer(trajectory, without_images(row)) for trajectory in trajectories]
+        recorded = [task.result() for task in playing]
+        answers = [self._answer(each.trajectory, without_images(row)) for each in recorded]
         with self.stages("scoring", len(answers)):
-            scores = await self.rewards.score(answers)
+            scores = await self._scores(recorded, answers)
         if self.first:
-            self.first.answer(trajectories[0], scores[0])
-        made = zip(trajectories, scores, answers, strict=True)
-        return [trajectory.sample(score, answer.text, problem.images) for trajectory, score, answer in made]
+            self.first.answer(recorded[0].trajectory, scores[0])
+        made = zip(recorded, scores, answers, strict=True)
+        return [each.trajectory.sample(score, answer.text, problem.images) for each, score, answer in made]
+
+    async def _scores(self, recorded: Sequence[Recorded], answers: Sequence[Answer]) -> list[Score]:
+        """By the run's reward function, which makes the task's own score a metric; or by the task."""
+        own = [each.score for each in recorded if each.score]
+        if self.rewards:
+            for each in recorded:
+                each.trajectory.metrics |= {"task_score": each.score.reward} if each.score else {}
+            return await self.rewards.score(answers)
+        if len(own) < len(recorded):
+            remedy = "let it return a number, or set trajectory.score"
+            raise EpisodeError(f"rollout.task gave no score, and reward.function is task; {remedy}", origin="NoScore")
+        return own
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
-        """What the reward is given of a sample."""
+        """What the reward is given of a sample: what follows its prompt, and of further segments what follows theirs,
+        which repeats what was said before."""
         tokens, sampled = trajectory.tokens[trajectory.start :], trajectory.sampled[trajectory.start :]
+        if len(trajectory.starts) > 1:
+            ends = [*trajectory.starts[1:], len(trajectory.tokens)]
+            spans = [
+                range(trajectory.sampled.index(1, start), end)
+                for start, end in zip(trajectory.starts, ends, strict=True)
+            ]
+            tokens = [trajectory.tokens[place] for span in spans for place in span]
+            sampled = [trajectory.sampled[place] for span in spans for place in span]
         turns: list[Turn] = []
         if not all(sampled):
             for own, stretch in groupby(zip(tokens, sampled, strict=True), itemgetter(1)):
                 turns.append({"text": self.prompts.text([token for token, _ in stretch]), "sampled": bool(own)})
         return Answer(self.prompts.text(tokens), len(tokens), row, turns or None)
 
-    async def _play_once(self, problem: Problem) -> Trajectory:
+    async def _play_once(self, problem: Problem, salt: str) -> Recorded:
+        """One sample, tried anew from its beginning where its task has failed: one failure need not fail the group."""
+        for left in reversed(range(self.sample_attempts)):
+            try:
+                return await self._try_once(problem, salt)
+            except EpisodeError as error:
+                if error.permanent or not left:
+                    raise
+                self.failures.record(error, f"{' '.join(str(error).split())[:REASON_CHARS]}; the sample is tried again")
+        raise AssertionError("unreachable")
+
+    async def _try_once(self, problem: Problem, salt: str) -> Recorded:
         try:
             with self.stages("task"):
-                trajectory = await self.task(problem, self.stages.around(self.sampler.generate_for(problem)))
+                made = await self.task(problem, self.stages.around(self.sampler.generate_for(problem, salt)))
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):
                 raise cause from cause.__cause__
             name = type(cause).__name__
             raise EpisodeError(f"the task raised {name}: {cause}", origin=name) from error
-        return self.sampler.check(problem, trajectory)
+        return self.sampler.check(problem, made)

@@ -17,7 +17,7 @@ from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import finite
-from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Trajectory, place
+from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
@@ -54,8 +54,9 @@ class Sampler:
         left = self.longest - len(prompt)
         return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form)
 
-    def generate_for(self, problem: Problem) -> Generate:
-        """`generate` of one sample: it knows the prompt's images, and which tokens the policy sampled before."""
+    def generate_for(self, problem: Problem, salt: str | None = None) -> Generate:
+        """`generate` of one sample: it knows the prompt's images, and which tokens the policy sampled before. All its
+        turns use what is cached under `salt`."""
         so_far = SampledSoFar()
 
         async def generate(
@@ -65,7 +66,7 @@ class Sampler:
             images: Sequence[PlacedImage] = (),
         ) -> Completion:
             shown = [*problem.images, *images]
-            completion = await self.generate(tokens, max_tokens, stop, shown, so_far)
+            completion = await self.generate(tokens, max_tokens, stop, shown, so_far, salt)
             if self.form:
                 so_far.add(tokens, completion.tokens)
             return completion
@@ -79,6 +80,7 @@ class Sampler:
         stop: list[str] | None = None,
         images: Sequence[PlacedImage] = (),
         so_far: SampledSoFar | None = None,
+        salt: str | None = None,
     ) -> Completion:
         """See `rollout.tasks.Generate`, but `images` are those of all `tokens`. Raises EpisodeError, EngineError,
         EngineDead."""
@@ -90,15 +92,16 @@ class Sampler:
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        return await self.engine.generate(tokens, min(wanted, room), self.temperature, stops, images)
+        return await self.engine.generate(tokens, min(wanted, room), self.temperature, stops, images, salt)
 
-    def check(self, problem: Problem, trajectory: object) -> Trajectory:
+    def check(self, problem: Problem, made: object) -> Recorded:
         """What a task returned for `problem`, if the learner can train on it. Raises EpisodeError."""
-        if not isinstance(trajectory, Trajectory):
-            raise EpisodeError(f"the task returned {type(trajectory).__name__}; a Trajectory is needed")
-        if wrong := first_of(self._wrong(problem, trajectory)):
+        if not isinstance(made, Trajectory | Recorded):
+            raise EpisodeError(f"the task returned {type(made).__name__}; a Trajectory is needed")
+        trajectory = made if isinstance(made, Trajectory) else made.trajectory
+        if wrong := first_of(self._wrong(problem, trajectory, free=isinstance(made, Recorded))):
             raise EpisodeError(f"the task returned a trajectory that cannot be trained on: {wrong}")
-        return trajectory
+        return Recorded.of(made, made.score) if isinstance(made, Trajectory) else made
 
     def _unusable(
         self,
@@ -117,22 +120,23 @@ class Sampler:
             yield f"{len(tokens)} tokens leave no room in a sample of at most {self.longest}; {LONGER}"
         yield from misplaced(tokens, so_far.among(tokens), images, self.form, self.max_images)
 
-    def _wrong(self, problem: Problem, trajectory: Trajectory) -> Iterator[str]:
-        """What the learner, or the wire to it, would stumble over; each line may rely on those before it."""
+    def _wrong(self, problem: Problem, trajectory: Trajectory, free: bool) -> Iterator[str]:
+        """What the learner, or the wire to it, would stumble over; each line may rely on those before it. `free`: it
+        has prompts of its own."""
         columns = {name: getattr(trajectory, name) for name in COLUMNS}
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             yield f"its columns differ in length ({', '.join(f'{name} {n}' for name, n in lengths.items())})"
         yield from self._no_tokens("its tokens", trajectory.tokens)
-        if trajectory.start != len(problem.prompt) or trajectory.tokens[: trajectory.start] != problem.prompt:
+        prompt = trajectory.tokens[: trajectory.start]
+        if not free and (trajectory.start != len(problem.prompt) or prompt != problem.prompt):
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
-        if len(trajectory.tokens) > self.longest:
-            yield f"it has {len(trajectory.tokens)} tokens, and a sample at most {self.longest}; {LONGER}"
         sampled = np.array(trajectory.sampled)
         if not np.isin(sampled, (0, 1)).all() or sampled[: trajectory.start].any():
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
+        yield from self._misbegun(trajectory)
         with np.errstate(over="ignore"):
             logprobs = np.array(trajectory.logprobs, np.float32)
         if not np.isfinite(logprobs).all():
@@ -147,6 +151,17 @@ class Sampler:
         for name, value in trajectory.metrics.items():
             if not isinstance(name, str) or finite(value) is None:
                 yield f"its metric {name!r} is {value!r}; a finite number is needed"
+
+    def _misbegun(self, trajectory: Trajectory) -> Iterator[str]:
+        """What is wrong with its segments."""
+        starts, number = trajectory.starts, len(trajectory.tokens)
+        ordered = starts == sorted({int(start) for start in starts}) and starts[:1] == [0] and starts[-1] < number
+        if not ordered or any(trajectory.sampled[start] for start in starts):
+            yield f"starts are {starts!r:.100}: segments begin at 0, in order, each with a token that was given"
+        longest = max(np.diff([*starts, number]))
+        if longest > self.longest:
+            what = "it" if len(starts) == 1 else "a segment of it"
+            yield f"{what} has {longest} tokens, and a sample at most {self.longest}; {LONGER}"
 
     def _no_tokens(self, name: str, tokens: list[int]) -> Iterator[str]:
         """An id that no row of the embedding stands for would end the engine, or the learner."""

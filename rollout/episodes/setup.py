@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from buffer.images import ImageFormat
-from configs.checks import check, max_sample_tokens
+from configs.checks import check, max_episode_tokens, max_sample_tokens
 from configs.schema import Config
 from rollout.cage.user_task import UserTask
+from rollout.chat.session import ChatLimits, Sessions, TextParser
+from rollout.chat.template import ChatTemplate
 from rollout.engine.arguments import problems
 from rollout.episodes.episode import Episodes
 from rollout.episodes.prompts import Prompts, load_tokenizer
@@ -22,7 +24,10 @@ from rollout.tasks import TASKS, Task
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
-FILES = ("model.path", "data.chat_template", "data.format_prompt", "reward.function", "rollout.task")
+FILES = (
+    *("model.path", "data.chat_template", "data.format_prompt", "reward.function", "rollout.task"),
+    *("rollout.agent.command", "rollout.environment.python"),
+)
 """Keys whose files a rollout server reads."""
 
 
@@ -36,7 +41,8 @@ class RolloutSetup:
 
     prompts: Prompts
     task: Task
-    rewards: RewardPool
+    rewards: RewardPool | None
+    """None: the task itself scores."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -48,11 +54,13 @@ class RolloutSetup:
         """
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of(config.model.path, config.data))
-        return cls(prompts, built_in or UserTask(config, log), RewardPool(config.reward, log))
+        task = built_in or UserTask(config, open_sessions(config, prompts), log)
+        return cls(prompts, task, None if config.reward.function == "task" else RewardPool(config.reward, log))
 
     async def __aenter__(self) -> "RolloutSetup":
         async with AsyncExitStack() as entered:
-            await entered.enter_async_context(self.rewards)
+            if self.rewards:
+                await entered.enter_async_context(self.rewards)
             if isinstance(self.task, UserTask):
                 await entered.enter_async_context(self.task)
             self._entered.push_async_exit(entered.pop_all())
@@ -66,7 +74,25 @@ class RolloutSetup:
         answer, longest = config.sampling.max_tokens, max_sample_tokens(config)
         images = config.data.max_images
         sampler = Sampler(engine, self.prompts, temperature, answer, longest, self.prompts.form, images)
-        return Episodes(self.prompts, self.task, sampler, self.rewards, samples)
+        return Episodes(self.prompts, self.task, sampler, self.rewards, samples, config.rollout.sample_attempts)
+
+
+def open_sessions(config: Config, prompts: Prompts) -> Sessions:
+    """How episodes of messages are recorded. Raises ValueError, in one line, for parsers that cannot be used."""
+    chat, parser = config.rollout.chat, None
+    template = ChatTemplate(prompts, chat.history == "keep", chat.template_kwargs)
+    if chat.tool_parser or chat.reasoning_parser:
+        from rollout.engine.chat_parser import VllmParser  # vLLM takes ten seconds to import: only who needs it pays
+
+        parser = VllmParser(template.tokenizer, chat, config.model.path)
+    limits = ChatLimits(
+        context=max_sample_tokens(config),
+        answer=config.sampling.max_tokens,
+        turns=chat.max_turns,
+        tokens=max_episode_tokens(config),
+        timeout_s=chat.timeout_s,
+    )
+    return Sessions(template, parser or TextParser(template), limits)
 
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:

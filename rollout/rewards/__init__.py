@@ -12,9 +12,9 @@ from typing import Any
 from configs.schema import RewardConfig
 from rollout.rewards import countdown, math, reasoning
 from rollout.rewards.convention import Reward
-from rollout.rewards.http_model import HttpModel
-from rollout.rewards.judge import Judge
-from rollout.rewards.reward_model import RewardModel
+from rollout.rewards.models.http_model import HttpModel
+from rollout.rewards.models.judge import Judge
+from rollout.rewards.models.reward_model import RewardModel
 from rollout.rewards.text_match import ExactMatch, LengthPenalty, RegexFormat
 
 REWARDS: dict[str, Callable[..., Any]] = {

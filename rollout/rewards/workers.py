@@ -19,8 +19,8 @@ from rollout.cage.cage import Cage
 from rollout.errors import RewardError, all_errors
 from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer, Score
-from rollout.rewards.http_model import ServersAway
-from rollout.rewards.own_servers import OwnServers
+from rollout.rewards.models.http_model import ServersAway
+from rollout.rewards.models.own_servers import OwnServers
 
 MOST_LOSSES = 3
 """How often one call may lose the run's reward servers before it has failed: it may be what ends them."""

@@ -1,17 +1,59 @@
-"""Tasks: how one sample of a problem is made. A task gets a problem and `generate`, and returns a trajectory.
+"""Tasks: how one sample of a problem is made. A task gets a problem and `generate`, and returns a trajectory; or a row
+and `chat`, or the URL of a model, and returns a score.
 
 A user's task, `rollout.task: path/to/file.py:function`, imports what it needs from here:
-`from rollout.tasks import EpisodeError, Generate, Problem, Trajectory`.
+`from rollout.tasks import ChatRefused, EpisodeError, Generate, Problem, Trajectory`.
 """
 
-from rollout.errors import EpisodeError
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rollout.errors import ChatRefused, EpisodeError
 from rollout.rewards import load_function
-from rollout.tasks.trajectory import Completion, Generate, Problem, Task, Trajectory, single_turn
+from rollout.tasks.trajectory import Completion, Generate, Problem, Recorded, Task, Trajectory, single_turn
 
-__all__ = ["TASKS", "Completion", "EpisodeError", "Generate", "Problem", "Task", "Trajectory", "load_task"]
+__all__ = [
+    "CONVENTIONS",
+    "TASKS",
+    "ChatRefused",
+    "Completion",
+    "EpisodeError",
+    "Generate",
+    "Problem",
+    "Recorded",
+    "Task",
+    "Trajectory",
+    "convention",
+    "load_task",
+]
 TASKS: dict[str, Task] = {"single_turn": single_turn}
+CONVENTIONS = {
+    "generate": ("problem", "generate"),
+    "chat": ("row", "chat"),
+    "base_url": ("row", "base_url", "api_key"),
+}
+"""What a task is called with, by the parameter that tells its convention; the first one also by position."""
 
 
-def load_task(name: str) -> Task:
-    """The task that `rollout.task` names. Raises ValueError, in one line, for a file that cannot be used."""
-    return TASKS[name] if name in TASKS else load_function("rollout.task", name)
+def load_task(name: str) -> Callable[..., Any]:
+    """The function that `rollout.task` names. Raises ValueError, in one line, for a file that cannot be used."""
+    function = TASKS[name] if name in TASKS else load_function("rollout.task", name)
+    convention(name, function)
+    return function
+
+
+def convention(name: str, function: Callable[..., Any]) -> str:
+    """The convention of task `name`, a key of CONVENTIONS. Raises ValueError for parameters that fit none."""
+    signature = inspect.signature(function)
+    told = next((key for key in CONVENTIONS if key in signature.parameters), "generate")
+    try:
+        if told == "generate":
+            signature.bind(None, None)
+        else:
+            signature.bind(**dict.fromkeys(CONVENTIONS[told]))
+    except TypeError as error:
+        words = f"({', '.join(CONVENTIONS[told])})"
+        reason = f"rollout.task: {name} cannot be called with {words}: {error}; give it these parameters"
+        raise ValueError(reason) from None
+    return told

@@ -13,13 +13,17 @@ import numpy as np
 
 from buffer.images import ImageFormat, Picture, decode
 from buffer.wire.message import Array
-from buffer.wire.sample import Sample, SampleImage
+from buffer.wire.sample import Sample, SampleImage, num_turns
 from rollout.errors import EpisodeError
-from rollout.rewards.convention import Score
+from rollout.rewards.convention import Score, finite
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
+
+
+CUT_SCORE = 0.0
+"""Of an episode that a limit ended and whose task did not cope with that, where the task itself scores."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Trajectory:
         """Where each segment begins among the tokens: `Sample.starts`."""
         self.turn_rewards: list[float] = []
         """A reward for each turn, without that of the reward function, which is added to the last one; or none."""
+        self.score: Any = None
+        """What the task scored it, for `reward.function: task`: a number, or a dict as a reward function returns."""
 
     def take(self, completion: Completion) -> None:
         """Append what the policy sampled: the learner trains on these tokens."""
@@ -142,6 +148,39 @@ class Trajectory:
         )
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What the recorder kept of an episode, and how the task scored it."""
+
+    trajectory: Trajectory
+    score: Score | None
+    """None: the run's reward function scores it."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, result: Any) -> "Recorded":
+        """The trajectory with what its task returned: None, a number, or a dict with `score` or `overall`. Further
+        numbers in the dict become metrics, and `turn_rewards` are a list with one for each turn. Raises EpisodeError.
+        """
+        parts = dict(result) if isinstance(result, dict) else {"score": result}
+        key, turns = "overall" if "overall" in parts else "score", parts.pop("turn_rewards", None)
+        given, reward = parts.pop(key, None), None
+        if given is not None and (reward := finite(given)) is None:
+            needed = "a finite number, or a dict with one as score or overall"
+            raise EpisodeError(f"the task scored an episode {repr(given)[:200]}; {needed} is needed")
+        if turns is not None:
+            turns_made = num_turns(np.array(trajectory.sampled))
+            numbers = [finite(number) for number in turns] if isinstance(turns, list | tuple) else [None]
+            if None in numbers or len(numbers) != turns_made:
+                needed = f"a list of {turns_made} finite numbers, one for each turn, is needed"
+                raise EpisodeError(f"the task gave turn_rewards {repr(turns)[:200]}; {needed}")
+            trajectory.turn_rewards = numbers  # type: ignore[assignment]
+        if trajectory.turn_rewards:
+            reward = reward or 0.0  # their sum is added where the sample is made
+        found = {name: number for name, value in parts.items() if (number := finite(value)) is not None}
+        trajectory.metrics |= found
+        return cls(trajectory, None if reward is None else Score(reward))
+
+
 def png(image: "Image") -> bytes:
     """The image as a file, without loss."""
     file = io.BytesIO()
@@ -165,8 +204,8 @@ class Generate(Protocol):
         Raises EpisodeError where nothing is left, or the arguments cannot be used."""
 
 
-Task = Callable[[Problem, Generate], Awaitable[Trajectory]]
-"""Makes one sample of a problem."""
+Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
+"""Makes one sample of a problem. A Recorded one has prompts of its own, a Trajectory begins with the problem's."""
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:

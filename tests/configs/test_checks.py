@@ -133,11 +133,12 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         (
             ["reward.function=countdwon"],
             "reward.function: 'countdwon' is neither one of countdown, math, math_verify, exact_match, regex, length, "
-            "judge, reward_model nor path/to/file.py:function",
+            "judge, reward_model, reasoning_gym, task nor path/to/file.py:function",
         ),
         (
             ["rollout.task=task.txt:task"],
-            "rollout.task: 'task.txt:task' is neither one of single_turn nor path/to/file.py:function",
+            "rollout.task: 'task.txt:task' is neither one of single_turn, agent, environment nor "
+            "path/to/file.py:function",
         ),
         (
             ["rollout.engine.tensor_parallel_size=2"],
@@ -235,7 +236,7 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(lines) == 8
     assert refused("reward.function=x.py", files=("reward.function",)) == [
         "reward.function: 'x.py' is neither one of countdown, math, math_verify, exact_match, regex, length, judge, "
-        "reward_model nor path/to/file.py:function"
+        "reward_model, reasoning_gym, task nor path/to/file.py:function"
     ]
     for fine in ("reward.py:score", "reward.py:y", "countdown"):
         check(config(f"reward.function={fine}"), files=("reward.function",))
@@ -298,8 +299,8 @@ def test_a_chat_template_is_a_file_or_none(tmp_path: Path) -> None:
 
 def test_built_in_names_are_those_of_the_registries() -> None:
     registries = dict(registry for file in (ROOT / "rollout").rglob("*.py") for registry in dict_literals(file))
-    assert set(BUILT_IN["reward.function"]) == registries["REWARDS"]
-    assert set(BUILT_IN["rollout.task"]) == registries["TASKS"]
+    assert set(BUILT_IN["reward.function"]) == registries["REWARDS"] | {"task"}
+    assert set(BUILT_IN["rollout.task"]) == registries["TASKS"] | {"agent", "environment"}
 
 
 def dict_literals(file: Path) -> list[tuple[str, set[str]]]:

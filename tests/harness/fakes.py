@@ -57,6 +57,11 @@ class FakeEngine:
         self.asked_tokens: list[int] = []
         self.shown: list[list[PlacedImage]] = []
         self.loaded: list[Path] = []
+        self.salts: list[str | None] = []
+
+    @property
+    def salt(self) -> str:
+        return f"v{self.version}"
 
     async def generate(
         self,
@@ -65,8 +70,10 @@ class FakeEngine:
         temperature: float,
         stop_token_ids: Sequence[int] = (),
         images: Sequence[PlacedImage] = (),
+        salt: str | None = None,
     ) -> Completion:
         self.running += 1
+        self.salts.append(salt)
         self.temperatures.add(temperature)
         self.asked_tokens.append(max_tokens)
         self.shown.append(list(images))

@@ -228,7 +228,7 @@ def problem_of(row: dict[str, Any], prompt: list[int]) -> Problem:
 
 
 def real(task: str, model: Path | None = None) -> UserTask:
-    return UserTask(load([str(RUN), f"--rollout.task={task}", *([f"--model.path={model}"] if model else [])]))
+    return UserTask(load([str(RUN), f"--rollout.task={task}", *([f"--model.path={model}"] if model else [])]), None)
 
 
 async def test_a_users_task_with_the_real_classes(tmp_path: Path):
@@ -296,7 +296,7 @@ async def test_bystanders_fail_without_an_attempt_and_the_guilty_episode_with_on
         "    await asyncio.sleep(600)\n"
     )
     config = load([str(RUN), f"--rollout.task={tmp_path}/mine.py:play", "--rollout.task_workers=1"])
-    async with UserTask(config) as task:
+    async with UserTask(config, None) as task:
         played = Episodes(FakePrompts(), task, fake_sampler(fakes.FakeEngine(FakePrompts().encode)), FakeRewards(), 1)
         beside = asyncio.create_task(played.attempt({"problem": "beside"}))
         await asyncio.sleep(0.5)
@@ -319,7 +319,7 @@ async def test_a_group_fails_for_what_its_guilty_sample_did(tmp_path: Path, code
     source = f"import asyncio, os\ncalls = 0\nasync def play(problem, generate):\n    global calls\n    {code}\n"
     (tmp_path / "mine.py").write_text(source)
     config = load([str(RUN), f"--rollout.task={tmp_path}/mine.py:play", "--rollout.task_workers=1"])
-    async with UserTask(config) as task:
+    async with UserTask(config, None) as task:
         played = Episodes(FakePrompts(), task, fake_sampler(fakes.FakeEngine(FakePrompts().encode)), FakeRewards(), 8)
         failure = await asyncio.wait_for(played.attempt({"problem": "1+1="}), 30)
     assert isinstance(failure, Failure) and not failure.returned and reason in failure.reason
@@ -336,6 +336,7 @@ GOOD: dict[str, Any] = {
     "images": [],
     "starts": [0],
     "turn_rewards": [],
+    "score": None,
 }
 
 
@@ -359,13 +360,19 @@ GOOD: dict[str, Any] = {
         {"turn_rewards": [1.0, 1.0]},
         {"turn_rewards": [None]},
         {"turn_rewards": 1},
+        {"starts": []},
+        {"starts": [0, 0]},
+        {"starts": [0, 1]},
+        {"starts": [1]},
+        {"starts": None},
+        {"score": "good"},
     ],
 )
 def test_values_of_an_impossible_trajectory_are_an_error_of_the_task(change: dict[str, Any]):
     sampler = fake_sampler(fakes.FakeEngine(FakePrompts().encode))
     problem = problem_of({}, [1])
-    assert vars(sampler.check(problem, trajectory_of("mine", dict(GOOD)))) == GOOD
-    with pytest.raises(EpisodeError, match="cannot be trained on"):
+    assert vars(sampler.check(problem, trajectory_of("mine", dict(GOOD))).trajectory) == GOOD
+    with pytest.raises(EpisodeError, match=r"cannot be trained on|the task scored an episode 'good'"):
         sampler.check(problem, trajectory_of("mine", GOOD | change))
 
 

@@ -83,7 +83,7 @@ def test_a_trajectory_that_is_right_is_passed_on():
     sampler = fake_sampler(babbling())
     problem = sampler.problem(ROW)
     trajectory = made(problem)
-    assert sampler.check(problem, trajectory) is trajectory
+    assert sampler.check(problem, trajectory).trajectory is trajectory
 
 
 def test_the_outcome_is_added_to_the_reward_of_the_last_turn():

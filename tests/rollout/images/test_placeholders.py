@@ -224,7 +224,7 @@ async def test_a_users_task_in_its_worker_shows_images(folder: Path, tmp_path: P
     (tmp_path / "mine.py").write_text(TASK)
     data = ["--data.max_pixels=50176", "--rollout.task_workers=1"]
     config = load([str(RUN), f"--model.path={folder}", f"--rollout.task={tmp_path}/mine.py:zoom", *data])
-    async with UserTask(config) as task:
+    async with UserTask(config, None) as task:
         made, engine, _ = episodes(folder, task, [5, 9])
         file = await made.attempt(ROW | {"answer": "file"})
         half = await made.attempt(ROW | {"answer": "half"})

@@ -48,7 +48,7 @@ async def roll_out(config: Config) -> int:
 
     engine, prompts, log = Engine(Run(config.run.folder)), Prompts(), config.run.path / "logs" / "rollout-0"
     client = Connection(config.buffer.address, "rollout-0", "rollout", fingerprint(config))
-    task = TASKS.get(config.rollout.task) or UserTask(config, log)
+    task = TASKS.get(config.rollout.task) or UserTask(config, None, log)
     setup = RolloutSetup(prompts, task, RewardPool(config.reward, log))  # type: ignore[arg-type]
     async with setup, client:
         buffer = RolloutClient(client, lambda: engine.version)

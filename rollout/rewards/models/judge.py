@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from configs.schema import Positive
 from rollout.errors import RewardError
-from rollout.rewards.http_model import AnswerTemplate, HttpModel
+from rollout.rewards.models.http_model import AnswerTemplate, HttpModel
 from rollout.rewards.text_match import last_match
 
 SAID_CHARS = 200

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import PrivateAttr, model_validator
 
 from rollout.errors import RewardError
-from rollout.rewards.http_model import AnswerTemplate, HttpModel
+from rollout.rewards.models.http_model import AnswerTemplate, HttpModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,214 @@
+"""Episodes in processes of their own: a user's program, or a function that is not `async`, with all that it starts.
+
+    worker                     guard (one per episode)          the user's function or program
+    run_apart  <-- result ---  waits; kills all below it  <---  its result, or its output
+
+Called in a worker's event loop, which has imported the user's file: guard and program are forks of it and start in
+milliseconds. The guard is a subreaper and waits for the program's end, for the worker's wish to end it, and for the
+warden, which watches memory and processes of each episode. Whatever happens, it leaves no process behind; if the guard
+itself is killed, the program dies with it, and the warden kills the rest.
+"""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgpack
+
+from rollout.cage.failure_text import ToldError
+from rollout.cage.frames import BAD_BYTES, MAX_BYTES
+from rollout.cage.warden import (
+    KILL_S,
+    KILLED,
+    OUT_OF_MEMORY,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    TOO_MANY,
+    TOO_MANY_PROCESSES,
+    exit_text,
+    kill_all,
+    prctl,
+)
+
+TAIL_BYTES = 2**16
+"""Last output of a program that is kept: its last line is the result."""
+Program = Callable[[int], object]
+"""Runs in the new process with a file descriptor for what it has to say, and may end in any way."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How a program is run. `name`: what it is called in errors. `memory`: the limit that the warden watches, as text.
+    `echo`: only the last of what it writes is kept, and all of it is printed. `files`: of the worker's, those that stay
+    open in it."""
+
+    name: str
+    memory: str
+    echo: bool = False
+    files: frozenset[int] = frozenset()
+
+
+async def run_apart(how: Apart, program: Program) -> bytes:
+    """What `program` wrote, once it has ended and all that it started is gone. Raises ToldError. Cancelled, it ends
+    once nothing is left."""
+    ours, theirs = socket.socketpair()
+    worker = os.getpid()
+    guard = os.fork()
+    if guard == 0:
+        try:
+            close_all_but({0, 1, 2, theirs.fileno(), *how.files})
+            _guard(how, theirs, worker, program)
+        finally:
+            os._exit(1)
+    theirs.close()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    try:
+        said = await reader.read()
+    except asyncio.CancelledError:
+        writer.write_eof()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reader.read(), KILL_S + 1)
+        raise
+    finally:
+        writer.close()
+        with suppress(ProcessLookupError):
+            os.kill(guard, signal.SIGKILL)  # it has ended by itself, unless the program stopped it
+        os.waitpid(guard, 0)
+    return heard(how.name, said)
+
+
+def heard(name: str, said: bytes) -> bytes:
+    """What the guard said. Raises ToldError."""
+    try:
+        origin, text = msgpack.unpackb(said)
+    except BAD_BYTES:
+        raise ToldError("died", f"{name} ended its processes (the guard of them was killed)") from None
+    if origin:
+        raise ToldError(origin, f"{name} {text}")
+    return bytes(text)
+
+
+def close_all_but(kept: set[int]) -> None:
+    """Close the files that this process has of its parent."""
+    for fd in set(map(int, os.listdir("/proc/self/fd"))) - kept:
+        with suppress(OSError):
+            os.close(fd)
+
+
+class Exceeded(Exception):
+    """The episode exceeded a limit, as the warden saw it."""
+
+
+def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> NoReturn:
+    """Fork the program, wait for its end or bring it about, and leave nothing behind."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    home, (heard_fd, said_fd) = os.getpid(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(heard_fd)
+        worker.close()
+        _become_program(home, program, said_fd)
+    os.close(said_fd)
+    said = Said(heard_fd, how.echo)
+    try:
+        signal.signal(OUT_OF_MEMORY, _exceed)
+        signal.signal(TOO_MANY, _exceed)
+        origin, reason = _wait(child, worker, said)
+    except Exceeded as error:
+        limit = f"used more memory than {how.memory}; {KILLED}"
+        many = error.args[0] == TOO_MANY
+        origin, reason = ("died", TOO_MANY_PROCESSES) if many else ("out_of_memory", limit)
+    signal.signal(OUT_OF_MEMORY, signal.SIG_IGN)
+    signal.signal(TOO_MANY, signal.SIG_IGN)
+    kill_all(child)
+    while said.read():  # all who could write are gone
+        pass
+    if said.too_long:
+        origin, reason = "unanswerable", f"returned more than the {MAX_BYTES // 2**20} MiB of a message"
+    with suppress(OSError):
+        worker.sendall(msgpack.packb([origin, reason] if origin else ["", bytes(said.kept)]))
+    os._exit(0)
+
+
+def _exceed(number: int, frame: object) -> NoReturn:
+    raise Exceeded(number)
+
+
+def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
+    """Until the program has ended by itself (origin is empty if it ended well) or is to end."""
+    poll, ended = select.poll(), os.pidfd_open(child)
+    for fd in (ended, worker.fileno(), said.fd):
+        poll.register(fd, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if worker.fileno() in ready:
+            return "died", "was told to end"
+        if said.fd in ready and not said.read():
+            poll.unregister(said.fd)
+        if ended in ready:
+            how = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+            if how is None or how.si_code != os.CLD_EXITED:
+                return "died", exit_text(how)
+            return "exited" if how.si_status else "", exit_text(how)
+
+
+class Said:
+    """What the program writes: all of it, or with `echo` the last of it, and all of it is printed too."""
+
+    def __init__(self, fd: int, echo: bool) -> None:
+        self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False
+        os.set_blocking(fd, False)
+
+    def read(self) -> bool:
+        """Take in what there is; whether there may be more."""
+        try:
+            data = os.read(self.fd, 2**18)
+        except BlockingIOError:
+            return False
+        if self.echo:
+            self.kept += data
+            del self.kept[:-TAIL_BYTES]
+            with suppress(OSError):
+                os.write(1, data)
+        elif len(self.kept) + len(data) > MAX_BYTES:
+            self.too_long = True
+        else:
+            self.kept += data
+        return bool(data)
+
+
+def _become_program(guard: int, program: Program, said_fd: int) -> NoReturn:
+    """In the new process: a session of its own, then the user's code."""
+    code = 1
+    try:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == guard:
+            program(said_fd)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BaseException):
+                stream.flush()
+        os._exit(code)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however long that takes."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]

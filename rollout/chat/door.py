@@ -1,0 +1,240 @@
+"""The HTTP door of a rollout server: an OpenAI-compatible base URL for each episode, for agents that know nothing else.
+
+    POST /e/{key}/v1/chat/completions     JSON, or server-sent events with `stream: true`
+    GET  /e/{key}/v1/models
+
+Runs in the rollout server's event loop, started by `rollout/episodes/setup.py`. `admit` opens a `Door`: a key of 128
+random bits that leads to one `Session` and is dead once the episode has ended (410). Waits for requests, and for the
+session's answers. What a request may ask for is judged in `requested.py`.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from rollout.chat.requested import MODEL, Ignored, Requested, chunks, completion, error_body
+from rollout.chat.session import Reply, Session
+from rollout.errors import ChatRefused, EpisodeError
+
+if TYPE_CHECKING:
+    from configs.schema import ChatConfig
+
+log = logging.getLogger(__name__)
+MAX_BODY_MIB = 16
+"""Largest request."""
+SHUTDOWN_S = 1.0
+"""Longest wait for connections at the end: every door is closed by then."""
+KEY = re.compile(r"[0-9a-f]{32}")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Door:
+    """One episode's way in: its key, its session, its requests, and the clock of the time that it spends elsewhere.
+
+    `over` gets an exception as soon as nothing that the agent may return matters any more: the engine failed, or the
+    agent spent more than `own_s` seconds outside of model calls (then `late`).
+    """
+
+    def __init__(self, session: Session, url: str, key: str, own_s: float, late: EpisodeError) -> None:
+        self.session, self.url, self.key, self.late, self.left_s = session, url, key, late, own_s
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls: set[asyncio.Task[Reply]] = set()
+        self.connections: set[asyncio.Transport] = set()
+        self.ignored = 0
+        """Requests that asked for another sampling than the run's."""
+        self._loop = asyncio.get_running_loop()
+        self._run_clock()
+
+    def _run_clock(self) -> None:
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(max(0.0, self.left_s), self.end, self.late)
+
+    def _stop_clock(self) -> None:
+        self._timer.cancel()
+        self.left_s -= self._loop.time() - self._since
+
+    def start(self, chat: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
+        """Begin a model call; the clock stands while there is one."""
+        if not self.calls:
+            self._stop_clock()
+        call = self._loop.create_task(chat)
+        self.calls.add(call)
+        call.add_done_callback(self._on_done)
+        return call
+
+    def _on_done(self, call: asyncio.Task[Reply]) -> None:
+        self.calls.remove(call)
+        if not self.calls and not self.over.done():
+            self._run_clock()
+
+    def end(self, error: BaseException) -> None:
+        """The episode has failed, whatever the agent returns."""
+        if not self.over.done():
+            self.over.set_exception(error)
+
+    def close(self) -> None:
+        """No further request is taken; those under way end, and so do the agent's connections."""
+        self._timer.cancel()
+        if not self.over.cancel() and not self.over.cancelled():
+            self.over.exception()  # known to whoever was there to know
+        self.session.close()
+        for call in self.calls:
+            call.cancel()
+        for connection in self.connections:
+            connection.abort()
+
+
+class ChatServer:
+    """An async context manager around the listening socket. Entering raises ValueError, in one line, for an address
+    that cannot be listened on."""
+
+    def __init__(self, config: "ChatConfig", temperature: float) -> None:
+        self.config, self.ignored = config, Ignored(temperature)
+        self._doors: dict[str, Door] = {}
+        self._owners: dict[asyncio.Transport, Door] = {}
+        """Whose request each connection carried last: a client may use one for several episodes."""
+        app = web.Application(client_max_size=MAX_BODY_MIB * 2**20)
+        app.router.add_post("/e/{key}/v1/chat/completions", self._complete)
+        app.router.add_get("/e/{key}/v1/models", self._models)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, handle_signals=False
+        )
+
+    async def __aenter__(self) -> "ChatServer":
+        host, port = self.config.host, self.config.port
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            remedy = "name another, or 0 for a free port"
+            raise ValueError(f"rollout.chat.port: {host} cannot listen on {port}: {error.strerror}; {remedy}") from None
+        port = self._runner.addresses[0][1]
+        self.url = self.config.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        if host not in LOOPBACK:
+            log.warning(
+                "agents reach this server at %s:%d from other machines, without encryption: whoever knows the key of "
+                "an episode takes part in it until it ends",
+                *(host, port),
+            )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for door in list(self._doors.values()):
+            self._close(door)
+        await self._runner.cleanup()
+
+    @contextmanager
+    def admit(self, session: Session, own_s: float, late: EpisodeError) -> Iterator[Door]:
+        """A door to `session` for the length of the `with` block; `own_s` and `late`: see `Door`."""
+        key = secrets.token_hex(16)
+        door = self._doors[key] = Door(session, f"{self.url.rstrip('/')}/e/{key}/v1", key, own_s, late)
+        try:
+            yield door
+        finally:
+            self._close(door)
+
+    def _close(self, door: Door) -> None:
+        self._doors.pop(door.key, None)
+        for connection in door.connections:
+            del self._owners[connection]
+        door.close()
+
+    def _enter(self, request: web.Request) -> Door | web.Response:
+        """The door of the request's key, or why there is none."""
+        key, connection = request.match_info["key"], request.transport
+        door = self._doors.get(key)
+        if door is None:
+            status, what = (410, "its episode has ended") if KEY.fullmatch(key) else (404, "no such key")
+            return refusal(status, error_body(f"/e/{key[:32]}: {what}", "invalid_request_error", code="episode_ended"))
+        if connection is not None and (owner := self._owners.get(connection)) is not door:
+            if owner:
+                owner.connections.discard(connection)
+            self._owners[connection] = door
+            door.connections.add(connection)
+        return door
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        door = self._enter(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
+        return web.json_response({"object": "list", "data": [model]}) if isinstance(door, Door) else door
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        """One model call. Cancelled when the client is gone."""
+        door = self._enter(request)
+        if isinstance(door, web.Response):
+            return door
+        try:
+            requested = Requested.of(json.loads(await request.read()))
+        except web.HTTPRequestEntityTooLarge:
+            return refusal(413, error_body(f"more than {MAX_BODY_MIB} MiB", "invalid_request_error"))
+        except (ChatRefused, ValueError, RecursionError) as error:
+            return refusal(400, refused_body(error))
+        if request.match_info["key"] not in self._doors:
+            return self._enter(request)  # type: ignore[return-value]  # it ended while the body arrived
+        door.ignored += self.ignored.count(requested)
+        repeated = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+        call = door.start(
+            door.session.chat(requested.messages, requested.tools, max_tokens=requested.max_tokens, repeated=repeated)
+        )
+        try:
+            await asyncio.wait({call})
+            return await self._answer(request, requested, door, call)
+        except BaseException:  # the client is gone, before or while it got its answer
+            if not call.cancel() and not call.cancelled() and call.exception() is None:
+                door.session.withdraw(call.result().turn)
+            raise
+
+    async def _answer(
+        self, request: web.Request, requested: Requested, door: Door, call: asyncio.Task[Reply]
+    ) -> web.StreamResponse:
+        """Send what became of a call. Raises ConnectionError if the client is gone."""
+        if call.cancelled():
+            return refusal(410, error_body("the episode has ended", "invalid_request_error", code="episode_ended"))
+        try:
+            reply = call.result()
+        except ChatRefused as error:
+            return refusal(410 if error.code == "episode_ended" else 400, refused_body(error))
+        except Exception as error:  # the engine's or our own: it ends the episode where the task waits for it
+            door.end(error)
+            return refusal(503, error_body(f"the episode is over: {error}", "server_error"))
+        return await (deliver_events if requested.stream else deliver)(request, requested, reply)
+
+
+async def deliver(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
+    """The reply as one JSON body. Raises ConnectionError if the client is gone."""
+    response = web.json_response(completion(requested, reply))
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def deliver_events(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
+    """The reply as server-sent events. Raises ConnectionError if the client is gone."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    events = [*map(json.dumps, chunks(requested, reply)), "[DONE]"]
+    await response.write("".join(f"data: {event}\n\n" for event in events).encode())
+    await response.write_eof()
+    return response
+
+
+def refused_body(error: Exception) -> dict[str, Any]:
+    """The body of a 400."""
+    if isinstance(error, ChatRefused):
+        limit, param = error.code.endswith("_exceeded"), getattr(error, "param", None)
+        code = "context_length_exceeded" if limit else error.code  # the one word for a limit that clients know
+        return error_body(f"context length: {error}" if limit else str(error), "invalid_request_error", param, code)
+    return error_body(f"the body is no JSON: {type(error).__name__}: {error}", "invalid_request_error")
+
+
+def refusal(status: int, body: dict[str, Any]) -> web.Response:
+    """An error that OpenAI's client does not repeat by itself."""
+    return web.json_response(body, status=status, headers={"x-should-retry": "false"})

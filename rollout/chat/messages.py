@@ -1,0 +1,110 @@
+"""Messages of a chat as requests bring them: judged, brought into one form, and compared. Pure functions.
+
+In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. What a client
+repeats of the conversation counts as the same message though it wrote it in other words: `None` for an empty content,
+a text in parts, arguments with other blanks. Reasoning is not compared, because most clients drop it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.errors import ChatRefused
+
+Message = dict[str, Any]
+KEPT = ("name", "tool_call_id")
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a call of `chat` asks: messages in their one form, and tools."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    prefixes: list[bytes]
+    """Digest of the first n messages and the tools, for n = 0, 1, ..."""
+
+    @classmethod
+    def read(cls, messages: Any, tools: Any = None) -> "ChatRequest":
+        """Raises ChatRefused for what is no chat."""
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ChatRefused("messages: a list of one message or more is needed")
+        if tools is not None and not (
+            isinstance(tools, list | tuple) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise ChatRefused("tools: a list of dicts is needed")
+        tools = list(tools or ()) or None
+        found = [read_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+        try:
+            return cls(found, tools, list(digests(tools, found)))
+        except (TypeError, ValueError) as error:
+            raise ChatRefused(f"messages and tools must be plain JSON: {error}") from None
+
+
+def read_message(place: str, message: Any) -> Message:
+    """A message in its one form. Raises ChatRefused naming `place`."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ChatRefused(f"{place}: a dict with role and content is needed")
+    made = {"role": message["role"], "content": _text(place, message.get("content"))}
+    made |= {name: message[name] for name in KEPT if message.get(name) is not None}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        made |= {"reasoning": str(reasoning), "reasoning_content": str(reasoning)}
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list | tuple):
+            raise ChatRefused(f"{place}.tool_calls: a list is needed")
+        made["tool_calls"] = [_call(f"{place}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
+    return made
+
+
+def _text(place: str, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ChatRefused(f"{place}.content: a text is needed, or a list of parts with type text")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ChatRefused(f"{place}.content[{number}]: a part of type {kind!r:.40}; chats take text only")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(place: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatRefused(f"{place}: a dict with id, type and function {{name, arguments}} is needed")
+    arguments = parsed_arguments(function.get("arguments"))
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Arguments of a call as a mapping; a text that is none in JSON stays as it is."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def digests(tools: Any, messages: list[Message]) -> Iterator[bytes]:
+    """One for each number of messages from none to all of them: equal where these are the same to a reader."""
+    yield (digest := _digest(b"", tools))
+    for message in messages:
+        yield (digest := extended(digest, message))
+
+
+def extended(digest: bytes, message: Message) -> bytes:
+    """The digest of those messages and one more."""
+    calls = [
+        [call["id"], call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
+    ]
+    return _digest(digest, [message["role"], message["content"], calls, message.get("tool_call_id")])
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return hashlib.sha256(before + json.dumps(value, sort_keys=True).encode()).digest()

@@ -1,0 +1,234 @@
+"""One episode as chat: `await session.chat(messages, tools)`, and at its end the trajectory of all that was said.
+
+Who sends the messages (a function in a worker, a program over HTTP, an environment) sees messages only; the exact
+tokens, log-probabilities and versions stay here. Waits for the engine and for the thread that renders. `Sessions` opens
+one for each sample; built by `rollout/episodes/setup.py`.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from rollout.chat.conversation import Conversation, RecordedTurn
+from rollout.chat.messages import ChatRequest, Message, extended, read_message
+from rollout.chat.template import ChatTemplate, Tools
+from rollout.errors import ChatRefused, EngineDead, EpisodeError
+from rollout.tasks.trajectory import Generate, Recorded
+
+Answered = tuple[RecordedTurn, dict[str, Any], int]
+"""A turn, its message, and how many of its tool calls cannot be made."""
+
+
+@dataclass(frozen=True)
+class ChatLimits:
+    """What one episode may take; beyond it `chat` raises ChatRefused and the episode counts as truncated."""
+
+    context: int
+    """Tokens that one call sees and samples: `rollout.max_sample_tokens`."""
+    answer: int
+    """Longest answer in tokens: `sampling.max_tokens`."""
+    turns: int
+    tokens: int
+    """Over all segments."""
+    timeout_s: float | None = None
+    """Wall-clock seconds from the opening of the session."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. Example of `message`: `{"role": "assistant", "content": "4"}`; with `reasoning` and the same as
+    `reasoning_content`, and `tool_calls` as OpenAI's API has them, where there are any."""
+
+    message: dict[str, Any]
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    prompt_tokens: int
+    completion_tokens: int
+    turn: RecordedTurn
+    """For `Session.withdraw`."""
+
+
+class AnswerParser(Protocol):
+    """Reads what was sampled as a message."""
+
+    def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
+        """The assistant's message of these tokens, without the one that ended it, and how many tool calls in it are
+        none that can be made. Runs in the template's thread."""
+
+
+class TextParser:
+    """The answer is its text, without special tokens."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._tokenizer = template.tokenizer
+
+    def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
+        """See AnswerParser."""
+        return {"role": "assistant", "content": self._tokenizer.decode(tokens, skip_special_tokens=True)}, 0
+
+
+class Session:
+    """One episode as chat: every call is recorded with its exact tokens, log-probabilities and versions."""
+
+    def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
+        self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
+        self._conversation, self._began = Conversation(), time.monotonic()
+        self._calls: dict[asyncio.Task[Answered], int] = {}
+        """Those under way, with the tokens that each may add."""
+        self._bad_calls = 0
+        self._closed = False
+        self.truncated = False
+        """Whether a limit has ended the episode."""
+        self.error: EpisodeError | EngineDead | None = None
+        """Failure of the infrastructure in a call: the episode has failed, whatever it returns."""
+
+    async def chat(
+        self, messages: Any, tools: Any = None, *, max_tokens: int | None = None, repeated: bool = False
+    ) -> Reply:
+        """Sample the answer to `messages`, of at most `max_tokens`.
+
+        `repeated`: the client asks again because no answer to this request arrived; the earlier one is not trained on.
+        Raises ChatRefused for messages that are none, and where a limit is used up; EpisodeError, EngineDead for
+        failures of the infrastructure. If cancelled, generation stops and nothing is recorded.
+        """
+        self._check_open()
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise ChatRefused(f"max_tokens: {max_tokens!r:.40} is not a whole number >= 1")
+        request = await self._template.aside(ChatRequest.read, messages, tools)
+        if repeated:
+            self._conversation.repeat(request.prefixes[-1])
+        self._check_open()
+        if len(self._conversation.turns) + len(self._calls) >= self._limits.turns:
+            self._exhausted(f"this episode has had its {self._limits.turns} turns (rollout.chat.max_turns)", "turns")
+        try:
+            turn, message, bad_calls = await self._in_time(self._answer(request, max_tokens))
+        except BaseException as error:
+            if isinstance(error, EpisodeError | EngineDead):
+                self.error = self.error or error
+            self._conversation.lose(request.prefixes[-1])
+            raise
+        self._conversation.add(turn)
+        self._bad_calls += bad_calls
+        finish = "tool_calls" if message.get("tool_calls") else turn.completion.finish
+        sampled = len(turn.completion.tokens)
+        return Reply(message, finish, turn.length - sampled, sampled, turn)
+
+    def withdraw(self, turn: RecordedTurn) -> None:
+        """An answer that was never delivered is not trained on."""
+        self._conversation.withdraw(turn)
+
+    def close(self) -> None:
+        """No further call; those under way end with ChatRefused."""
+        self._closed = True
+        for call in self._calls:
+            call.cancel()
+
+    def recorded(self, result: Any) -> Recorded:
+        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError for a result that is none,
+        and for an episode without an answer or with a failure of the infrastructure; EngineDead."""
+        if self.error:
+            raise self.error
+        turns = self._conversation.turns
+        if not turns:
+            raise EpisodeError("the episode ended without an answer of the model; call chat at least once")
+        trajectory = self._conversation.trajectory()
+        if self.truncated:
+            trajectory.finish = "length"
+        recorded = Recorded.of(trajectory, result)
+        trajectory.metrics |= {
+            "turns": float(len(turns)),
+            "segments": float(len(trajectory.starts)),
+            "bad_tool_calls": float(self._bad_calls),
+            "truncated": float(trajectory.finish == "length"),
+        }
+        return recorded
+
+    def _check_open(self) -> None:
+        if self.error:
+            raise self.error
+        if self._closed:
+            raise ChatRefused("this episode has ended", "episode_ended")
+        if self._left_s() is not None and self._left_s() == 0:
+            self._out_of_time()
+
+    def _left_s(self) -> float | None:
+        limit = self._limits.timeout_s
+        return None if limit is None else max(0.0, self._began + limit - time.monotonic())
+
+    def _out_of_time(self) -> NoReturn:
+        self._exhausted(f"this episode has had its {self._limits.timeout_s:g} s (rollout.chat.timeout_s)", "time")
+
+    def _exhausted(self, reason: str, what: str) -> NoReturn:
+        self.truncated = True
+        code = "context_length_exceeded" if what == "context_length" else f"{what}_exceeded"
+        raise ChatRefused(reason, code)
+
+    async def _answer(self, request: ChatRequest, max_tokens: int | None) -> Answered:
+        """The answer to a request, which is not recorded yet."""
+        held, number = self._conversation.held(request.prefixes)
+        parent, given, messages = await self._template.aside(self._prompt, request, held, number)
+        prompt = [*(parent.tokens() if parent else ()), *given]
+        room = min(
+            self._limits.context - len(prompt),
+            self._limits.tokens - self._conversation.num_tokens(parent, len(given)) - sum(self._calls.values()),
+        )
+        if room < 1:
+            limits = f"a call has {self._limits.context} (rollout.max_sample_tokens), an episode {self._limits.tokens}"
+            reason = f"this prompt of {len(prompt)} tokens leaves no room: {limits} (rollout.chat.max_tokens)"
+            self._exhausted(reason, "context_length")
+        wanted = min(max_tokens or self._limits.answer, self._limits.answer, room)
+        call = asyncio.current_task()
+        assert call in self._calls
+        self._calls[call] = len(given) + wanted
+        completion = await self._generate(prompt, max_tokens=wanted)
+        ended = completion.finish == "stop" and completion.tokens[-1] in self._template.ends
+        said = completion.tokens[:-1] if ended else completion.tokens
+        message, bad_calls = await self._template.aside(self._parser.message, said, request.tools)
+        answer, asked = read_message("answer", message), request.prefixes[-1]
+        cut = completion.finish == "length" and len(completion.tokens) != max_tokens
+        turn = RecordedTurn(parent, given, completion, [*messages, answer], asked, extended(asked, answer), cut)
+        return turn, message, bad_calls
+
+    def _prompt(
+        self, request: ChatRequest, held: RecordedTurn | None, number: int
+    ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
+        """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
+        tokens to be given; and the request's messages with our reasoning in them. Runs in the template's thread."""
+        if held is None:
+            return None, self._template.opening(request.messages, request.tools), request.messages
+        new = request.messages[number:]
+        messages = [*held.messages, *new]
+        given = self._template.continuation(held.messages, held.tokens(), new, request.tools)
+        if given is None:
+            return None, self._template.opening(messages, request.tools), messages
+        return held, given, messages
+
+    async def _in_time(self, call: Coroutine[Any, Any, Answered]) -> Answered:
+        """The result of `call`, unless time runs out or the session is closed before."""
+        calling = asyncio.create_task(call)
+        self._calls[calling] = 0
+        try:
+            await asyncio.wait({calling}, timeout=self._left_s())
+            if not calling.done():
+                self._out_of_time()
+            if calling.cancelled():
+                raise ChatRefused("this episode has ended", "episode_ended")
+            return calling.result()
+        finally:
+            calling.cancel()
+            del self._calls[calling]
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Opens a session for each sample, with the template, parser and limits of the run."""
+
+    template: ChatTemplate
+    parser: AnswerParser
+    limits: ChatLimits
+
+    def open(self, generate: Generate) -> Session:
+        """A session that samples with `generate`."""
+        return Session(generate, self.template, self.parser, self.limits)

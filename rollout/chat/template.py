@@ -1,0 +1,117 @@
+"""From messages to tokens, by the run's chat template, and from an answer that is held to the next prompt.
+
+Tokens that were given or sampled are never encoded again: what follows them is the text by which the template goes on
+after an answer. Rendering and encoding take milliseconds for long conversations and tokenizers are not re-entrant, so
+`aside` runs them in one thread with a tokenizer of its own. Used by `session.py`.
+"""
+
+import asyncio
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jinja2
+
+from rollout.chat.messages import Message
+from rollout.episodes.prompts import Prompts
+from rollout.errors import ChatRefused
+
+R = TypeVar("R")
+MARK = "Zq7AnswerStoodHereZq7"
+"""Takes the place of an answer, to find what a template writes behind one: no template, tokenizer or person has it."""
+Tools = list[Any] | None
+
+
+class ChatTemplate:
+    """The run's chat template around messages in the form of `messages.py`. Methods raise ChatRefused for messages that
+    the template refuses.
+
+    `keep`: go on after an answer even where the template would write what is before it in another way.
+    """
+
+    def __init__(self, prompts: Prompts, keep: bool = False, kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self.keep = copy.deepcopy(prompts.tokenizer), keep
+        self.ends = frozenset(prompts.ends)
+        """Tokens by which the model itself ends an answer."""
+        self._plain, self._template, self._system = prompts.plain, prompts.chat_template, prompts.system
+        self._kwargs, self._thread = dict(kwargs or {}), ThreadPoolExecutor(1, "chat")
+        added = self.tokenizer.added_tokens_decoder.values()
+        self._special = [token.content for token in added if token.special]
+
+    async def aside(self, function: Callable[..., R], *args: Any) -> R:
+        """`function(*args)` in the thread of this template."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Tokens of a whole prompt, with the header of an answer."""
+        text = self.text(messages, tools, header=True)
+        return list(self.tokenizer.encode(text, add_special_tokens=self._plain))
+
+    def continuation(
+        self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        """What follows the `tokens` of the conversation `held`, which end with an answer: its closing, the `new`
+        messages, the header of an answer. None where the template writes `held` in another way once `new` messages
+        follow, for instance without its thinking."""
+        suffix = self._suffix(held, new, tools)
+        if suffix is None or not (self.keep or self._stays(held, tokens, new, tools)):
+            return None
+        given = list(self.tokenizer.encode(suffix, add_special_tokens=False))
+        closed = tokens[-1] in self.ends and given[:1] == tokens[-1:]
+        return given[1:] if closed else given
+
+    def text(self, messages: Sequence[Message], tools: Tools, header: bool) -> str:
+        """The template's text. `header`: up to where the next answer begins."""
+        chat = list(messages)
+        if self._system is not None and all(message["role"] != "system" for message in chat):
+            chat.insert(0, {"role": "system", "content": self._system})
+        if self._plain:
+            return "\n\n".join(message["content"] for message in chat)
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    chat,
+                    tools=tools,
+                    chat_template=self._template,
+                    add_generation_prompt=header,
+                    tokenize=False,
+                    **self._kwargs,
+                )
+            )
+        except jinja2.TemplateError as error:
+            raise ChatRefused(f"messages: the chat template refuses them: {error}") from None
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ChatRefused(f"messages: they cannot be made a chat: {type(error).__name__}: {error}") from error
+
+    def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
+        """Whether the template writes `held` as before, with all that the last answer said, though `new` messages
+        follow; or writes the very text of the tokens: Qwen3's puts empty thinking into a last answer without any."""
+        before, after = self.text(held, tools, header=False), self.text([*held, *new], tools, header=True)
+        said = [held[-1].get("reasoning_content", ""), *re.split("</?think>", held[-1]["content"])]
+        if after.startswith(before) and all(text.strip() in before for text in said):
+            return True
+        return after.startswith(str(self.tokenizer.decode(tokens)))
+
+    def _suffix(self, held: Sequence[Message], new: Sequence[Message], tools: Tools) -> str | None:
+        """What the template writes behind the answer with which `held` ends."""
+        marked = [*held[:-1], self._marked(held[-1])]
+        _, found, end = self.text(marked, tools, header=False).partition(MARK)
+        _, _, rest = self.text([*marked, *new], tools, header=True).partition(MARK)
+        if not found or not rest.startswith(end):
+            return None
+        closing = self._after_calls(end) if held[-1].get("tool_calls") else 0
+        return end[closing:] + rest[len(end) :]
+
+    def _marked(self, answer: Message) -> Message:
+        """The answer with MARK in place of its text, or of the name of its last call."""
+        if not (calls := answer.get("tool_calls")):
+            return answer | {"content": MARK}
+        last = calls[-1] | {"function": calls[-1]["function"] | {"name": MARK}}
+        return answer | {"tool_calls": [*calls[:-1], last]}
+
+    def _after_calls(self, end: str) -> int:
+        """Where in the text behind the name of the last call the answer is closed: at the last special token."""
+        at = max((end.rfind(token) for token in self._special), default=-1)
+        return at if at >= 0 else len(end.rstrip())

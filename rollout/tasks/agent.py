@@ -1,0 +1,57 @@
+"""The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host.
+
+Each sample is one episode: a session that records, a door of the HTTP server that leads to it, and a call of the cage
+that runs the agent. Waits for the agent's result, or for what ends the episode earlier: the engine's failure, or the
+agent's own time limit. Either way nothing of the agent is left: the door closes, its processes are killed.
+"""
+
+import asyncio
+from typing import Any
+
+from configs.schema import Config
+from rollout.cage import CagedError, CagedFunction
+from rollout.cage.cage import Cage
+from rollout.chat.door import ChatServer, Door
+from rollout.chat.session import Sessions
+from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
+
+MADE_BY_AGENT = ("died", "timed_out", "out_of_memory", "unloadable", "unanswerable", "environment")
+"""Origins of failures that a limit of the run does not explain."""
+
+
+class UrlEpisodes:
+    """Plays episodes of agents, as a task."""
+
+    def __init__(self, config: Config, function: CagedFunction, cage: Cage, sessions: Sessions) -> None:
+        self.function, self.server = function, ChatServer(config.rollout.chat, config.sampling.temperature)
+        self._cage, self._sessions = cage, sessions
+        self._hosted = config.rollout.task == "environment"
+
+    async def __call__(self, problem: Problem, generate: Generate) -> Recorded:
+        """One episode. Raises CagedError, and what the engine raised."""
+        session, limit_s = self._sessions.open(generate), self.function.timeout_s
+        limit = f"{self.function.prefix}timeout_s ({limit_s:g} s) outside of model calls"
+        late = CagedError(f"{self.function.name} took longer than {limit}; it was ended", "timed_out")
+        with self.server.admit(session, limit_s, late) as door:
+            try:
+                result = await self._result(door, problem.row)
+            except CagedError as error:
+                if session.error:
+                    raise session.error from error
+                if self._hosted and error.origin == "died":  # of which episode, nobody knows
+                    error.kind = "infrastructure"
+                if not session.truncated or error.origin in MADE_BY_AGENT:
+                    raise
+                result = CUT_SCORE
+        recorded = session.recorded(result)
+        recorded.trajectory.metrics["ignored_settings"] = float(door.ignored)
+        return recorded
+
+    async def _result(self, door: Door, row: dict[str, Any]) -> Any:
+        """What the agent returned. Raises CagedError, and what `door.over` has."""
+        call = asyncio.ensure_future(self._cage.call(row, door.url, door.key))
+        try:
+            await asyncio.wait({call, door.over}, return_when=asyncio.FIRST_COMPLETED)
+            return door.over.result() if door.over.done() else call.result()
+        finally:
+            call.cancel()

@@ -1,0 +1,118 @@
+"""In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
+
+The worker starts `rollout/hosts/verifiers_host.py` once, hands each episode to it as a line of JSON and waits for the
+line that answers. It ends as the host ends: then the cage starts both anew, and the episodes under way have failed.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from contextvars import Context
+from itertools import count
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any, NoReturn
+
+from rollout.cage.failure_text import ToldError
+from rollout.tasks.programs import Play, timed_by_server
+
+HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
+OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that would make the host's Python find our packages."""
+LONGEST_LINE = 2**26
+"""Bytes of an answer."""
+
+
+def load_environment(environment: dict[str, Any], sampling: dict[str, Any]) -> Play:
+    """The episodes of `rollout.environment`, which ask for `sampling`. Raises ValueError, in one line, for an
+    environment that its host refuses."""
+    name = environment_name(environment)
+    relay = Relay(start_host(environment))
+
+    async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> dict[str, Any]:
+        given = (row.get("extra_info") or {}).get("row")
+        if given is None:
+            remedy = "make the rows with `verifiers_host.py export` (docs/agents.md)"
+            raise ToldError("KeyError", f"{name}: the row of the data has no extra_info.row; {remedy}", permanent=True)
+        result = await relay.ask({"row": given, "url": base_url, "sampling": sampling})
+        if not result.get("ok"):
+            raise ToldError("environment", f"{name}: its episode failed: {result.get('error') or result.get('stop')}")
+        return {"score": result["reward"], **(result.get("metrics") or {})}
+
+    return timed_by_server(play, apart=False)
+
+
+def environment_name(environment: dict[str, Any]) -> str:
+    """What an environment is called in errors."""
+    return f"environment {environment['id']}"
+
+
+def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """The host, once it has loaded the environment. Raises ValueError, in one line, for what it refuses."""
+    python, key = os.path.abspath(environment["python"]), "rollout.environment"
+    command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
+    path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
+    ours = {name: value for name, value in os.environ.items() if name not in OUR_PYTHON}
+    try:
+        host = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=ours | {"PATH": path})
+    except OSError as error:
+        raise ValueError(f"{key}.python: {python} cannot be started: {error.strerror}; name a Python") from None
+    assert host.stdout
+    line = host.stdout.readline()
+    said = json.loads(line) if line.startswith(b"{") else {}
+    if "ready" not in said:
+        why = said.get("refused") or f"its host ended with exit code {host.wait()} before it was ready"
+        raise ValueError(f"{key}.id: {environment['id']}: {why}")
+    return host
+
+
+class Relay:
+    """Requests to a host and its answers to them."""
+
+    def __init__(self, host: subprocess.Popen[bytes]) -> None:
+        self.host = host
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count(1)
+        self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
+
+    async def ask(self, request: dict[str, Any]) -> Any:
+        """The host's answer; cancelled, the host is told so."""
+        if self._connected is None:  # outside of any episode: its time is nobody's
+            self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
+        writer, number = await asyncio.shield(self._connected), next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
+            return await answer
+        except asyncio.CancelledError:
+            writer.write(json.dumps({"cancel": number}).encode() + b"\n")
+            raise
+        finally:
+            del self._answers[number]
+
+    async def _connect(self) -> asyncio.WriteTransport:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LONGEST_LINE)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self.host.stdout)
+        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.host.stdin)
+        self._reading = loop.create_task(self._read(reader))
+        return writer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            result = json.loads(line)
+            answer = self._answers.get(result["id"])
+            if answer and not answer.done():
+                answer.set_result(result)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """End this process as the host has ended, so that the server is told how."""
+        code = self.host.wait()
+        if code < 0:
+            with suppress(OSError):
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code or 1)

@@ -1,0 +1,105 @@
+"""In a worker: users' agent programs, which reach the policy by URL, as episodes of the cage.
+
+`(row, base_url, api_key)` functions: an `async` one runs in the worker's event loop, many at a time; any other one in a
+process of its own for each episode, like a command (`rollout/cage/apart.py`). Time is kept by the server, which knows
+when it generates (`agent.py`), and what they return is judged there as well.
+"""
+
+import base64
+import inspect
+import json
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgpack
+
+from rollout.cage.apart import Apart, run_apart, write_all
+from rollout.cage.failure_text import ToldError
+from rollout.cage.frames import BAD_BYTES
+from rollout.cage.worker_loop import failure_message, value_message
+
+SHOWN = 200
+"""Most characters of a bad result in an error."""
+Play = Callable[..., Awaitable[Any]]
+"""An episode, called with the row, the URL, the key and the cage's own `generate`, which is not used."""
+
+
+def timed_by_server(play: Any, apart: bool) -> Play:
+    """Say so of a loaded function, for `worker_loop.py` and `user_task.py`."""
+    play.timed, play.apart, play.about = False, apart, {"convention": "base_url"}
+    return play  # type: ignore[no-any-return]
+
+
+def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozenset[int]) -> Play:
+    """A user's function as episodes. `memory`, `files`: see `Apart`."""
+
+    async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
+        return await function(row=row, base_url=base_url, api_key=api_key)
+
+    async def play_apart(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
+        def program(said: int) -> None:
+            try:
+                message = value_message(name, 0, function(row=row, base_url=base_url, api_key=api_key))
+            except BaseException as error:
+                message = failure_message(name, 0, error)
+            write_all(said, message)
+
+        return result_of_function(name, await run_apart(Apart(name, memory, files=files), program))
+
+    apart = not inspect.iscoroutinefunction(function)
+    return timed_by_server(play_apart if apart else play, apart)
+
+
+def result_of_function(name: str, said: bytes) -> Any:
+    """What a function in its own process returned. Raises ToldError."""
+    try:
+        _, _, origin, value, trace, permanent, _ = msgpack.unpackb(said, strict_map_key=False)
+    except BAD_BYTES:
+        raise ToldError("died", f"{name} ended its process before it returned") from None
+    if origin != "value":
+        raise ToldError(origin, value, trace, permanent)
+    return value
+
+
+def load_command(command: list[str], memory: str) -> Play:
+    """A program as episodes: the row as JSON on its standard input, the result on the last line of its output."""
+    name = command_name(command)
+
+    async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
+        def program(said: int) -> None:
+            given = os.memfd_create("row")
+            write_all(given, json.dumps(row, default=as_text).encode())
+            os.lseek(given, 0, os.SEEK_SET)
+            os.dup2(given, 0)
+            os.dup2(said, 1)
+            os.environ |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+            os.execvp(command[0], command)
+
+        return result_of_command(name, await run_apart(Apart(name, memory, echo=True), program))
+
+    return timed_by_server(play, apart=True)
+
+
+def command_name(command: Sequence[str]) -> str:
+    """What a program is called in errors."""
+    return " ".join(command)[:200]
+
+
+def as_text(value: Any) -> Any:
+    """What JSON has no words for: the bytes of an image, as Base64."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
+
+
+def result_of_command(name: str, said: bytes) -> Any:
+    """The score on the last line of what a program wrote. Raises ToldError."""
+    lines = said.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    try:
+        result = json.loads(last)
+    except (ValueError, RecursionError):
+        result = None
+    if not isinstance(result, int | float | dict):
+        needed = 'a number or {"score": ...} is needed'
+        raise ToldError("unanswerable", f"{name}: the last line of its output is {last[:SHOWN]!r}; {needed}")
+    return result
