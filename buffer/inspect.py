@@ -194,8 +194,9 @@ def _sample(
     turns, segments, size = num_turns(sample.sampled.numpy()), len(sample.starts), sample.tokens.shape[0]
     counted = f"{size} tokens in {turns} turn{'s' * (turns > 1)}"
     counted += f" and {segments} segments" if segments > 1 else ""
-    figures = " ".join(f"{name} {value:g}" for name, value in sample.metrics.items())
-    yield Text(f"sample {index}     reward {sample.reward:g}, {sample.finish}, {counted} {figures}".rstrip(), "bold")
+    figures = [f"{name} {value:g}" for name, value in sample.metrics.items()]
+    known = ", ".join([f"reward {sample.reward:g}", sample.finish, counted, *figures])
+    yield Text(f"sample {index}     {transcript.visible(known)}", "bold")
     for image, number in zip(sample.images, sample.row_images, strict=True):
         what = f"{len(image.data):,} bytes of its task" if number is None else f"image {number} of its row"
         yield f"    at token {image.start}: {what}, pixels {image.digest[:12]}"

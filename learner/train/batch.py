@@ -181,9 +181,8 @@ def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) 
     """The documents in units of at most `budget` tokens, and as many patches as it allows: those of one item with the
     same prompt together.
 
-    `items`: of each row of the batch. A group larger than the budget becomes several units; a
-    document without others of its prompt is one by itself, and so is each of a unit that would save less than
-    `LEAST_SAVED`.
+    `items`: of each row of the batch. A group larger than the budget becomes several units; a document without others
+    of its prompt is one by itself, and so is each of a unit that would save less than `LEAST_SAVED`.
     """
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
