@@ -7,7 +7,7 @@ import pytest
 
 from configs.load import load
 from configs.schema import ChatConfig
-from rollout.engine.arguments import problems
+from rollout.engine.arguments import unknown_parsers
 from rollout.engine.chat_parser import VllmParser
 from rollout.errors import ChatRefused
 from tests.rollout.chat.chat_templates import chat_tokenizer
@@ -75,9 +75,10 @@ def test_parsers_that_cannot_be_used_are_refused_in_one_line():
 
 def test_names_of_parsers_are_checked_without_vllm():
     config = load([RUN, "--rollout.chat.tool_parser=hermis", "--rollout.chat.reasoning_parser=qwen4"])
-    lines = problems({}, config)
+    lines = list(unknown_parsers(config))
     assert lines[0] == "rollout.chat.tool_parser: 'hermis' is no parser of the installed vLLM; did you mean hermes?"
     assert lines[1].startswith(
         "rollout.chat.reasoning_parser: 'qwen4' is no parser of the installed vLLM; did you mean"
     )
-    assert problems({}, load([RUN, "--rollout.chat.tool_parser=hermes", "--rollout.chat.reasoning_parser=qwen3"])) == []
+    known = load([RUN, "--rollout.chat.tool_parser=hermes", "--rollout.chat.reasoning_parser=qwen3"])
+    assert list(unknown_parsers(known)) == []
