@@ -29,7 +29,7 @@ from configs.explain import disk_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
-from rollout.engine.arguments import cliffs, unknown_fields
+from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
 from rollout.engine.arguments import problems as engine_problems
 
 ROWS = 1000
@@ -90,6 +90,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
     further += unknown_fields(config.reward.engine, "reward")
+    further += unknown_parsers(config)
     if not live:
         further += _port("buffer.address", config.buffer.address)
         for url in config.reward.urls:
@@ -163,6 +164,8 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     }
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
+    if config.reward.function == "task":
+        del keys["reward"]
     parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     try:
         judgement.add(try_out(parts, config, rows, judgement.rows))
