@@ -127,7 +127,8 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["reward.function=countdwon"],
-            "reward.function: 'countdwon' is neither one of countdown, math nor path/to/file.py:function",
+            "reward.function: 'countdwon' is neither one of countdown, math, reasoning_gym nor "
+            "path/to/file.py:function",
         ),
         (
             ["rollout.task=task.txt:task"],
@@ -218,7 +219,8 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[:4] == [
         "model.path: empty: has no config.json; name a folder in Hugging Face format",
         f"data.train: d.parquet: no such file (from {tmp_path}); correct the path",
-        f"data.eval: empty: not a file (from {tmp_path}); correct the path",
+        "data.eval: empty: a folder without data files (.parquet, .jsonl, .ndjson, .json, .csv, .tsv); "
+        "name another, or a file",
         f"data.format_prompt: none.jinja: no such file (from {tmp_path}); correct the path",
     ]
     assert lines[4] == f"data.image_dir: file: no such folder (from {tmp_path}); correct the path"
@@ -227,7 +229,7 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[7].startswith("rollout.task: broken.py: not Python: ")
     assert len(lines) == 8
     assert refused("reward.function=x.py", files=("reward.function",)) == [
-        "reward.function: 'x.py' is neither one of countdown, math nor path/to/file.py:function"
+        "reward.function: 'x.py' is neither one of countdown, math, reasoning_gym nor path/to/file.py:function"
     ]
     for fine in ("reward.py:score", "reward.py:y", "countdown"):
         check(config(f"reward.function={fine}"), files=("reward.function",))
