@@ -19,7 +19,7 @@ NEEDED = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=countdown
 
 def made(*options: str) -> Episodes:
     prompts = Prompts(make_tokenizer(), load([*NEEDED, *options]))
-    answer = prompts.tokenizer.encode("<answer>4+2</answer><|im_end|>", add_special_tokens=False)
+    answer = prompts.tokenizer.encode("<answer>4+2</answer><|endoftext|>", add_special_tokens=False)
     sampler = Sampler(FakeEngine(lambda prompt: answer), prompts, 1.0, 64, 500)
     return Episodes(prompts, single_turn, sampler, FakeRewards(), 2, first=FirstShown(prompts))
 
@@ -39,11 +39,12 @@ async def test_the_first_prompt_and_answer_are_shown_once(caplog: pytest.LogCapt
         await episodes.run(item(problem=problem))
     prompt, answer = shown(caplog)
     tokens = len(episodes.prompts.tokens({"problem": "4 2"}))
-    assert prompt.startswith(f"the first prompt: {tokens} tokens; an answer ends at <|im_end|>")
-    assert "ground truth: '6'\n" in prompt and prompt.endswith("\n(end of the first prompt)")
-    assert "<|im_start|>user\n4 2<|im_end|>" in prompt.replace(" <", "<") and "3 3" not in prompt
-    assert answer.startswith("the first answer: 7 tokens, finish stop; reward 0, formed 1\n<answer>")
-    assert "<|im_end|>" in answer
+    assert prompt.startswith(
+        f"the first prompt: {tokens} tokens; an answer ends at <|endoftext|>; ground truth: '6'\nCount.4 2\n"
+    )
+    assert prompt.endswith("\n(end of the first prompt)")
+    assert answer.startswith("the first answer: ") and "finish stop; reward 0, formed 1\n<answer>4+2</answer>" in answer
+    assert "<|endoftext|>" in answer
 
 
 async def test_a_row_without_truth_and_a_long_prompt(caplog: pytest.LogCaptureFixture):
