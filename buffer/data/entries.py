@@ -86,7 +86,8 @@ def row(name: str, config: str, index: int) -> dict[str, Any]:
 
 
 def score(name: str, config: str, index: int, question: str, text: str) -> dict[str, Any]:
-    """The set's own score of an answer. Raises RequestError if the entry's question has not the SHA-256 `question`."""
+    """The set's own score of an answer; one at which its code raises counts as none. Raises RequestError if the entry's
+    question has not the SHA-256 `question`, and what the set raises without an answer too."""
     from reasoning_gym.utils import extract_answer
 
     made = entry(name, config, index)
@@ -94,8 +95,12 @@ def score(name: str, config: str, index: int, question: str, text: str) -> dict[
         here = f"with reasoning-gym {version('reasoning-gym')} entry {index} of {name} is another than in the row"
         raise RequestError(f"{here}; install the version that made the rows")
     answer = extract_answer(text)
-    reward = data_set(name, config).score_answer(answer, copy.deepcopy(made))
-    return {"score": float(reward), "formed": float(answer is not None)}
+    of_set = data_set(name, config).score_answer
+    try:
+        reward = float(of_set(answer, copy.deepcopy(made)))
+    except Exception:  # some sets parse an answer without care: the policy's fault, not the run's
+        reward, answer = float(of_set(None, copy.deepcopy(made))), None
+    return {"score": reward, "formed": float(answer is not None)}
 
 
 VERBS: dict[str, Callable[..., dict[str, Any]]] = {"about": about, "row": row, "score": score}

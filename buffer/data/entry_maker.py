@@ -30,6 +30,10 @@ class EntryError(ValueError):
     """An entry cannot be made or scored; one line."""
 
 
+class MakerEnded(EntryError):
+    """The process ended before it answered."""
+
+
 class EntryMaker:
     """The process. It starts with the first request, and again if it has ended; it ends when this process does."""
 
@@ -68,6 +72,9 @@ class EntryMaker:
         line = [sys.executable, "-m", "buffer.data.entries"]
         environment = os.environ | {"PYTHONHASHSEED": HASH_SEED, "PYTHONUNBUFFERED": "1"}
         pipe = subprocess.PIPE
+        if self._process and self._process.stdin:
+            with suppress(OSError):
+                self._process.stdin.close()
         self._process = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, env=environment)
         self._waiting = {}
         reading = [self._process, self._waiting]
@@ -87,7 +94,7 @@ class EntryMaker:
         with self._lock:  # nothing is added any more
             left = list(waiting.values())
         for future in left:
-            future.set_exception(EntryError(f"the process that makes entries ended with exit code {code}"))
+            future.set_exception(MakerEnded(f"the process that makes entries ended with exit code {code}"))
 
 
 @cache
@@ -125,7 +132,8 @@ class GeneratedRows:
 
     def __call__(self, index: int) -> dict[str, Any]:
         """A row; one that cannot be made has `unmade`, the reason, in place of its problem."""
-        if index not in self._rows or not self._rows[index].done():
+        known = self._rows.get(index)
+        if known is None or not known.done() or isinstance(known.exception(), MakerEnded):
             self._rows[index] = self._ask(index)
         self._rows.move_to_end(index)
         identity = {"name": self.set.name, "config": self.set.config, "index": index}

@@ -21,7 +21,7 @@ from configs.schema import Config, MixedSource
 
 GENERATED = "reasoning_gym:"
 """What the name of a set of reasoning-gym begins with."""
-INSTALL = "pip install 'reasoning-gym>=0.1.25,<0.2'"
+INSTALL = 'pip install "reasoning-gym>=0.1.25,<0.2"'
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 """Ends the names of text files that gzip has packed."""
@@ -114,7 +114,9 @@ def files_of(source: Path | str) -> list[Path]:
     for file in files:
         _require_known(file)
         if kind_of(file) != kind_of(files[0]):
-            raise SourceError(f"has {files[0].name} and {file.name}; name files of one kind, as by *{kind_of(file)}")
+            raise SourceError(
+                f"has {files[0].name} and {file.name}; name files of one kind, as by *{kind_of(files[0])}"
+            )
     return files
 
 

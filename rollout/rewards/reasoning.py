@@ -12,7 +12,8 @@ from buffer.data.entry_maker import entry_maker
 
 
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """The set's score of the text in the last `<answer>`, as reasoning-gym reads it; without one, of no answer.
+    """The set's score of the text in the last `<answer>`, as reasoning-gym reads it; without one, or with one at which
+    the set's own code raises, its score of no answer, and `formed` is 0.
 
     Raises EntryError if the entry is another than the row's, and KeyError for a row of another source.
     """

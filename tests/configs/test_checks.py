@@ -240,7 +240,8 @@ def test_missing_files_are_named_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[:4] == [
         "model.path: empty: has no config.json; name a folder in Hugging Face format",
         f"data.train: d.parquet: no such file (from {tmp_path}); correct the path",
-        f"data.eval: empty: not a file (from {tmp_path}); correct the path",
+        "data.eval: empty: a folder without data files (.parquet, .jsonl, .ndjson, .json, .csv, .tsv); "
+        "name another, or a file",
         f"data.format_prompt: none.jinja: no such file (from {tmp_path}); correct the path",
     ]
     assert lines[4] == f"data.image_dir: file: no such folder (from {tmp_path}); correct the path"

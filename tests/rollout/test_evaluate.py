@@ -39,7 +39,7 @@ async def test_answers_are_greedy_and_failures_are_counted(capsys: pytest.Captur
     assert engine.temperatures == {0.0} and engine.loaded == [Path("before"), Path("after")]
     assert (before["model"], before["problems"], before["failed"]) == ("before", 4, 1)
     assert before["solved"] == pytest.approx(2 / 3) and before["reward"] == pytest.approx(2.1 / 3)
-    assert before["reasons"] == ["prompt of 18 tokens; data.max_prompt_tokens is 12"]
+    assert before["reasons"] == ["prompt longer than data.max_prompt_tokens 12"]
     assert [example["reward"] for example in before["examples"]] == [1.0, 0.1]
     assert before["examples"][0]["answer"] == "<answer>1+2</answer>" and after["reward"] == before["reward"]
     head, *lines = capsys.readouterr().out.splitlines()

@@ -1,6 +1,7 @@
 """Tasks by name and from users' files; prompts from rows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GenerationConfig
@@ -61,10 +62,37 @@ def test_text_rows_are_wrapped_by_template_and_system_prompt(tmp_path: Path):
     assert own[1]["content"] == "1"
 
 
-def test_a_prompt_beyond_the_limit_is_a_permanent_failure_with_both_numbers():
-    with pytest.raises(PromptError, match=r"prompt of 13 tokens; data.max_prompt_tokens is 12") as caught:
+def test_prompts_beyond_the_limit_are_permanent_failures_of_one_reason():
+    with pytest.raises(PromptError, match=r"prompt longer than data.max_prompt_tokens 12\n") as caught:
         prompts().tokens({"prompt": [{"role": "user", "content": "1" * 13}]})
-    assert caught.value.permanent
+    assert caught.value.permanent and str(caught.value) == "prompt longer than data.max_prompt_tokens 12"
+
+
+class EndingTokenizer:
+    """Puts its end after every text, as some do."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        return [*found, self.tokenizer.eos_token_id] if add_special_tokens else found
+
+
+def test_a_plain_prompt_stays_open():
+    made = prompts("--data.chat_template=none", "--sampling.stop=[]")
+    closing = Prompts(EndingTokenizer(made.tokenizer), config("--data.chat_template=none", "--sampling.stop=[]"))
+    row = {"problem": "8 6 4"}
+    assert closing.tokens(row) == made.tokens(row) and closing.tokens(row)[-1] not in closing.ends
+    assert closing.stops == closing.ends
+
+
+def test_a_row_that_was_not_made_says_why():
+    with pytest.raises(PromptError, match="list_functions cannot make entry 7"):
+        prompts().tokens({"data_source": "reasoning_gym/x", "unmade": "list_functions cannot make entry 7"})
 
 
 @pytest.mark.parametrize(

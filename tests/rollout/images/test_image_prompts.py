@@ -92,7 +92,7 @@ def test_the_longest_prompt_counts_the_images_tokens(config: Config):
     length = len(tokens_of(made, row))
     assert length > made.with_pictures(row)[1][0].num_tokens
     assert len(tokens_of(prompts(config, max_prompt_tokens=length), row)) == length
-    with pytest.raises(PromptError, match=rf"prompt of {length} tokens; data.max_prompt_tokens is {length - 1}"):
+    with pytest.raises(PromptError, match=rf"prompt longer than data.max_prompt_tokens {length - 1}"):
         tokens_of(prompts(config, max_prompt_tokens=length - 1), row)
 
 

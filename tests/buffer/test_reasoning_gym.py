@@ -1,0 +1,184 @@
+"""Rows and scores of reasoning-gym: the package's own, wherever an entry is made, and no wait for slow sets."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+import pytest
+import reasoning_gym
+from reasoning_gym.utils import extract_answer
+
+from buffer.data.entry_maker import EntryError, EntryMaker, GeneratedRows, entry_maker
+from buffer.problems import READ_AHEAD, ProblemsError, load_problems
+from configs.data.sources import count_rows, generated
+from configs.schema import DataConfig, RewardConfig
+from rollout.errors import RewardError
+from rollout.rewards import load_reward
+from rollout.rewards.convention import Answer
+from rollout.rewards.workers import RewardPool
+
+BY_HASH_SEED = ["isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"]
+"""Sets that make other entries, or other answers, under another hash seed."""
+BY_GLOBAL_SEED = ["list_functions"]
+TUPLES = ["arc_agi", "rearc"]
+"""Sets that score by tuples, which no message keeps."""
+OTHERS = ["leg_counting", "countdown", "chain_sum", "maze", "sudoku", "basic_arithmetic", "tower_of_hanoi", "syllogism"]
+UNSHOWN = ["graph_color", "rubiks_cube", "rush_hour", "boxnet", "propositional_logic"]
+"""Sets without an answer to show."""
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[EntryMaker]:
+    """A second process that makes entries, as another machine would."""
+    maker = EntryMaker()
+    yield maker
+    maker.close()
+
+
+def problems(source: str):
+    return load_problems(source, DataConfig(train=source))
+
+
+@pytest.mark.parametrize("name", [*BY_HASH_SEED, *BY_GLOBAL_SEED, *TUPLES, *OTHERS])
+def test_the_answer_that_is_shown_scores_1_in_another_process(name: str, other: EntryMaker) -> None:
+    rows = problems(f"reasoning_gym:{name}?size=20&seed=3")
+    rows.expect(lambda: range(4))
+    for index in (3, 0):  # not in the order in which they were made
+        row = msgpack.unpackb(msgpack.packb(rows[index]))
+        entry = row["extra_info"]["reasoning_gym"]
+        named = name, json.dumps(entry["config"], sort_keys=True), index, entry["question_sha256"]
+        text = f"So: <answer>no</answer> <answer>{row['answer']}</answer>"
+        assert other.ask("score", *named, text).result() == {"score": 1.0, "formed": 1.0}
+        assert other.ask("score", *named, row["answer"]).result()["formed"] == 0.0
+
+
+def own_score(made: Any, text: str, entry: dict[str, Any]) -> tuple[float, float]:
+    answer = extract_answer(text)
+    try:
+        return float(made.score_answer(answer, entry)), float(answer is not None)
+    except Exception:  # boxnet raises for "7"
+        return float(made.score_answer(None, entry)), 0.0
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *UNSHOWN])
+def test_scores_are_those_of_the_package(name: str) -> None:
+    rows = problems(f"reasoning_gym:{name}?size=20&seed=3")
+    reward, made = (
+        load_reward(RewardConfig(function="reasoning_gym")),
+        reasoning_gym.create_dataset(name, size=20, seed=3),
+    )
+    assert ("answer" in rows[1]) == (name not in UNSHOWN)
+    for index in range(3):
+        entry, row = made[index], rows[index]
+        assert row["problem"] == entry["question"] and row["data_source"] == f"reasoning_gym/{name}"
+        answer = entry["answer"] or "1 2"
+        for text in (answer, f"<answer>{answer}</answer>", f"<answer>{answer[:-1]}</answer>", "<answer>\n7 </answer>"):
+            (score,) = reward.score([Answer(text, 9, row)])
+            own, formed = own_score(made, text, entry)
+            assert (score.reward, score.metrics) == (pytest.approx(own), {"formed": formed})
+
+
+def test_the_reward_scores_in_its_worker_and_names_another_entry() -> None:
+    row = problems("reasoning_gym:leg_counting?size=20&seed=3")[5]
+    changed = {"name": "leg_counting", "config": {"size": 20, "seed": 4}, "index": 5, "question_sha256": "0" * 64}
+    other = row | {"extra_info": {"reasoning_gym": changed}}
+
+    async def score() -> None:
+        async with RewardPool(RewardConfig(function="reasoning_gym")) as pool:
+            answers = [Answer(f"<answer>{text}</answer>", 3, row) for text in (row["answer"], "no")]
+            assert [score.reward for score in await pool.score(answers)] == [1.0, 0.0]
+            with pytest.raises(RewardError, match="entry 5 of leg_counting is another than in the row"):
+                await pool.score([Answer("", 0, other)])
+
+    asyncio.run(score())
+
+
+def test_sources_that_cannot_be_made_are_refused_in_one_line() -> None:
+    known = "it has min_animals, max_animals, min_instances, max_instances, seed, size"
+    for query, words in [
+        ("leg_count?size=9&seed=1", "has no set leg_count; did you mean leg_counting?"),
+        ("leg_counting?size=9&seed=1&animals=3", f"leg_counting has no animals; {known}"),
+        ("leg_counting?size=9&seed=1&min_animals=-3", "leg_counting refuses its config: AssertionError: min_animals"),
+        ("leg_counting?size=9", "seed is missing; write both, such as reasoning_gym:leg_counting?size=10000&seed=1"),
+        ("leg_counting?size=many&seed=1", "size is 'many', no whole number >= 1"),
+        ("leg_counting?size=9&seed", "not reasoning_gym:NAME?size=N&seed=S"),
+        ("composite?size=9&seed=1", "names no single set"),
+    ]:
+        with pytest.raises(ProblemsError) as error:
+            problems(f"reasoning_gym:{query}")
+        assert words in str(error.value) and "\n" not in str(error.value)
+        assert str(error.value).startswith(f"data.train reasoning_gym:{query}: ")
+
+
+def test_the_digest_is_of_name_and_config() -> None:
+    digests = {
+        problems(f"reasoning_gym:{query}").digest
+        for query in ("gcd?size=9&seed=1", "gcd?seed=1&size=9", "gcd?size=9&seed=2", "lcm?size=9&seed=1")
+    }
+    assert len(digests) == 3
+
+
+def test_sets_and_files_make_a_mixture(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    names = [{"path": str(tmp_path / "own.jsonl")}, {"path": "reasoning_gym:gcd?size=9&seed=1&max_value=20"}]
+    config = DataConfig.model_validate({"train": names})
+    mixture = load_problems(config.train, config)
+    assert len(mixture) == count_rows(config.train) == 10 and mixture[0]["problem"] == "1+1"
+    assert mixture[9]["extra_info"]["reasoning_gym"]["index"] == 8
+    assert [row.get("data_source") for row in mixture] == [None] + ["reasoning_gym/gcd"] * 9
+
+
+def test_rows_that_are_expected_do_not_stop_who_expects_them() -> None:
+    """An entry of this set takes 0.3 s in the mean."""
+    rows = problems("reasoning_gym:knight_swap?size=1000&seed=1")
+    start = time.monotonic()
+    rows.expect(lambda: range(READ_AHEAD))
+    assert time.monotonic() - start < 0.2
+    assert problems("reasoning_gym:gcd?size=9&seed=1")[3]["problem"]  # what is needed now comes first
+    assert time.monotonic() - start < 10
+    entry_maker().close()
+
+
+def test_an_entry_that_cannot_be_made_is_a_row_with_the_reason() -> None:
+    made = generated("reasoning_gym:list_functions?size=3&seed=1")
+    assert made is not None
+    row = GeneratedRows(made)(7)
+    assert "problem" not in row and row["unmade"].startswith("list_functions cannot make entry 7: IndexError: ")
+
+
+def test_another_process_is_started_where_one_has_died() -> None:
+    rows = problems("reasoning_gym:gcd?size=9&seed=1")
+    (child,) = [each for each in psutil.Process().children() if "buffer.data.entries" in each.cmdline()]
+    child.suspend()
+    waiting = entry_maker().ask("row", "gcd", '{"seed": 1, "size": 9}', 5)
+    rows.expect(lambda: [6])
+    child.kill()
+    with pytest.raises(EntryError, match="the process that makes entries ended with exit code -9"):
+        waiting.result()
+    assert rows[6]["problem"] and rows[7]["problem"]
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    code = """
+import time
+from buffer.data.entry_maker import entry_maker
+print(entry_maker().ask("about", "gcd", '{"size": 9, "seed": 1}').result()["version"], flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None and parent.stdout.readline().strip() == version("reasoning-gym")
+            (child,) = psutil.Process(parent.pid).children()
+        finally:
+            os.kill(parent.pid, signal.SIGKILL)
+    child.wait(10)
