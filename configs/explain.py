@@ -104,6 +104,10 @@ def _machines(config: Config) -> Iterator[str]:
         yield f"GPUs: {parts} x tensor parallel {rollout.tensor_parallel} = {gpus}{maybe}"
     else:
         yield f"GPUs: {gpus}; {parts}, learner on {learner.device}, servers on {rollout.device}"
+    if config.reward.servers:
+        each = f"{config.reward.gpus} GPU{'s' * (config.reward.gpus > 1)} each where there are any"
+        served = f"{config.reward.servers} of {config.reward.model}, from {config.reward.urls[0]} on"
+        yield f"reward servers: {served}, {each}"
     samples, passes = config.batch.groups * config.batch.samples / ranks, "as many as fit its memory"
     if budget != "auto":
         number = ceil(samples / max(1, budget // max_sample_tokens(config)))

@@ -165,6 +165,11 @@ class RewardConfig(Section):
         return self.function
 
     @property
+    def gpus(self) -> int:
+        """GPUs of one reward server, where there are any."""
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
     def urls(self) -> list[str]:
         """Where the run's own reward servers are."""
         return [f"http://{self.host}:{self.port + number}" for number in range(self.servers)]

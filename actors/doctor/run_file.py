@@ -149,6 +149,8 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
         found.append(f"buffer.address: {config.buffer.address} is reached from this machine only")
     if cluster and config.weights.transport == "broadcast" and is_loopback(f"tcp://{config.weights.host}:0"):
         found.append(f"weights.host: {config.weights.host} is reached from this machine only")
+    if cluster and config.reward.servers and is_loopback(f"tcp://{config.reward.host}:0"):
+        found.append(f"reward.host: {config.reward.host} is reached from this machine only")
     missing = gpus_missing(config, len(find_gpus()), "here are") if found else None
     if missing:
         return [f"{line}, but {missing}: servers will be on other machines; {remedy}" for line in found], []
@@ -159,7 +161,7 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     """Try what the refusals so far leave to be tried."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
-        "reward": ("reward.function", "reward.kwargs"),
+        "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
     }
     if config.rollout.task in ("single_turn", "agent"):
@@ -191,17 +193,12 @@ def gpus_needed(config: Config, available: int) -> dict[str, int]:
     """
     learner, rollout = config.learner, config.rollout
     needed = {"learner": learner.ranks, "servers": rollout.servers * rollout.tensor_parallel}
-    needed["reward servers"] = config.reward.servers * reward_gpus(config)
+    needed["reward servers"] = config.reward.servers * config.reward.gpus
     devices = {"learner": learner.device, "servers": rollout.device, "reward servers": rollout.device}
     return {
         name: gpus if devices[name] == "cuda" or (devices[name] == "auto" and available) else 0
         for name, gpus in needed.items()
     }
-
-
-def reward_gpus(config: Config) -> int:
-    """GPUs of one reward server, where there are any."""
-    return int(config.reward.engine.get("tensor_parallel_size", 1))
 
 
 def gpus_missing(config: Config, available: int, where: str) -> str | None:

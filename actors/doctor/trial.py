@@ -282,6 +282,7 @@ def reward(trial: Trial, config: Config, rows: Rows) -> None:
 def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:
     """Ask a reward function for empty answers to `rows`: what it does with them refuses nothing."""
     from rollout.rewards.convention import Answer
+    from rollout.rewards.http_model import HttpModel
 
     name = function.name
     asked = f"reward.function: {name}, asked for the reward of an empty answer,"
@@ -289,6 +290,9 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
     scores: list[float] = []
     raised: dict[int, str] = {}
     late = f"{asked} gave none within {import_s(config):g} s"
+    made: object = function.function
+    if isinstance(made, HttpModel):
+        made.wait_elsewhere()  # a server that is not there is told at once
     with trial.limit(import_s(config), trial.found.warnings, late), asyncio.Runner() as runner:
         for number, row in rows:
             answer = [Answer(text="", num_tokens=0, row=row)]
@@ -297,8 +301,8 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
                 scores += [score.reward for score in found]
             except BaseException as error:  # users' code may raise anything
                 raised[number] = named(error)
-        if hasattr(function.function, "close"):
-            runner.run(function.function.close())
+        if isinstance(made, HttpModel):
+            runner.run(made.close())
     for number in list(raised)[:1]:
         fails = f"fails on {len(raised)} of {len(rows)} rows, row {number}: {raised[number]}"
         trial.found.warnings.append(f"{asked} {fails}")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from actors.doctor.run_file import check_here, gpus_missing, reward_gpus
+from actors.doctor.run_file import check_here, gpus_missing
 from actors.process import Process, Role
 from actors.supervise import accept
 from actors.supervise.ray_cluster import place, ray_cluster
@@ -97,7 +97,7 @@ def processes(config: Config) -> list[Process]:
             for name in (f"rollout-{number}" for number in range(rollout.servers))
         ),
         *(
-            process(name, "reward", ["--name", name], 0 if rollout.device == "cpu" else reward_gpus(config))
+            process(name, "reward", ["--name", name], 0 if rollout.device == "cpu" else reward.gpus)
             for name in (f"reward-{number}" for number in range(reward.servers))
         ),
     ]

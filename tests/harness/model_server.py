@@ -20,7 +20,10 @@ def says(text: str, finish: str = "stop") -> dict[str, Any]:
 class ModelServer:
     """Answers every POST by `reply`, after `delay_s`, and GET /health. Keeps `requests`, each (path, headers, body)."""
 
-    def __init__(self, reply: Reply, delay_s: float = 0.0, port: int | None = None) -> None:
+    def __init__(
+        self, reply: Reply, delay_s: float = 0.0, port: int | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        self.headers = headers
         self.reply, self.delay_s, self.port = reply, delay_s, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -57,5 +60,5 @@ class ModelServer:
             request.transport.abort()
             return web.Response()
         if isinstance(answer, str):
-            return web.Response(status=status, text=answer)
-        return web.json_response(answer, status=status)
+            return web.Response(status=status, text=answer, headers=self.headers)
+        return web.json_response(answer, status=status, headers=self.headers)

@@ -49,7 +49,7 @@ class HttpModel(Section):
     api_key_env: str | None = None
     """Name of the environment variable with the API key; null: no key is sent."""
     _session: "aiohttp.ClientSession | None" = PrivateAttr(None)
-    _turn: "count[int]" = PrivateAttr(default_factory=count)
+    _turn: "count[int]" = PrivateAttr(default_factory=lambda: count(random.randrange(2**16)))
     _own: bool = PrivateAttr(False)
 
     def wait_elsewhere(self) -> None:

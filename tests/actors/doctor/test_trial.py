@@ -11,12 +11,16 @@ from configs.schema import Config
 
 ROW = {"problem": "1+1", "answer": "2"}
 CODE = """
-import os, time
+import asyncio, os, time
 print("x" * 10_000_000, flush=True)
 def fine(reward_input): return {"score": 0.5, "format": 1}
 def dies(reward_input): os._exit(7)
 def hangs(reward_input): time.sleep(600)
 def nothing(reward_input): ...
+async def waits(solution_str):
+    await asyncio.sleep(0.1)
+    return 0.25
+def loops(solution_str): return asyncio.run(waits(solution_str))
 def task(problem, generate): ...
 async def stream(problem, generate): yield
 """
@@ -34,6 +38,8 @@ def config(folder: Path, *overrides: str) -> Config:
         ("dies", "", "ends its process"),
         ("hangs", "", "gave none within 7 s"),
         ("nothing", "", "fails on 2 of 2 rows, row 0: RewardError"),
+        ("waits", "gives 0.25, 0.25 for empty answers to 2 rows", ""),
+        ("loops", "gives 0.25, 0.25 for empty answers to 2 rows", ""),
     ],
 )
 def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warning: str, tmp_path: Path) -> None:
@@ -43,6 +49,27 @@ def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warni
     assert judgement.refused == []
     assert [fact in line for line in judgement.facts] == [True] * bool(fact)
     assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
+
+
+def test_each_of_several_functions_is_tried_but_one_that_asks_the_runs_own_servers(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE)
+    judge = "{url: 'http://127.0.0.1:1/v1', model: m, template: x, pattern: x}"
+    own = "{function: reward_model, kwargs: {template: x}}"
+    parts = f"[{{function: '{tmp_path}/own.py:fine'}}, {own}, {{function: judge, kwargs: {judge}}}, {{function: math}}]"
+    given = ("reward.servers=1", "reward.model=rm")
+    judgement = try_out(["reward"], config(tmp_path, f"reward.function={parts}", *given), [(0, {"answer": "5"})])
+    assert judgement.refused == []
+    assert [line.partition(" for ")[0] for line in judgement.facts] == [
+        f"reward: {tmp_path}/own.py:fine gives 0.5",
+        "reward: math gives 0",
+    ]
+    (warning,) = judgement.warnings
+    assert "judge, asked for" in warning and "Cannot connect to host 127.0.0.1:1" in warning
+
+
+def test_a_built_in_reward_without_what_it_needs_is_refused(tmp_path: Path) -> None:
+    judgement = try_out(["reward"], config(tmp_path, "reward.function=judge"), [(0, ROW)])
+    assert judgement.refused == ["reward.function judge: it needs url; add reward.kwargs.url"]
 
 
 def test_a_file_whose_import_takes_long_is_no_refusal(tmp_path: Path) -> None:

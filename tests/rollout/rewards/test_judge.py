@@ -94,7 +94,7 @@ async def test_what_is_no_score_is_an_error_in_one_line(reply: tuple[int, Any], 
 
 
 async def test_what_may_pass_is_tried_again():
-    """429 with the wait that it asks for, 5xx, a lost connection, and a server that is too slow; then the score."""
+    """429, 5xx, a lost connection; then the score. What cannot pass is not."""
     replies = [(429, "slow down"), (500, "oops"), (0, ""), (503, "starting"), (200, says("[[1]]"))]
     async with ModelServer(lambda body, number: replies[number]) as server:
         assert await ask(server, retries=4) == 1.0
@@ -107,6 +107,14 @@ async def test_what_may_pass_is_tried_again():
         with pytest.raises(RewardError, match=r"status 400: bad$"):
             await ask(server, retries=3)
         assert len(server.requests) == 1
+
+
+async def test_a_server_may_say_how_long_to_wait():
+    replies = [(429, "slow down"), (200, says("[[1]]"))]
+    async with ModelServer(lambda body, number: replies[number], headers={"Retry-After": "2"}) as server:
+        began = time.monotonic()
+        assert await ask(server, retries=1) == 1.0
+        assert 2.0 <= time.monotonic() - began < 20.0
 
 
 async def test_a_server_that_is_too_slow_or_not_there():
