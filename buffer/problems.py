@@ -74,7 +74,7 @@ def load_problems(path: Path, data: DataConfig, room: Path | None = None) -> Pro
 
     `room`: an existing folder on the disk that has room for a copy of the images in a parquet file.
     """
-    key = next((name for name in ("train", "eval") if getattr(data, name) == path), "train")
+    key = next((key for key, source in data.sources().items() if source == str(path)), "train")
     where = f"data.{key} {path}"
     readers = {".parquet": _parquet, ".jsonl": _jsonl}
     if path.suffix not in readers:
@@ -93,7 +93,7 @@ def load_problems(path: Path, data: DataConfig, room: Path | None = None) -> Pro
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
-    """How the model sees the images of data file `key`; None if no row has any. Raises ConfigError if they contradict
+    """How the model sees the images of the data file at `data.KEY`; None if no row has any. Raises ConfigError if they contradict
     the run file."""
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
@@ -102,7 +102,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     if form is None:
         problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} is a text model"
         remedy = "name a vision-language model, or leave these rows out"
-        raise ProblemsError(f"data.{key} {getattr(config.data, key)}: {problem}; {remedy}")
+        raise ProblemsError(f"data.{key} {config.data.sources()[key]}: {problem}; {remedy}")
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)
     if key == "train" and needed > limit:

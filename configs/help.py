@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 
 from configs.schema import Config
 
+NAME = "NAME"
+"""Stands in the names of keys for one that the user chooses."""
+
 EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
     "data.train": "data/countdown/train.parquet",
+    f"data.eval.{NAME}.path": "data/countdown/eval.parquet",
     "reward.function": "countdown",
 }
 """Example values of the required keys."""
@@ -81,7 +85,21 @@ def keys() -> dict[str, Key]:
             dotted, required = f"{section}.{name}", name in model.get("required", ())
             meaning = " ".join(field["description"].split())
             table[dotted] = Key(dotted, _type(field), show(field.get("default")), required, meaning)
+            for entry in field.get("patternProperties", {}).values():
+                below = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+                for leaf, one in below["properties"].items():
+                    name, needed = f"{dotted}.{NAME}.{leaf}", leaf in below.get("required", ())
+                    meaning = " ".join(one["description"].split())
+                    table[name] = Key(name, _type(one), show(one.get("default")), needed, meaning)
     return table
+
+
+def key_of(loc: str) -> str:
+    """The name in `keys` of the key at `loc`, which may be in an entry of a map or of a list. Example:
+    `data.eval.aime.k.0` -> `data.eval.NAME.k`"""
+    parts = loc.split(".")
+    nested = ".".join([*parts[:2], NAME, *parts[3:4]])
+    return nested if nested in keys() else ".".join(parts[:2])
 
 
 def sections() -> tuple[str, ...]:
@@ -98,6 +116,8 @@ def show(value: Any) -> str:
 def suggest(wrong: str) -> str:
     """The remedy for the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
     section, _, leaf = wrong.rpartition(".")
+    if section.count(".") == 2:
+        section = f"{section.rpartition('.')[0]}.{NAME}"
     names = list(keys())
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
@@ -141,6 +161,8 @@ def _type(schema: dict[str, Any]) -> str:
         return "one of " + ", ".join(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if "patternProperties" in schema:
+        return "a path, or a map with a name for each set"
     kind = schema.get("type", "object")
     if kind in ("integer", "number"):
         bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]

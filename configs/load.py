@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, keys, sections, show, suggest, text
+from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, key_of, keys, sections, show, suggest, text
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -213,6 +213,14 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield dotted
 
 
+def _values(tree: dict[str, Any], depth: int, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of everything in `tree`, down to names of `depth` parts."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict) and depth > 1:
+            yield from _values(value, depth - 1, f"{prefix}{key}.")
+
+
 def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -249,10 +257,10 @@ def _multiplied(section: Any) -> Any:
 
 def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     problems = {}
-    for name, key in keys().items():
-        section, leaf = name.split(".")
-        value = tree[section].get(leaf) if isinstance(tree[section], dict) else None
-        if isinstance(value, bool) and key.type != TYPES["boolean"]:  # YAML's `on` and `yes` must not become 1
+    for name, value in _values(tree, 4):
+        key = keys().get(key_of(name))
+        whole = key and key.name.count(".") == name.count(".")
+        if key and whole and isinstance(value, bool) and key.type != TYPES["boolean"]:  # `on`, `yes` must not become 1
             problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
     try:
         config = Config.model_validate(tree)
@@ -269,18 +277,19 @@ def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, 
     if kind == "extra_forbidden":
         wrong = list(_leaves(value, f"{loc}.")) if isinstance(value, dict) and value else [loc]
         return {key: f"{key}: no such key{merged.where(key)}; {suggest(key)}" for key in wrong}
+    name = key_of(loc)
     if kind == "missing":
-        return {loc: f"{loc}: missing; set it, e.g. {loc}: {EXAMPLES[loc]}"}
-    name = ".".join(loc.split(".")[:2])
+        return {loc: f"{loc}: missing; set it, e.g. {loc}: {EXAMPLES[name]}"}
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
         return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
-    whole = reduce(getitem, name.split("."), merged.tree)
+    where = ".".join(loc.split(".")[: len(name.split("."))])
+    whole = reduce(getitem, where.split("."), merged.tree)
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     if isinstance(whole, dict) and set(whole) == {TIMES}:
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
     shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
-    return {name: f"{name}: {shown} is not {keys()[name].type}{merged.where(name)}{quote}"}
+    return {where: f"{where}: {shown} is not {keys()[name].type}{merged.where(where)}{quote}"}
 
 
 def _literal(value: Any) -> Any:

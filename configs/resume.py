@@ -31,7 +31,7 @@ CHANGEABLE = (
     *("rollout.heartbeat_s", "rollout.engine", "rollout.max_failed_share"),
     *("rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
-    *("weights.*", "log.*"),
+    *("weights.*", "eval.*", "log.*"),
 )
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
 which problem is dispatched next, or what a stored sample means."""

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from actors.doctor.host import find_gpus
@@ -70,17 +71,17 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     further: list[str] = []
     rows: Rows = []
     judgement = Judgement()
-    for path in filter(None, (config.data.train, config.data.eval)):
-        if path.is_file():  # if not, `check` says so
+    for key, source in config.data.sources().items():
+        if (path := Path(source)).is_file():  # if not, `check` says so
             from buffer.problems import load_problems  # imports pyarrow, which is slow
 
             try:
                 problems = load_problems(path, config.data, room=existing(config.run.path))
-                judge_images(judgement, config, problems, "train" if path == config.data.train else "eval")
+                judge_images(judgement, config, problems, key)
             except ConfigError as error:
                 further += error.problems
                 continue
-            if path == config.data.train:
+            if key == "train":
                 rows, judgement.rows = rows_to_try(problems), len(problems)
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:

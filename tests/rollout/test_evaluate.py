@@ -7,11 +7,13 @@ import pytest
 
 from configs.entrypoint import split_flags
 from configs.load import ConfigError, load
+from configs.schema import EvalSet
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
 from rollout import evaluate
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.setup import RolloutSetup
+from rollout.evaluation.players import ProblemSet
 from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeEngine
@@ -34,8 +36,9 @@ async def test_answers_are_greedy_and_failures_are_counted(capsys: pytest.Captur
     engine = FakeEngine(lambda prompt: tokenizer.encode("<answer>1+2</answer>"))
     setup = RolloutSetup(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
     problems = rows(("1 2", 3), ("2 2", 4), ("2 1", 3), ("1 2 3 4 5 6 7 8", 9))
+    sets, models = [ProblemSet("eval", EvalSet(path="e"), problems)], [Path("before"), Path("after")]
     async with setup.rewards:
-        before, after = await evaluate.evaluate_models(config, setup, engine, problems, [Path("before"), Path("after")])
+        before, after = await evaluate.evaluate_models(config, setup, engine, sets, models)
     assert engine.temperatures == {0.0} and engine.loaded == [Path("before"), Path("after")]
     assert (before["model"], before["problems"], before["failed"]) == ("before", 4, 1)
     assert before["solved"] == pytest.approx(2 / 3) and before["reward"] == pytest.approx(2.1 / 3)
@@ -61,17 +64,18 @@ def test_the_command_line_is_folders_a_report_and_the_run_file():
 def test_missing_models_or_problems_are_refused(tmp_path: Path):
     config = load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"])
     with pytest.raises(ConfigError, match=r"--models: name one or more folders"):
-        evaluate.load_rows(config, [])
+        evaluate.chosen_sets(config, [])
     with pytest.raises(ConfigError, match=r"no config.json there"):
-        evaluate.load_rows(config, [tmp_path])
+        evaluate.chosen_sets(config, [tmp_path])
     with pytest.raises(ConfigError, match=r"data.eval: null"):
-        evaluate.load_rows(load([str(RUN), "--data.eval=null"]), [tmp_path])
+        evaluate.chosen_sets(load([str(RUN), "--data.eval=null"]), [tmp_path])
 
 
 def test_the_rows_are_the_eval_file_s(tmp_path: Path):
     write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
     (tmp_path / "config.json").write_text("{}")
-    assert len(evaluate.load_rows(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])) == 7
+    (given,) = evaluate.chosen_sets(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])
+    assert (given.name, len(given.rows), given.given.samples) == ("eval", 7, 1)
 
 
 def test_a_missing_eval_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
