@@ -121,6 +121,7 @@ def restored(config: Config, store: Store, problems: int) -> Ledger:
         lease_s=MISSED * config.rollout.heartbeat_s,
         skip_zero_variance=batch.skip_zero_variance,
         max_failed_share=config.rollout.max_failed_share,
+        eval_every=config.eval.every if config.data.eval else None,
         recall=store.dropped,
     )
     ledger.restore(store.load(), time.monotonic())

@@ -75,4 +75,5 @@ class RolloutSetup:
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:
     """Check the run file for a server that reads these `files` too. Raises ConfigError with every contradiction."""
-    check(config, files=(*FILES, *files), further=problems(config.rollout.engine, config))
+    sets = ["data.eval"] if config.eval.every else []
+    check(config, files=(*FILES, *sets, *files), further=problems(config.rollout.engine, config))

@@ -106,7 +106,7 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
         if isinstance(outcome, Failure):
             reasons[outcome.reason] += 1
             return
-        scored[row].append(attempt_of(outcome))
+        scored[row].append(attempt_of(outcome, episodes.sampler.engine.version))
         if first and row < keep:
             examples[row] = example_of(rows[row], outcome)
 
@@ -120,10 +120,13 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
     return Played(found, [text for text, _ in reasons.most_common(REASONS)], [examples[row] for row in sorted(examples)])
 
 
-def attempt_of(group: Group) -> Attempt:
-    """The only sample of `group` in numbers."""
+def attempt_of(group: Group, version: int) -> Attempt:
+    """The only sample of `group` in numbers; all of it was sampled under `version`."""
     (sample,) = group.samples
-    return Attempt(sample.reward, int(sample.sampled.numpy().sum()), sample.finish == "length")
+    sampled = sample.sampled.numpy() == 1
+    versions = set(sample.versions.numpy()[sampled].tolist())
+    assert versions == {version}, f"an attempt at version {version} has tokens of versions {versions}"
+    return Attempt(sample.reward, int(sampled.sum()), sample.finish == "length")
 
 
 def example_of(row: dict[str, Any], group: Group) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from actors.doctor.trial import try_out
 from buffer.images import ImageFormat
 from buffer.problems import load_problems
 from configs.load import ConfigError
-from configs.schema import Config
+from configs.schema import Config, EvalSet
 from rollout import evaluate
 from rollout.engine.arguments import engine_arguments
 from rollout.episodes.prompts import Prompts, load_tokenizer
@@ -41,7 +41,7 @@ def run(config: Config, tmp_path: Path) -> Config:
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "score.py").write_text(SCORE)
-    data = {"train": tmp_path / "data.jsonl", "eval": tmp_path / "data.jsonl"}
+    data = {"train": tmp_path / "data.jsonl", "eval": {"eval": EvalSet(path=str(tmp_path / "data.jsonl"))}}
     reward = {"function": f"{tmp_path}/score.py:score", "kwargs": {}}
     return config.model_copy(
         update={
