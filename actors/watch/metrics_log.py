@@ -1,6 +1,6 @@
 """The records of a run, `metrics.jsonl`, read as they grow. Used by display, status and report; waits for nothing.
 
-One JSON object per line and version, flat keys. A learner that restored an earlier version replaces the file and writes
+One JSON object per line and version, flat keys; an evaluation has a line of its own (`eval/...`). A learner that restored an earlier version replaces the file and writes
 versions again: the later record counts. A line still being written, or cut off by a crash, is left out.
 """
 
@@ -12,6 +12,8 @@ from statistics import fmean
 from typing import Any
 
 Record = dict[str, Any]
+EVALUATED = "eval/version"
+"""In records of evaluations: the version that was evaluated."""
 
 
 class Records:
@@ -20,11 +22,13 @@ class Records:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_version: dict[int, Record] = {}
+        self.evaluations: dict[int, Record] = {}
+        """By the version that was evaluated; keys as in `eval/aime/pass@8`."""
         self._inode, self._offset = 0, 0
         self.read()
 
     def read(self) -> list[Record]:
-        """Records written since the last call, or since construction."""
+        """Records written since the last call, or since construction, those of evaluations among them."""
         try:
             with open(self.path, "rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -37,8 +41,15 @@ class Records:
         whole_lines = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole_lines)
         records = [record for line in whole_lines.splitlines() if (record := _record(line)) is not None]
-        fresh = [record for record in records if self.by_version.get(record["version"]) != record]
-        self.by_version.update({record["version"]: record for record in fresh})
+        return [record for record in records if self._take_up(record)]
+
+    def _take_up(self, record: Record) -> bool:
+        """Whether it is new."""
+        kind, version = self.by_version, record["version"]
+        if EVALUATED in record:
+            kind, version = self.evaluations, record[EVALUATED]
+        fresh = kind.get(version) != record
+        kind[version] = record
         return fresh
 
     def ordered(self) -> list[Record]:
@@ -54,6 +65,30 @@ class Records:
         """Mean of the `last` records that have `key`."""
         values = self.column(key)[1][-last:]
         return fmean(values) if values else None
+
+
+def sets_of(record: Record) -> dict[str, dict[str, float]]:
+    """Figures by set of an evaluation's record. Example: `{"aime": {"mean@8": 0.4, "pass@8": 0.7, "version": 10}}`"""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in record.items():
+        _, name, figure = (key.split("/", 2) + ["", ""])[:3]
+        if figure:
+            found.setdefault(name, {})[figure] = value
+    return found
+
+
+def evaluation_lines(record: Record) -> list[str]:
+    """An evaluation in words, a line for each set. Example: `aime: mean@8 0.400 (+- 0.050), pass@8 0.700, 3 failed`"""
+    lines = []
+    for name, figures in sets_of(record).items():
+        words = []
+        for key, value in figures.items():
+            error = f" (+- {figures['error']:.3f})" if key.startswith("mean@") and "error" in figures else ""
+            if key == "reward" or "@" in key.replace("left_out@", "") or "^" in key:
+                words.append(f"{key} {value:.3f}{error}")
+        words += [f"{figures['failed']:.0f} attempts failed"] if figures.get("failed") else []
+        lines.append(f"{name}: {', '.join(words)}")
+    return lines
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:

@@ -108,7 +108,7 @@ class Evaluations:
             return f"evaluation {due} was never claimed here"
         if known.state in ("done", "failed"):
             return None if (known.server, known.version) == (server, version) else f"evaluation {due} is done"
-        self._set(EvaluationState(due, "done", version, server, known.attempts, results), samples)
+        self._set(EvaluationState(due, "done", version, server, known.attempts, results=results), samples)
         return None
 
     def unknown(self, known: Collection[int]) -> EvaluationState | None:

@@ -99,10 +99,17 @@ class Evaluator:
             return None
 
     async def _play(self) -> dict[str, SetResult]:
-        results = {}
-        for problems in self.sets:
-            episodes = problems.episodes(self._config, self._setup, self._engine)
-            played = await play(problems, episodes, self.places, self._config.eval.keep_samples)
-            figures, reasons, examples = played.figures, played.reasons, played.examples
-            results[problems.name] = SetResult(figures=figures, reasons=reasons, examples=examples)
-        return results
+        """All sets at the same time, so that only one tail of long answers is waited for."""
+        keep = self._config.eval.keep_samples
+        async with asyncio.TaskGroup() as tasks:
+            playing = {
+                each.name: tasks.create_task(
+                    play(each, each.episodes(self._config, self._setup, self._engine), self.places, keep)
+                )
+                for each in self.sets
+            }
+        played = {name: task.result() for name, task in playing.items()}
+        return {
+            name: SetResult(figures=one.figures, reasons=one.reasons, examples=one.examples)
+            for name, one in played.items()
+        }
