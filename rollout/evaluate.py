@@ -140,7 +140,8 @@ class Table:
     @staticmethod
     def _estimates(sets: Sequence[ProblemSet]) -> Iterator[str]:
         for each in sets:
-            yield from (f"{what}{k}" for k in sorted(each.given.k) for what in ("pass@", "pass^"))
+            for k in sorted(each.given.k):
+                yield from (f"pass@{k}", f"pass^{k}") if k > 1 else ("pass@1",)
 
     def show(self, record: dict[str, Any]) -> None:
         """Print the line of a record."""

@@ -50,7 +50,7 @@ def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[in
 
     `mean@N`: mean over problems of the share of solved attempts, and `error`, its standard error: the problems are what
     was drawn, not the attempts (Miller 2024, arXiv 2411.00640, section 2.2). `pass@K`, `pass^K`: means over the problems
-    with K scored attempts or more; `left_out@K`: the others, where there are any. `reward`, `length`, `truncated`: means
+    with K scored attempts or more (pass^1 is pass@1); `left_out@K`: the others, where there are any. `reward`, `length`, `truncated`: means
     over all scored attempts. `problems`, `failed`: numbers of problems and of attempts without a score.
     Without a single scored attempt there are only the last two. Example: two problems, both attempts at the first
     solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2` 0.5.
@@ -69,7 +69,8 @@ def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[in
         counts = [(len(each), sum(one.solved for one in each)) for each in problems if len(each) >= k]
         if counts:
             found[f"pass@{k}"] = fmean(pass_at(k, *count) for count in counts)
-            found[f"pass^{k}"] = fmean(pass_hat(k, *count) for count in counts)
+            if k > 1:  # for one attempt they are the same
+                found[f"pass^{k}"] = fmean(pass_hat(k, *count) for count in counts)
         if len(counts) < len(problems):
             found[f"left_out@{k}"] = float(len(problems) - len(counts))
     found["length"] = fmean(attempt.length for attempt in every)

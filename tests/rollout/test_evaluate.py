@@ -85,3 +85,34 @@ def test_a_missing_eval_file_exits_with_2(tmp_path: Path, capsys: pytest.Capture
         )
     assert caught.value.code == 2
     assert f"data.eval: {tmp_path / 'none.parquet'}: no such file" in capsys.readouterr().err
+
+
+async def test_named_sets_get_a_line_each_and_columns_for_what_they_ask(capsys: pytest.CaptureFixture[str]):
+    config, tokenizer = load([str(RUN)]), make_tokenizer()
+    engine = FakeEngine(lambda prompt: tokenizer.encode("<answer>1+2</answer>"))
+    setup = RolloutSetup(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
+    problems = rows(("1 2", 3), ("2 2", 4))
+    sets = [
+        ProblemSet("few", EvalSet(path="e", samples=3, k=[1, 2], temperature=0.5), problems),
+        ProblemSet("all", EvalSet(path="f"), problems[:1]),
+    ]
+    async with setup.rewards:
+        few, every = await evaluate.evaluate_models(config, setup, engine, sets, [Path("m")])
+    assert engine.temperatures == {0.5, 0.0}
+    assert (few["set"], few["samples"], few["solved"], few["mean@3"]) == ("few", 3, 0.5, 0.5)
+    assert few["pass@1"] == few["pass@2"] == few["pass^2"] == 0.5 and every["solved"] == 1.0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "set", "problems", "reward", "solved", "failed", "pass@1", "pass@2", "pass^2"]
+    assert lines[0].split() == ["m", "few", "2", "0.550", "0.500", "0", "0.500", "0.500", "0.500"]
+    assert lines[1].split() == ["m", "all", "1", "1.000", "1.000", "0"]
+
+
+def test_sets_are_chosen_by_name(tmp_path: Path):
+    write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
+    (tmp_path / "config.json").write_text("{}")
+    given = [f"--data.eval.{name}.path={tmp_path / 'eval.parquet'}" for name in ("one", "two")]
+    config = load([str(RUN), *given])
+    assert [each.name for each in evaluate.chosen_sets(config, [tmp_path])] == ["eval", "one", "two"][1:]
+    assert [each.name for each in evaluate.chosen_sets(config, [tmp_path], ["two"])] == ["two"]
+    with pytest.raises(ConfigError, match=r"--sets three: data.eval has one, two"):
+        evaluate.chosen_sets(config, [tmp_path], ["two", "three"])
