@@ -93,8 +93,8 @@ def load_problems(path: Path, data: DataConfig, room: Path | None = None) -> Pro
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
-    """How the model sees the images of the data file at `data.KEY`; None if no row has any. Raises ConfigError if they contradict
-    the run file."""
+    """How the model sees the images of the file at `data.KEY`; None if no row has any. Raises ConfigError if they
+    contradict the run file."""
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None

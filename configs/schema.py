@@ -81,8 +81,8 @@ class DataConfig(Section):
     """Problems to train on: a .parquet or .jsonl file with TinyZero/verl columns (`prompt`, `reward_model`) or EasyR1
     columns (`problem`, `answer`)."""
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalSet] = {}
-    """Sets of problems kept out of training, by name, for `python -m rollout evaluate` and `eval.every`. A path alone is
-    one set named `eval`, with one greedy answer to each problem."""
+    """Sets of problems kept out of training, by name, for `python -m rollout evaluate` and `eval.every`. A path alone
+    is one set named `eval`, with one greedy answer to each problem."""
     chat_template: Literal["none"] | Path | None = None
     """Chat template: a Jinja file, or `none` for a base model: plain text, the messages' texts joined by blank lines;
     null takes the tokenizer's own."""
@@ -117,7 +117,7 @@ class DataConfig(Section):
         return {} if alone is None else alone
 
     def sources(self) -> dict[str, str]:
-        """What is read, by key below `data`: `train`, and `eval.NAME` for each set; for one named `eval` that is `eval`."""
+        """What is read, by key below `data`: `train`, and `eval.NAME` for each set, `eval` for the one of that name."""
         return {"train": str(self.train)} | {
             "eval" if name == "eval" else f"eval.{name}": each.path for name, each in self.eval.items()
         }

@@ -59,12 +59,13 @@ class Draining:
 
     def last_evaluations(self) -> list[EvaluationResult]:
         """Wait for those that are still to come, the last version's among them, unless a signal ends the run."""
+        found = []
         with suppress(Drained):
             self._waiting = True
             if not self._begun:
-                self.batches.wait_for_evaluations()
+                found = self.batches.last_evaluations()
             self._waiting = False
-        return self.batches.evaluations()
+        return found
 
     def begin(self, number: int) -> None:
         """Let `take` return None from now on, also where it waits. `number`: the signal."""

@@ -1,8 +1,8 @@
 """The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
 An evaluation has a record of its own, with keys that begin with `eval/`: its `version` is the learner's when it was
-written, and `eval/version` the one that was evaluated. Consumes the metrics of each version; waits for nothing. The other ranks hold a `Metrics` without a path, which writes
-nothing. Trackers (`trackers.py`) get the same records.
+written, and `eval/version` the one that was evaluated. Consumes the metrics of each version; waits for nothing. The
+other ranks hold a `Metrics` without a path, which writes nothing. Trackers (`trackers.py`) get the same records.
 """
 
 import json

@@ -1,11 +1,10 @@
-"""`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: the sets of `data.eval`.
+"""`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: on `data.eval`.
 
-One vLLM engine loads one model after another: checkpoints, base models, anything in Hugging Face format. Prints one line
-for each model and set; the file gets the numbers and some answers of each. Needs neither buffer nor learner; waits for
-the engine and the reward workers only.
+One vLLM engine loads one model after another: checkpoints, base models, anything in Hugging Face format. Prints one
+line for each model and set; the file gets the numbers and some answers of each. Needs neither buffer nor learner; waits
+for the engine and the reward workers only.
 """
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator, Sequence

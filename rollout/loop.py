@@ -1,7 +1,8 @@
 """The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. Run by `rollout/__main__.py`.
 
 `roll` waits for the buffer, which hands out work as the learner advances, and while all places for sequences are taken.
-`follow` waits for the learner to publish, and while a version is evaluated. If either fails, the process ends with the cause.
+`follow` waits for the learner to publish, and while a version is evaluated. If either fails, the process ends with the
+cause.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from learner.weights.receiver.follow import Receiver
     from learner.weights.receiver.staged import StagedPolicy
     from learner.weights.receiver.streamed import StreamedPolicy
-    from rollout.evaluation.evaluator import Evaluator
     from rollout.engine.vllm_engine import Engine
+    from rollout.evaluation.evaluator import Evaluator
 
 log = logging.getLogger(__name__)
 Ask = Callable[[int], Awaitable[list[WorkItem] | None]]

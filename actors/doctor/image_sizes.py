@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def judge_images(judgement: Judgement, config: Config, problems: "Problems", key: str) -> None:
-    """Add what is known of the images in the file at `data.KEY`. Raises ConfigError if the run cannot start with them."""
+    """Add what is known of the images in the file at `data.KEY`. Raises ConfigError if the run cannot start so."""
     from buffer.problems import check_images  # imports pyarrow, which is slow
 
     form = check_images(config, problems, key)

@@ -85,8 +85,7 @@ def evaluation_table(records: Records) -> list[list[str]]:
 
 
 def figure(records: Records, window: int) -> bytes:
-    """PNG: reward with its moving mean over `window` versions, answer length, age; and evaluations, if there are any.
-    """
+    """PNG: reward with its moving mean over `window` versions, answer length, age; evaluations, if there are any."""
     shown = curves(records)
     number = len(PANELS) + bool(shown)
     drawing = Figure(figsize=(9, 3 * number), layout="constrained")

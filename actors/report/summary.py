@@ -31,7 +31,8 @@ EXAMPLES = 2
 """Answers shown of the first and of the last policy, each."""
 EVALUATED = """
 SELECT version, samples FROM evaluations WHERE state = 'done' AND samples <> ''
-    AND due IN ((SELECT MIN(due) FROM evaluations), (SELECT MAX(due) FROM evaluations WHERE state = 'done')) ORDER BY due
+    AND due IN ((SELECT MIN(due) FROM evaluations), (SELECT MAX(due) FROM evaluations WHERE state = 'done'))
+ORDER BY due
 """
 FIRST_SAMPLES = """
 SELECT batch, problem, data_of(segment, position, bytes), reward FROM (

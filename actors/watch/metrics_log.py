@@ -1,7 +1,8 @@
 """The records of a run, `metrics.jsonl`, read as they grow. Used by display, status and report; waits for nothing.
 
-One JSON object per line and version, flat keys; an evaluation has a line of its own (`eval/...`). A learner that restored an earlier version replaces the file and writes
-versions again: the later record counts. A line still being written, or cut off by a crash, is left out.
+One JSON object per line and version, flat keys; an evaluation has a line of its own (`eval/...`). A learner that
+restored an earlier version replaces the file and writes versions again: the later record counts. A line still being
+written, or cut off by a crash, is left out.
 """
 
 import json
@@ -71,8 +72,8 @@ def sets_of(record: Record) -> dict[str, dict[str, float]]:
     """Figures by set of an evaluation's record. Example: `{"aime": {"mean@8": 0.4, "pass@8": 0.7, "version": 10}}`"""
     found: dict[str, dict[str, float]] = {}
     for key, value in record.items():
-        _, name, figure = (key.split("/", 2) + ["", ""])[:3]
-        if figure:
+        first, name, figure = [*key.split("/", 2), "", ""][:3]
+        if first == "eval" and figure:
             found.setdefault(name, {})[figure] = value
     return found
 

@@ -1,10 +1,10 @@
 """Who evaluates which version, and what came of it. Pure Python beside the ledger: no sockets, no clock of its own.
 
-Evaluations are due at version 0, every `every` versions, and at the last one. At most one runs at a time, on one server,
-which claims it when it has loaded a version and then holds newer ones back. If that server dies, another one (or the
-restarted one) claims it with the version that it has by then; an evaluation that is still to be done when the next one
-is due is left out. So a result is of exactly one version, and each evaluation has at most one. `buffer/wire/handlers.py`
-drives this and commits what changed (`drain`) before it answers.
+Evaluations are due at version 0, every `every` versions, and at the last one. At most one runs at a time, on one
+server, which claims it when it has loaded a version and then holds newer ones back. If that server dies, another one
+(or the restarted one) claims it with the version that it has by then; an evaluation that is still to be done when the
+next one is due is left out. So a result is of exactly one version, and each evaluation has at most one.
+`buffer/wire/handlers.py` drives this and commits what changed (`drain`) before it answers.
 """
 
 from collections.abc import Collection, Mapping
@@ -88,7 +88,9 @@ class Evaluations:
             if doing == running.due and running.version <= reach.ceiling:
                 running.since = now
                 return "none"
-            if doing == running.due or now >= running.since + self.lease_s:  # of a policy that a rewind undid; forgotten
+            if (
+                doing == running.due or now >= running.since + self.lease_s
+            ):  # of a policy that a rewind undid; forgotten
                 self._lose(running)
         if doing is not None:
             return "over"

@@ -20,8 +20,9 @@ Readable with any SQLite tool, also while the buffer runs:
     problems  row, problem         JSON of each problem that was dispatched
     totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
     meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key
-    evaluations  due, state, version, server, attempts, reason, results, samples, changed_at   version at which it was due,
-              running, lost, done, failed; version really evaluated; results: JSON, figures by set; samples: JSON by set
+    evaluations  due, state, version, server   version at which it was due; running, lost, done, failed; what was
+                                               evaluated, where
+              attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 

@@ -220,8 +220,7 @@ class LearnerClient:
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def follow_evaluations(self, known: Sequence[int]) -> None:
-        """On rank 0: have the results of evaluations fetched as they come, but for those `known` by when they were due.
-        """
+        """On rank 0: have the results of evaluations fetched as they come, but those `known` (when they were due)."""
         if self.rank == 0:
             self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
@@ -234,10 +233,11 @@ class LearnerClient:
         """The results that have come since the last call."""
         return [self._results.get() for _ in range(self._results.qsize())]
 
-    def wait_for_evaluations(self) -> None:
-        """Wait until the last result has come."""
+    def last_evaluations(self) -> list[EvaluationResult]:
+        """`evaluations` once the last one has come."""
         if self._fetching:
             self._fetching.result()
+        return self.evaluations()
 
     def _raise_refusal(self) -> None:
         if self._trained and self._trained.done():

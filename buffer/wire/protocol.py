@@ -207,8 +207,7 @@ class News(Message):
 
 
 class Due(Message):
-    """The evaluation that the server is to make of what it runs, named by the version at which it was due; null: none.
-    """
+    """The evaluation that the server is to make of what it runs, by the version at which it was due; null: none."""
 
     due: Count | None
 
@@ -344,9 +343,8 @@ class NotRegistered(Message):
 
 
 REQUESTS: dict[str, type[Message]] = {
-    m.__name__: m for m in (
-        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Status
-    )
+    m.__name__: m
+    for m in (Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Status)
 }
 ANSWERS: dict[str, type[Message]] = {
     m.__name__: m

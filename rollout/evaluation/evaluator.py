@@ -1,4 +1,4 @@
-"""Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays all sets.
+"""Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
 
 The buffer decides who evaluates what. `loop.follow` asks it here after each load, before the learner may send another
 version; what a dead server left is claimed when the answer to a heartbeat says that it is due. Groups are made all the

@@ -1,5 +1,5 @@
-"""The sets of `data.eval`, and how an engine plays one: `samples` attempts at each problem, with the task and the rewards
-that the run trains with.
+"""The sets of `data.eval`, and how an engine plays one: `samples` attempts at each problem, with the task and the
+rewards that the run trains with.
 
 Used by `rollout/evaluate.py` for models in folders and by `evaluator.py` while a run trains. Waits for the engine, the
 rewards, and for places.
@@ -117,7 +117,9 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
                 made = tasks.create_task(attempt(row, first=number == 0))
                 made.add_done_callback(places.free)
     found = figures(scored, samples, problems.given.k)
-    return Played(found, [text for text, _ in reasons.most_common(REASONS)], [examples[row] for row in sorted(examples)])
+    return Played(
+        found, [text for text, _ in reasons.most_common(REASONS)], [examples[row] for row in sorted(examples)]
+    )
 
 
 def attempt_of(group: Group, version: int) -> Attempt:
@@ -134,4 +136,3 @@ def example_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
     (sample,) = group.samples
     answer = sample.answer[:MOST_CHARS]
     return {"problem": without_images(row), "answer": answer, "reward": sample.reward, "finish": sample.finish}
-

@@ -49,11 +49,11 @@ def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[in
     """The figures of a set; `problems` has the scored attempts at each one, of `samples` that were made.
 
     `mean@N`: mean over problems of the share of solved attempts, and `error`, its standard error: the problems are what
-    was drawn, not the attempts (Miller 2024, arXiv 2411.00640, section 2.2). `pass@K`, `pass^K`: means over the problems
-    with K scored attempts or more (pass^1 is pass@1); `left_out@K`: the others, where there are any. `reward`, `length`, `truncated`: means
-    over all scored attempts. `problems`, `failed`: numbers of problems and of attempts without a score.
-    Without a single scored attempt there are only the last two. Example: two problems, both attempts at the first
-    solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2` 0.5.
+    was drawn, not the attempts (Miller 2024, arXiv 2411.00640, section 2.2). `pass@K`, `pass^K`: means over the
+    problems with K scored attempts or more (pass^1 is pass@1); `left_out@K`: the others, where there are any. `reward`,
+    `length`, `truncated`: means over all scored attempts. `problems`, `failed`: numbers of problems and of attempts
+    without a score. Without a single scored attempt there are only the last two. Example: two problems, both attempts
+    at the first solved, one of the second: `mean@2` 0.75, `pass@2` 1.0, `pass^2` 0.5.
     """
     scored = [attempts for attempts in problems if attempts]
     every = [attempt for attempts in scored for attempt in attempts]

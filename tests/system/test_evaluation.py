@@ -43,7 +43,9 @@ def test_each_evaluation_has_one_result_of_one_version_whatever_is_killed(toy: T
     found = run.evaluations()
     assert [record["eval/due"] for record in found] == [0, 4, 8, 12], "each once, in order"
     made = [record["eval/version"] for record in found]
-    assert made[0] == 0 and made[-1] == 12 and all(due <= at < due + 4 for due, at in zip((0, 4, 8), made, strict=False))
+    assert (
+        made[0] == 0 and made[-1] == 12 and all(due <= at < due + 4 for due, at in zip((0, 4, 8), made, strict=False))
+    )
     for record in found:
         assert record["eval/many/version"] == record["eval/greedy/version"] == record["eval/version"]
         assert record["eval/many/problems"] == 12 and record["eval/greedy/problems"] == 6

@@ -1,6 +1,7 @@
 """Who evaluates what: one server at a time, at most one result of each evaluation, whatever dies."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -139,7 +140,10 @@ def test_everything_comes_back_from_the_store():
     assert again.claim(B, 6, reach(6), 101.0) is None, "its server is given time to be heard of"
     assert again.beat(A, 5, 5, reach(6), 102.0) == "none"
     assert again.finish(A, 5, 5, "five", "") is None
-    assert again.finish(A, 5, 5, "five", "") is None and [one.results for one in again.known.values()] == ["zero", "five"]
+    assert again.finish(A, 5, 5, "five", "") is None and [one.results for one in again.known.values()] == [
+        "zero",
+        "five",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -148,7 +152,7 @@ def test_whatever_happens_there_is_one_result_of_one_version(seed: int):
     most one result, of a version at or after which it was due and before the next; at most one runs; the last ends."""
     draw, found = random.Random(seed), make(3)
     version, now, last = 0, 0.0, 17
-    servers = {name: {"token": 0, "version": -1, "doing": None} for name in ("rollout-0", "rollout-1")}
+    servers: dict[str, dict[str, Any]] = {name: {"token": 0, "version": -1, "doing": None} for name in ("rollout-0", "rollout-1")}
     rows: dict[int, object] = {}
 
     def key(name: str) -> str:

@@ -63,7 +63,7 @@ async def test_an_evaluation_from_claim_to_learner():
         assert (first.due, first.version, first.server) == (0, 0, "rollout-0")
         assert first.figures == {"few": {"mean@2": 0.5}}
         await train_all(one, by, 2)
-        waiting = asyncio.create_task(asyncio.to_thread(by.wait_for_evaluations))
+        waiting = asyncio.create_task(asyncio.to_thread(by.last_evaluations))
         await asyncio.sleep(0.1)
         async with client(it.address, "status", "observer") as observer:
             state = await observer.expect(Status(), State)
@@ -75,8 +75,7 @@ async def test_an_evaluation_from_claim_to_learner():
         assert two.evaluation_due.is_set() and await two.claim(2) == 2
         assert not waiting.done()
         await two.evaluated(2, 2, SETS)
-        await asyncio.wait_for(waiting, 10)
-        assert [one.due for one in by.evaluations()] == [2]
+        assert [result.due for result in await asyncio.wait_for(waiting, 10)] == [2]
         await asyncio.to_thread(by.close)
 
 
@@ -98,8 +97,7 @@ async def test_a_run_without_evaluations_waits_for_none():
     async with buffer() as it, rollout(it.address) as one:
         by = await learner(it.address, [])
         assert await one.claim(0) is None
-        await asyncio.wait_for(asyncio.to_thread(by.wait_for_evaluations), 10)
-        assert by.evaluations() == []
+        assert await asyncio.wait_for(asyncio.to_thread(by.last_evaluations), 10) == []
         await asyncio.to_thread(by.close)
 
 
