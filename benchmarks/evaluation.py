@@ -4,7 +4,7 @@
 answers (48 tokens), 8 groups of 8 samples a version, one server and then two. For each number of servers it makes
 `--rounds` pairs of runs, one without and one with an evaluation every 10 versions (16 problems, 2 samples each, 5 % of
 the run's samples), in turn, because a machine that others use drifts. Counted are `--versions` versions after a warm-up
-that ends with the first evaluation. Servers, engine and learner share the CPU: what an evaluation generates there is taken
+that ends with the first evaluation. Servers and learner share the CPU: what an evaluation generates there is taken
 from the run, so the wait cannot stay below the share of the work; on GPUs the lulls of a server are free.
 """
 

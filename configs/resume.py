@@ -18,7 +18,7 @@ from configs.schema import Config
 
 CHANGEABLE = (
     *("run.versions", "run.folder"),
-    *("data.eval", "data.epochs"),
+    *("data.eval", "data.eval.*", "data.epochs"),
     *("reward.timeout_s", "reward.workers", "reward.memory_gib", "reward.max_calls"),
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),

@@ -152,7 +152,9 @@ def test_whatever_happens_there_is_one_result_of_one_version(seed: int):
     most one result, of a version at or after which it was due and before the next; at most one runs; the last ends."""
     draw, found = random.Random(seed), make(3)
     version, now, last = 0, 0.0, 17
-    servers: dict[str, dict[str, Any]] = {name: {"token": 0, "version": -1, "doing": None} for name in ("rollout-0", "rollout-1")}
+    servers: dict[str, dict[str, Any]] = {
+        name: {"token": 0, "version": -1, "doing": None} for name in ("rollout-0", "rollout-1")
+    }
     rows: dict[int, object] = {}
 
     def key(name: str) -> str:
