@@ -12,7 +12,7 @@ import jinja2
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from actors.watch.metrics_log import Records, moving_mean, sets_of
+from actors.watch.metrics_log import Records, moving_mean, sets_of, shares
 from configs.schema import Config
 
 PANELS = (
@@ -65,11 +65,10 @@ def curves(records: Records) -> dict[str, tuple[list[int], list[float]]]:
     found: dict[str, tuple[list[int], list[float]]] = {}
     for version, record in sorted(records.evaluations.items()):
         for name, figures in sets_of(record).items():
-            for key, value in figures.items():
-                if key.startswith(("mean@", "pass@", "pass^")):
-                    versions, values = found.setdefault(f"{name} {key}", ([], []))
-                    versions.append(version)
-                    values.append(value)
+            for key in shares(figures):
+                versions, values = found.setdefault(f"{name} {key}", ([], []))
+                versions.append(version)
+                values.append(figures[key])
     return found
 
 

@@ -7,7 +7,7 @@ written, or cut off by a crash, is left out.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -78,15 +78,18 @@ def sets_of(record: Record) -> dict[str, dict[str, float]]:
     return found
 
 
+def shares(figures: Mapping[str, float]) -> list[str]:
+    """Names of the figures that say how much is solved: mean@N, then pass@K and pass^K."""
+    return [key for key in figures if key.startswith(("mean@", "pass@", "pass^"))]
+
+
 def evaluation_lines(record: Record) -> list[str]:
     """An evaluation in words, a line for each set. Example: `aime: mean@8 0.400 (+- 0.050), pass@8 0.700, 3 failed`"""
     lines = []
     for name, figures in sets_of(record).items():
-        words = []
-        for key, value in figures.items():
-            error = f" (+- {figures['error']:.3f})" if key.startswith("mean@") and "error" in figures else ""
-            if key == "reward" or "@" in key.replace("left_out@", "") or "^" in key:
-                words.append(f"{key} {value:.3f}{error}")
+        words = [f"{key} {figures[key]:.3f}" for key in shares(figures)]
+        words[:1] = [f"{word} (+- {figures['error']:.3f})" for word in words[:1]] if "error" in figures else words[:1]
+        words += [f"reward {figures['reward']:.3f}"] if "reward" in figures else []
         words += [f"{figures['failed']:.0f} attempts failed"] if figures.get("failed") else []
         lines.append(f"{name}: {', '.join(words)}")
     return lines
