@@ -19,7 +19,7 @@ def evaluating(run: Run, version: int) -> bool:
 
 
 def test_each_evaluation_has_one_result_of_one_version_whatever_is_killed(toy: Toy) -> None:
-    """SIGKILL to the buffer in the evaluation of version 0, to the server in that of 4, to the learner while it waits for
+    """SIGKILL to the buffer in the evaluation of version 0, to the server in that of 4, to the learner as it waits for
     that of the last version."""
     versions, run = 8, toy.run("evaluated")
     data = toy.folder / "data" / "eval.parquet"
