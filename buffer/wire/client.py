@@ -220,9 +220,8 @@ class LearnerClient:
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def follow_evaluations(self, known: Sequence[int]) -> None:
-        """On rank 0: have the results of evaluations fetched as they come, but those `known` (when they were due)."""
-        if self.rank == 0:
-            self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
+        """Have the results of evaluations fetched as they come, but for those `known` (when they were due)."""
+        self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
     async def _fetch(self, known: list[int]) -> None:
         while isinstance(answer := await self.client.request(protocol.Results(known=known)), EvaluationResult):

@@ -135,7 +135,7 @@ class Evaluated(Message):
 
 
 class Results(Message):
-    """Rank 0 of the learner asks for the result of an evaluation that is not among `known`. Parked until there is one;
+    """A rank of the learner asks for the result of an evaluation that is not among `known`. Parked until there is one;
     Ack: there will be no more."""
 
     known: list[Count]

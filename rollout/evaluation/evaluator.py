@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
-"""Longest wait for the buffer's word: the learner waits for this server meanwhile. Later the heartbeats ask again."""
+"""Longest wait for the buffer's word, or a quarter of `weights.timeout_s`: the learner waits for this server meanwhile.
+After that the heartbeats ask again."""
 
 
 class Evaluator:
@@ -93,7 +94,7 @@ class Evaluator:
         if not self.sets:
             return None
         try:
-            async with asyncio.timeout(CLAIM_S):
+            async with asyncio.timeout(min(CLAIM_S, self._config.weights.timeout_s / 4)):
                 return await self._buffer.claim(self._engine.version)
         except TimeoutError:
             return None
