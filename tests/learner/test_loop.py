@@ -160,3 +160,16 @@ def test_the_loop_is_one_screen() -> None:
     lines = (ROOT / "learner" / "loop.py").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("def run"))
     assert len(lines) - start <= 40 and not any("if config" in line for line in lines)
+
+
+def test_a_signal_ends_the_wait_for_the_last_evaluation() -> None:
+    class Evaluating(Parts):
+        def last_evaluations(self) -> list[str]:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Event().wait(30)
+            raise AssertionError("nothing woke it")
+
+    draining = Draining(Evaluating())
+    with StopSignals(draining.begin):
+        assert draining.last_evaluations() == []
+        assert draining.last_evaluations() == [], "it does not wait again"
