@@ -125,6 +125,7 @@ def restored(config: Config, store: Store, problems: Problems) -> Ledger:
         skip_zero_variance=batch.skip_zero_variance,
         max_failed_share=config.rollout.max_failed_share,
         shares=problems.shares,
+        eval_every=config.eval.every if config.data.eval else None,
         recall=store.dropped,
     )
     ledger.restore(store.load(), time.monotonic())

@@ -87,7 +87,7 @@ def load_problems(
     file, for errors; None: `data.eval` where that is the source, else `data.train`. `truth`: whether rows must have a
     ground truth, see `configs.data.sources.needs_truth`.
     """
-    key = key or ("data.eval" if source == data.eval and source != data.train else "data.train")
+    key = key or next((f"data.{name}" for name, known in data.sources().items() if known == source), "data.train")
     try:
         sources = [(part.weight, open_source(part, data, key, truth)) for part in parts_of(source)]
     except SourceError as error:
@@ -100,8 +100,8 @@ def load_problems(
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
-    """How the model sees the images of data file `key`; None if no row has any. Raises ConfigError if they contradict
-    the run file."""
+    """How the model sees the images of the file at `data.KEY`; None if no row has any. Raises ConfigError if they
+    contradict the run file."""
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None
@@ -109,7 +109,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     if form is None:
         problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} is a text model"
         remedy = "name a vision-language model, or leave these rows out"
-        raise ProblemsError(f"data.{key} {told(getattr(config.data, key))}: {problem}; {remedy}")
+        raise ProblemsError(f"data.{key} {told(config.data.sources()[key])}: {problem}; {remedy}")
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)
     if key == "train" and needed > limit:

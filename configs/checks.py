@@ -78,7 +78,7 @@ def check(
     """
     found = [
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
-        *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
+        *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *_trackers(config, files), *further,
     ]  # fmt: skip
@@ -242,6 +242,22 @@ def _epochs(config: Config, problems: int | None) -> Iterator[str]:
     yield f"{problem}, but {needed}; {remedy} or run.versions: {max(1, epochs * problems // groups)}"
 
 
+def _evaluation(config: Config) -> Iterator[str]:
+    held, prompt = config.rollout.engine.get("max_model_len"), config.data.max_prompt_tokens
+    if config.eval.every is not None and not config.data.eval:
+        yield f"eval.every: {config.eval.every}, but data.eval names no problems; name some or set eval.every: null"
+    for name, given in zip(list(config.data.sources())[1:], config.data.eval.values(), strict=True):
+        key, samples = f"data.{name}", given.samples
+        if given.k and max(given.k) > samples:
+            yield f"{key}.k: {max(given.k)} is more than {key}.samples {samples}; lower it or raise {key}.samples"
+        if samples > 1 and given.temperature == 0:
+            problem = f"{key}.temperature: 0 makes all of {key}.samples {samples} answers the same"
+            yield f"{problem}; raise it or set {key}.samples: 1"
+        if given.max_tokens and isinstance(held, int) and held < prompt + given.max_tokens:
+            sample = f"data.max_prompt_tokens {prompt} + {key}.max_tokens {given.max_tokens}"
+            yield f"rollout.engine.max_model_len: {held} is less than {sample}; raise it or lower {key}.max_tokens"
+
+
 def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
     """A built-in name, or `path/to/file.py:function`, a file that defines the function."""
     rewards = [("reward.function", part.function) for part in config.reward.parts]
@@ -342,19 +358,18 @@ def _files(config: Config, files: Collection[str]) -> Iterator[str]:
         yield from _model("model.path", config.model.path)
     if config.reward.model is not None and "reward.model" in files:
         yield from _reward_model(config)
-    for name in ("train", "eval"):
-        source = getattr(config.data, name)
-        if f"data.{name}" in files and source is not None:
-            yield from (f"data.{name}: {line}" for line in problems_with(source))
-    for name in ("chat_template", "format_prompt"):
-        path = getattr(config.data, name)
-        if f"data.{name}" in files and isinstance(path, Path):
+    data = config.data
+    for key, source in data.sources().items():
+        if f"data.{key.partition('.')[0]}" in files:
+            yield from (f"data.{key}: {line}" for line in problems_with(source))
+    for key, path in (("data.chat_template", data.chat_template), ("data.format_prompt", data.format_prompt)):
+        if key in files and isinstance(path, Path):
             if not path.is_file():
                 problem = "not a file" if path.exists() else "no such file"
-                yield f"data.{name}: {path}: {problem} (from {Path.cwd()}); correct the path"
-            elif name == "format_prompt":
+                yield f"{key}: {path}: {problem} (from {Path.cwd()}); correct the path"
+            elif key == "data.format_prompt":
                 yield from _template(path)
-    folder = config.data.image_dir
+    folder = data.image_dir
     if folder and "data.image_dir" in files and not folder.is_dir():
         yield f"data.image_dir: {folder}: no such folder (from {Path.cwd()}); correct the path"
     if "run.folder" in files:

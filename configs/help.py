@@ -7,16 +7,23 @@ Derived from the JSON schema of `schema.Config`, so it cannot differ from what i
 import difflib
 import json
 import textwrap
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from configs.schema import Config
 
+NAME = "NAME"
+"""Stands in the names of keys for one that the user chooses."""
+
 EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
     "data.train": "data/countdown/train.parquet",
+    f"data.train.{NAME}.path": "data/countdown/train.parquet",
+    f"data.eval.{NAME}.path": "data/countdown/eval.parquet",
     "reward.function": "countdown",
+    f"reward.function.{NAME}.function": "countdown",
 }
 """Example values of the required keys."""
 
@@ -86,10 +93,33 @@ def keys() -> dict[str, Key]:
                 continue
             meaning = " ".join(field["description"].split())
             table[dotted] = Key(dotted, _type(field, forms), show(field.get("default")), required, meaning)
+            for entry in _entries(field):
+                add(f"{dotted}.{NAME}", entry)
 
     for section, place in schema["properties"].items():
         add(section, place)
     return table
+
+
+def _entries(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The models of the entries of a list or map, as a key's schema names them."""
+    if "$ref" in field:
+        yield field
+    inner = [*field.get("anyOf", ()), *field.get("patternProperties", {}).values()]
+    inner += [each for word in ("items", "additionalProperties") if isinstance(each := field.get(word), dict)]
+    for each in inner:
+        yield from _entries(each)
+
+
+def key_of(place: Sequence[int | str]) -> str:
+    """The name in `keys` of the key that holds `place`, which may be in an entry of a list or map; section and key
+    where there is none. Example: `key_of(["data", "eval", "aime", "k", 0])` -> `data.eval.NAME.k`"""
+    parts = [str(part) for part in place]
+    for end in range(len(parts), 1, -1):
+        for each in (parts[:end], [*parts[:2], NAME, *parts[3:end]]):
+            if (name := ".".join(each)) in keys():
+                return name
+    return ".".join(parts[:2])
 
 
 def sections() -> tuple[str, ...]:
@@ -106,6 +136,8 @@ def show(value: Any) -> str:
 def suggest(wrong: str) -> str:
     """The remedy for the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
     section, _, leaf = wrong.rpartition(".")
+    if section.count(".") == 2:
+        section = f"{section.rpartition('.')[0]}.{NAME}"
     names = list(keys())
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
@@ -151,6 +183,8 @@ def _type(schema: dict[str, Any], forms: dict[str, Any]) -> str:
         return "one of " + ", ".join(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if "patternProperties" in schema:
+        return "a path, or a map with a name for each set"
     kind = schema.get("type", "object")
     if kind in ("integer", "number"):
         bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]

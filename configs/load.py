@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, keys, sections, show, suggest, text
+from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, key_of, keys, sections, show, suggest, text
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -213,6 +213,14 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield dotted
 
 
+def _values(tree: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """Everything in `tree` with its place, the entries of lists and maps too."""
+    if place:
+        yield place, tree
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree if isinstance(tree, list) else ()):
+        yield from _values(value, (*place, key))
+
+
 def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -249,11 +257,11 @@ def _multiplied(section: Any) -> Any:
 
 def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     problems = {}
-    for name, key in keys().items():
-        value: Any = tree
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, bool) and key.type != TYPES["boolean"]:  # YAML's `on` and `yes` must not become 1
+    for place, value in _values(tree):
+        key = keys().get(key_of(place))
+        whole = key and key.name.count(".") == len(place) - 1
+        if key and whole and isinstance(value, bool) and key.type != TYPES["boolean"]:  # `on`, `yes` must not become 1
+            name = ".".join(map(str, place))
             problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
     try:
         config = Config.model_validate(tree)
@@ -261,10 +269,8 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
         errors = [(_within(found["loc"], tree, found["type"]), found) for found in error.errors(include_url=False)]
         for place, found in errors:
             deeper = [other for other, _ in errors if len(other) > len(place) > 1 and other[: len(place)] == place]
-            if len(place) > 3:
-                problems |= _inner(place, found["type"], found["msg"], found["input"], merged)
-            elif not deeper:  # else the other forms of a value of several forms
-                problems |= _problems(found["type"], ".".join(map(str, found["loc"])), found["input"], merged)
+            if not deeper:  # else the other forms of a value of several forms
+                problems |= _problems(found["type"], place, found["input"], merged)
     if problems:
         raise ConfigError(list(problems.values()))
     return config
@@ -281,32 +287,31 @@ def _within(loc: Sequence[int | str], tree: Any, kind: str) -> tuple[int | str, 
     return tuple(place)
 
 
-def _inner(place: tuple[int | str, ...], kind: str, reason: str, value: Any, merged: MergedTree) -> dict[str, str]:
-    """An error inside a key's value, such as an entry of `data.train`, as a line for people."""
-    key, name = ".".join(map(str, place)), ".".join(map(str, place[:2]))
-    reasons = {"extra_forbidden": "no such key", "missing": "missing; set it"}
-    words = reasons.get(kind, f"{show(value)}: {reason[:1].lower()}{reason[1:]}")
-    return {key: f"{key}: {words}{merged.where(key) or merged.where(name)}; {name} is {keys()[name].type}"}
+def _at(tree: Any, place: Sequence[int | str]) -> Any:
+    """What stands at `place`."""
+    return reduce(getitem, place, tree)
 
 
-def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, str]:
+def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: MergedTree) -> dict[str, str]:
     """A pydantic error as lines for people, by dotted key; several for an unknown section."""
+    loc, above = ".".join(map(str, place)), ".".join(map(str, place[:2]))
     if kind == "extra_forbidden":
         wrong = list(_leaves(value, f"{loc}.")) if isinstance(value, dict) and value else [loc]
-        return {key: f"{key}: no such key{merged.where(key)}; {suggest(key)}" for key in wrong}
+        return {key: f"{key}: no such key{merged.where(key) or merged.where(above)}; {suggest(key)}" for key in wrong}
+    name = key_of(place)
     if kind == "missing":
-        return {loc: f"{loc}: missing; set it, e.g. {loc}: {EXAMPLES[loc]}"}
-    parts = loc.split(".")
-    name = next((key for end in (3, 2) if (key := ".".join(parts[:end])) in keys()), ".".join(parts[:2]))
+        return {loc: f"{loc}: missing{merged.where(above)}; set it, e.g. {loc}: {EXAMPLES[name]}"}
     if name not in keys():
         remedy = f"write its keys below it, e.g. {next(key for key in keys() if key.startswith(f'{name}.'))}"
         return {name: f"{name}: {show(value)} is not a section{merged.where(name)}; {remedy}"}
-    whole = reduce(getitem, name.split("."), merged.tree)
+    held = place[: len(name.split("."))]
+    where, whole = ".".join(map(str, held)), _at(merged.tree, held)
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     if isinstance(whole, dict) and set(whole) == {TIMES}:
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
     shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
-    return {name: f"{name}: {shown} is not {keys()[name].type}{merged.where(name)}{quote}"}
+    said = merged.where(where) or merged.where(above)
+    return {where: f"{where}: {shown} is not {keys()[name].type}{said}{quote}"}
 
 
 def _literal(value: Any) -> Any:

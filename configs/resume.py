@@ -18,7 +18,7 @@ from configs.schema import Config
 
 CHANGEABLE = (
     *("run.versions", "run.folder"),
-    *("data.eval", "data.epochs"),
+    *("data.eval", "data.eval.*", "data.epochs"),
     *("reward.timeout_s", "reward.workers", "reward.memory_gib", "reward.max_calls", "reward.concurrency"),
     *("reward.servers", "reward.host", "reward.port", "reward.engine"),
     *("batch.max_staleness", "batch.target_staleness"),
@@ -33,7 +33,7 @@ CHANGEABLE = (
     *("rollout.sample_attempts", "rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
     *("rollout.chat.host", "rollout.chat.port", "rollout.chat.public_url", "rollout.environment.python"),
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
-    *("weights.*", "log.*"),
+    *("weights.*", "eval.*", "log.*"),
 )
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
 which problem is dispatched next, or what a stored sample means."""

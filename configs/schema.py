@@ -7,7 +7,7 @@ sections. Models are frozen and refuse unknown keys. This package imports no oth
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -65,13 +65,36 @@ class MixedSource(Section):
     """Its own `data.columns`; null takes those of the run."""
 
 
+class EvalSet(Section):
+    """One set of problems to evaluate on; `data.eval` has them by name."""
+
+    path: Path
+    """Problems kept out of training: a file, a folder, a glob or a set of reasoning-gym, as for `data.train`."""
+    samples: Positive = 1
+    """Answers to each problem."""
+    k: list[Positive] = []
+    """Numbers of attempts for which pass@k (one of k is solved) and pass^k (all k are) are estimated; at most
+    `samples`."""
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
+    """Sampling temperature, 0 is greedy; null: greedy for one sample, `sampling.temperature` for several."""
+    max_tokens: Positive | None = None
+    """Longest answer in tokens; null: `sampling.max_tokens`."""
+    limit: Positive | None = None
+    """Evaluate on the first so many problems only; null: on all."""
+
+    def temperature_of(self, run: "SamplingConfig") -> float:
+        """`temperature`, or its default in a run that trains with `run`."""
+        return (run.temperature if self.samples > 1 else 0.0) if self.temperature is None else self.temperature
+
+
 class DataConfig(Section):
     train: Path | Annotated[list[MixedSource], Field(min_length=1)]
     """Problems to train on: a file (parquet, jsonl, json, csv, tsv), a folder or glob of such files, a set of
     reasoning-gym as `reasoning_gym:leg_counting?size=10000&seed=1`, or a list of these as `{path, weight}`. Rows have
     TinyZero/verl columns (`prompt`, `reward_model`) or EasyR1 columns (`problem`, `answer`); docs/data.md says more."""
-    eval: Path | None = None
-    """Problems kept out of training, same formats; `python -m rollout evaluate` and the final report use them."""
+    eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalSet] = {}
+    """Sets of problems kept out of training, by name, for `python -m rollout evaluate` and `eval.every`. A path alone
+    is one set named `eval`, with one greedy answer to each problem."""
     chat_template: Literal["none"] | Path | None = None
     """Chat template: a Jinja file, or `none` for a base model: plain text, the messages' texts joined by blank lines;
     null takes the tokenizer's own."""
@@ -101,6 +124,18 @@ class DataConfig(Section):
     Qwen2.5-VL, 32 x 32 with Qwen3-VL. null: what the model's own image processor has, often 16,384 tokens."""
     max_images: Positive = 8
     """Most images of one sample, those of later turns included; a row of the data with more is refused."""
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _one_set(cls, given: Any) -> Any:
+        """A path alone, or null for no set."""
+        alone = {"eval": {"path": str(given)}} if isinstance(given, str | Path) else given
+        return {} if alone is None else alone
+
+    def sources(self) -> dict[str, Path | list[MixedSource]]:
+        """What is read, by key below `data`: `train`, and `eval.NAME` for each set, `eval` for the one of that name."""
+        sets = {"eval" if name == "eval" else f"eval.{name}": each.path for name, each in self.eval.items()}
+        return {"train": self.train, **sets}
 
 
 class RewardPart(Section):
@@ -442,6 +477,17 @@ class BufferConfig(Section):
     """Largest message accepted."""
 
 
+class EvalConfig(Section):
+    every: Positive | None = None
+    """Versions between evaluations on the sets of `data.eval` while the run trains, version 0 and the last one
+    included; one server holds newer policies back until it has evaluated. null: none while it trains."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of its places that a server gives to an evaluation while it has groups to make; while none is admitted the
+    evaluation takes all that are free."""
+    keep_samples: Annotated[int, Field(ge=0)] = 32
+    """Answers of each set that the buffer keeps for reading, of the first and the 20 newest evaluations."""
+
+
 class LogConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
     """Trackers that receive the records of metrics.jsonl; one that fails costs a warning, never the run."""
@@ -463,6 +509,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     buffer: BufferConfig = BufferConfig()
+    eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="before")

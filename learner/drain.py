@@ -7,10 +7,11 @@ returns None, so that the loop writes its checkpoint and ends. The ranks agree o
 
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 
 from buffer.wire.client import LearnerClient
-from buffer.wire.protocol import Finished, Part
+from buffer.wire.protocol import EvaluationResult, Finished, Part
 from learner.train import collectives
 
 
@@ -47,6 +48,24 @@ class Draining:
     def trained(self, version: int, oldest_kept: int) -> None:
         """As in LearnerClient."""
         self.batches.trained(version, oldest_kept)
+
+    def follow_evaluations(self, known: Sequence[int]) -> None:
+        """As in LearnerClient."""
+        self.batches.follow_evaluations(known)
+
+    def evaluations(self) -> list[EvaluationResult]:
+        """As in LearnerClient."""
+        return self.batches.evaluations()
+
+    def last_evaluations(self) -> list[EvaluationResult]:
+        """Wait for those that are still to come, the last version's among them, unless a signal ends the run."""
+        found = []
+        with suppress(Drained):
+            self._waiting = True
+            if not self._begun:
+                found = self.batches.last_evaluations()
+            self._waiting = False
+        return found
 
     def begin(self, number: int) -> None:
         """Let `take` return None from now on, also where it waits. `number`: the signal."""

@@ -1,6 +1,7 @@
 """The learner's loop: take a batch, train on it, publish the policy. Built and run by `learner/__main__.py`.
 
-Waits for: `batches.take`, until the buffer has formed batch `version`. Everything else is its own work.
+Waits for: `batches.take`, until the buffer has formed batch `version`; at the end, for the evaluation of the last
+version. Everything else is its own work.
 """
 
 from learner.checkpoint import Checkpoints
@@ -23,6 +24,7 @@ def run(
     """Train from the last checkpoint to `versions`. Version v is the policy after v optimizer steps."""
     version = checkpoints.restore(policy)
     batches.rewind(version)
+    batches.follow_evaluations(metrics.evaluations(version))
     weights.publish(policy, version)
     while version < versions:
         with metrics.span("wait"):
@@ -38,4 +40,6 @@ def run(
             oldest = checkpoints.save(policy, version, stats.get("reward/mean"))
         batches.trained(version - 1, oldest)
         metrics.log(version, stats | weights.stats())
+        metrics.log_evaluations(version, batches.evaluations())
     checkpoints.finish(policy, version)
+    metrics.log_evaluations(version, batches.last_evaluations())

@@ -1,7 +1,8 @@
 """The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
-Consumes the metrics of each version; waits for nothing. The other ranks hold a `Metrics` without a path, which writes
-nothing. Trackers (`trackers.py`) get the same records.
+An evaluation has a record of its own, with keys that begin with `eval/`: its `version` is the learner's when it was
+written, and `eval/version` the one that was evaluated. Consumes the metrics of each version; waits for nothing. The
+other ranks hold a `Metrics` without a path, which writes nothing. Trackers (`trackers.py`) get the same records.
 """
 
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from buffer.wire.protocol import EvaluationResult
 from learner.algorithms.diagnostics import alerts
 
 logger = logging.getLogger(__name__)
@@ -59,16 +61,36 @@ class Metrics:
         record = self.record(version, stats)
         if self.path is None:
             return
-        if not self._opened:
-            self._truncate(self.path, version)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self._write(self.path, version, record)
         for line in alerts(record, self._history):
             key = line.partition(" ")[0]
             if version - self._alerted.get(key, -HISTORY) >= HISTORY:
                 logger.warning("version %d: %s", version, line)
                 self._alerted[key] = version
         self._history = [*self._history, record][-HISTORY:]
+
+    def log_evaluations(self, version: int, results: Sequence[EvaluationResult]) -> None:
+        """Record `results`, which have come since the record of `version`."""
+        for result in results:
+            record = evaluation_record(version, result)
+            if result.reason:
+                logger.warning("the evaluation due at version %d was given up: %s", result.due, result.reason)
+            if self.path is not None:
+                self._write(self.path, version + 1, record)
+
+    def evaluations(self, version: int) -> list[int]:
+        """Those in the records up to `version`, by the versions at which they were due."""
+        if self.path is None or not self.path.exists():
+            return []
+        found = [record for record in read(self.path) if record["version"] <= version]
+        return [int(record["eval/due"]) for record in found if "eval/due" in record]
+
+    def _write(self, path: Path, version: int, record: Record) -> None:
+        """Append `record`; first remove what is recorded of `version` and later ones, if this process has not yet."""
+        if not self._opened:
+            self._truncate(path, version)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
         for track in self.trackers:
             track(record)
 
@@ -94,7 +116,17 @@ class Metrics:
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
         partial.replace(path)
-        self._history, self._opened = kept[-HISTORY:], True
+        self._history = [record for record in kept if "eval/due" not in record][-HISTORY:]
+        self._opened = True
+
+
+def evaluation_record(version: int, result: EvaluationResult) -> Record:
+    """An evaluation's record. Example of a key: `eval/aime/pass@8`."""
+    record: Record = {"version": version, "eval/due": result.due, "eval/version": result.version}
+    for name, figures in result.figures.items():
+        record |= {f"eval/{name}/{key}": value for key, value in figures.items()}
+        record[f"eval/{name}/version"] = result.version
+    return record
 
 
 def read(path: Path) -> list[Record]:

@@ -35,7 +35,7 @@ from configs.load import read
 from configs.resume import fingerprint
 from configs.schema import Config
 from rollout import evaluate
-from rollout.concurrency import start
+from rollout.concurrency import SparePlaces, start
 from rollout.drain import FORCED, Drain
 from rollout.engine import reward_server
 from rollout.engine.arguments import on_cpu
@@ -43,6 +43,8 @@ from rollout.episodes.episode import Failure
 from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.setup import RolloutSetup, check_server
 from rollout.errors import EngineDead, first_error
+from rollout.evaluation.evaluator import Evaluator
+from rollout.evaluation.players import ProblemSet, load_sets
 from rollout.loop import PolicyUpdates, follow, roll
 
 if TYPE_CHECKING:
@@ -77,10 +79,11 @@ def run_server(argv: Sequence[str]) -> int:
     """Run a server until it is done or drained; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0"})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
-    return uvloop.run(serve(config, flags.name, RolloutSetup.load(config, flags.name)))
+    sets = load_sets(config) if config.eval.every else []
+    return uvloop.run(serve(config, flags.name, RolloutSetup.load(config, flags.name), sets))
 
 
-async def serve(config: Config, name: str, setup: RolloutSetup) -> int:
+async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[ProblemSet]) -> int:
     """Connect, start the engine, work, close everything; returns the exit code."""
     from rollout.engine.vllm_engine import Engine
 
@@ -95,7 +98,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup) -> int:
                     log.info("%s starts vLLM, which may take a minute or two", name)
                     engine = await Engine.start(config, seed(config, name))
                     try:
-                        await work(config, setup, connection, engine, drain)
+                        await work(config, setup, connection, engine, drain, sets)
                     finally:
                         await engine.close()
         except asyncio.CancelledError:
@@ -110,8 +113,15 @@ def seed(config: Config, name: str) -> int:
     return (config.run.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**31
 
 
-async def work(config: Config, setup: RolloutSetup, connection: Connection, engine: "Engine", drain: Drain) -> None:
-    """Build the parts around the engine and run the loops until the run is over or drained."""
+async def work(
+    config: Config,
+    setup: RolloutSetup,
+    connection: Connection,
+    engine: "Engine",
+    drain: Drain,
+    sets: list[ProblemSet],
+) -> None:
+    """Build the parts around the engine and run the loops until the run is over or drained. `sets`: to evaluate on."""
     from learner.weights.receiver.follow import Receiver
 
     buffer = RolloutClient(connection, lambda: engine.version)
@@ -124,16 +134,20 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
     drain.episodes = episodes
 
     places, rule = start(config, on_cpu(config), engine.sequences_by_kv)
+    spare = SparePlaces(places, config.eval.share)
+    evaluator = Evaluator(config, setup, engine, buffer, receiver, spare, sets)
 
     def stats() -> dict[str, float]:
         measured = engine.stats()
         rule.adapt(time.monotonic(), places, measured, buffer.learner_waits and engine.version > 0)
         numbers = {"places": places.limit, "places_taken": places.taken, **rule.limits(places)}
-        return {**measured, **episodes.stages.stats(), **numbers}
+        evaluating = {"evaluating": spare.taken} if spare.taken else {}
+        return {**measured, **episodes.stages.stats(), **numbers, **evaluating}
 
     async with asyncio.TaskGroup() as tasks:
         others = [
-            tasks.create_task(follow(updates, engine)),
+            tasks.create_task(follow(updates, engine, evaluator)),
+            tasks.create_task(evaluator.take_over()),
             tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, stats, revoke)),
             tasks.create_task(check_alive(engine, config.weights.timeout_s)),
             tasks.create_task(engine.died()),
@@ -144,9 +158,11 @@ async def work(config: Config, setup: RolloutSetup, connection: Connection, engi
         await roll(partial(drain.ask, buffer), buffer, episodes, places)
         if buffer.finished:
             log.info("%s", buffer.finished.why)
-        if buffer.finished and buffer.finished.outcome == "versions":
+        if buffer.finished and (buffer.finished.outcome == "versions" or (sets and buffer.finished.last)):
+            updates.expect(buffer.finished.last or config.run.versions)
             with suppress(TimeoutError):
                 await asyncio.wait_for(drain.wait(last), config.learner.timeout_s)
+            await drain.wait(asyncio.ensure_future(evaluator.steady.acquire()))
         for other in others:
             other.cancel()
 

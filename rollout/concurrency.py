@@ -2,11 +2,13 @@
 
 A sample holds a place from when its item arrives until its task has ended. Scoring and storing hold none, and neither
 does a group that waits for its longest sample. `loop.roll` takes the places and waits for free ones. How many there are
-is the run file's number (`Fixed`), or what the server finds out (`Auto`), once a heartbeat.
+is the run file's number (`Fixed`), or what the server finds out (`Auto`), once a heartbeat. An evaluation takes its
+places through `SparePlaces`.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from configs.flow.sequences import max_sequences, mean_tokens, share_of_batch
@@ -19,6 +21,8 @@ GROWTH_PER_S = 1 / 16
 """From 32 to 512 sequences in three quarters of a minute of waiting."""
 NEARLY = 7 / 8
 """Share of the places from which on they count as all taken; and that a cut leaves at least."""
+LULL_S = 0.25
+"""An Ask without an answer for so long finds no group admitted; one that finds some takes milliseconds."""
 RETRY_S = 60.0
 """Seconds without a preemption after which one more group is tried."""
 
@@ -32,6 +36,8 @@ class Places:
     def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
         self.samples, self.mean_tokens, self.taken = samples, mean_tokens, 0
         self._limit, self._changed = limit, asyncio.Event()
+        self.lull = False
+        """The buffer admits no group at present."""
 
     @property
     def limit(self) -> int:
@@ -47,9 +53,28 @@ class Places:
         """Wait until a place is free. How many groups the free ones are for, the last of them perhaps in part: so at
         most `samples - 1` more than `limit` are taken, and those wait in vLLM."""
         while self.taken >= self._limit:
-            self._changed.clear()
-            await self._changed.wait()
+            await self.change()
         return -(-(self._limit - self.taken) // self.samples)
+
+    async def change(self) -> None:
+        """Wait until a place is given back, or the limit or the lull changes."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around an Ask: if it takes long, there is a lull until it is answered."""
+        timer = asyncio.get_running_loop().call_later(LULL_S, self.begin_lull)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.lull = False
+
+    def begin_lull(self) -> None:
+        """No group is admitted from now on."""
+        self.lull = True
+        self._changed.set()
 
     def take(self) -> "GroupPlaces":
         """The places of one group."""
@@ -81,6 +106,29 @@ class GroupPlaces:
         """The group's task has ended: samples that never began hold nothing any more."""
         self._places.free(self._held)
         self._held = 0
+
+
+class SparePlaces:
+    """Places for single samples beside the groups: `share` of all of them, at least one, and in a lull whatever is
+    free."""
+
+    def __init__(self, places: Places, share: float) -> None:
+        self._places, self._share, self.taken = places, share, 0
+
+    async def take(self) -> None:
+        """Wait for a place and take it."""
+        places = self._places
+        while self.taken >= max(1, int(self._share * places.limit)) and not (
+            places.lull and places.taken < places.limit
+        ):
+            await places.change()
+        self.taken += 1
+        places.taken += 1
+
+    def free(self, sample: "asyncio.Task[object]") -> None:
+        """The sample's task has ended."""
+        self.taken -= 1
+        self._places.free(1)
 
 
 @dataclass(frozen=True)

@@ -1,78 +1,81 @@
-"""`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--out FILE.json]`: greedy rewards on `data.eval`.
+"""`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: on `data.eval`.
 
-One vLLM engine loads one model after another. Prints one line per model; the file gets the numbers and two answers of
-each. Needs neither buffer nor learner; waits for the engine and the reward workers only.
+One vLLM engine loads one model after another: checkpoints, base models, anything in Hugging Face format. Prints one
+line for each model and set; the file gets the numbers and some answers of each. Needs neither buffer nor learner; waits
+for the engine and the reward workers only.
 """
 
-import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from configs.checks import existing
-from configs.data.sources import needs_truth
 from configs.entrypoint import DONE, split_flags
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
 from configs.schema import Config
-from rollout.concurrency import Places
+from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
-from rollout.episodes.episode import Episodes, Failure, Group
-from rollout.episodes.prompts import without_images
 from rollout.episodes.setup import RolloutSetup, check_server
+from rollout.evaluation.players import Played, ProblemSet, load_sets, play
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
 PROG = "python -m rollout evaluate"
 SHOWN = 2
-"""Answers of each model in the report."""
+"""Answers of each model and set in the report."""
 FLAGS: dict[str, dict[str, Any]] = {
     "models": {"nargs": "+", "type": Path, "action": "extend", "default": []},
+    "sets": {"nargs": "+", "action": "extend", "default": []},
     "out": {"type": Path},
 }
-USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] --models DIR [DIR ...] [--out FILE.json] [--section.key=value ...]"
+FLAGS_SHOWN = "--models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]"
+USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] {FLAGS_SHOWN} [--section.key=value ...]"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code. Raises ValueError for input that cannot be used."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the table is what is wanted, not vLLM's log
     flags, rest = split_flags(argv, PROG, **FLAGS)
-    config = read(rest, f"{PROG} --models DIR [DIR ...] [--out FILE.json]", partial(check_server, files=["data.eval"]))
-    rows = load_rows(config, flags.models)
-    results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), rows, flags.models))
+    config = read(rest, f"{PROG} {FLAGS_SHOWN}", partial(check_server, files=["data.eval"]))
+    sets = chosen_sets(config, flags.models, flags.sets)
+    results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
     if flags.out:
-        report = {"data": str(config.data.eval), "problems": len(rows), "models": results}
+        data: Any = {each.name: each.given.path for each in sets}
+        report = {
+            "data": data["eval"] if list(data) == ["eval"] else data,
+            "problems": sum(len(each.rows) for each in sets),
+            "models": results,
+        }
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         flags.out.write_text(json.dumps(report, indent=1) + "\n")
     return DONE
 
 
-def load_rows(config: Config, models: Sequence[Path]) -> Sequence[dict[str, Any]]:
-    """The rows of `data.eval`, read when they are asked for. Raises ConfigError if rows or `models` are missing, or the
-    rows have images that the run cannot show."""
+def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = ()) -> list[ProblemSet]:
+    """The sets of `data.eval` called `names`, or all. Raises ConfigError if sets or `models` are missing, or a set
+    cannot be used."""
     if not models:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
-    if config.data.eval is None:
+    if not config.data.eval:
         raise ConfigError(["data.eval: null; name a file of problems that are kept out of training"])
     problem = "no config.json there; name a folder in Hugging Face format"
     if absent := [f"--models {model}: {problem}" for model in models if not (model / "config.json").is_file()]:
         raise ConfigError(absent)
-    from buffer.problems import check_images, load_problems  # pyarrow: slow to import, and not used by a server
-
-    truth = needs_truth(config)
-    problems = load_problems(config.data.eval, config.data, existing(config.run.path), "data.eval", truth)
-    check_images(config, problems, "eval")
-    return problems
+    known = ", ".join(config.data.eval)
+    if unknown := [f"--sets {name}: data.eval has {known}" for name in names if name not in config.data.eval]:
+        raise ConfigError(unknown)
+    wanted = {name: given for name, given in config.data.eval.items() if name in names or not names}
+    return load_sets(config.model_copy(update={"data": config.data.model_copy(update={"eval": wanted})}))
 
 
 async def evaluate(
-    config: Config, setup: RolloutSetup, rows: Sequence[dict[str, Any]], models: Sequence[Path]
+    config: Config, setup: RolloutSetup, sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
     """Start an engine, evaluate each model, close the engine."""
     from rollout.engine.vllm_engine import Engine
@@ -80,59 +83,68 @@ async def evaluate(
     async with setup:
         engine = await Engine.start(config, config.run.seed)
         try:
-            return await evaluate_models(config, setup, engine, rows, models)
+            return await evaluate_models(config, setup, engine, sets, models)
         finally:
             await engine.close()
 
 
 async def evaluate_models(
-    config: Config, setup: RolloutSetup, engine: "Engine", rows: Sequence[dict[str, Any]], models: Sequence[Path]
+    config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """One record per model, printed as soon as it is known."""
-    episodes = setup.episodes(config, engine, temperature=0.0, samples=1)
+    """One record for each model and set, printed as soon as it is known."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
-    width = max(len(str(model)) for model in models)
-    print(f"{'model':<{width}}  problems  reward  solved  failed", flush=True)
+    table = Table(sets, models)
     results = []
     for model in models:
         await engine.load_folder(model)
-        record = summary(str(model), await answer_all(episodes, rows, places), rows)
-        numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
-        print(f"{record['model']:<{width}}  {numbers}", flush=True)
-        results.append(record)
+        for problems in sets:
+            episodes = problems.episodes(config, setup, engine)
+            played = await play(problems, episodes, SparePlaces(places, share=1.0), SHOWN)
+            results.append(record_of(str(model), problems, played))
+            table.show(results[-1])
     return results
 
 
-async def answer_all(episodes: Episodes, rows: Sequence[dict[str, Any]], places: Places) -> list[Group | Failure]:
-    """An answer to each row, or why there is none; as many at a time as there are places."""
-    async with asyncio.TaskGroup() as tasks:
-        answering = []
-        for row in rows:
-            await places.room()
-            held = places.take()
-            answering.append(tasks.create_task(episodes.attempt(row, held.free_one)))
-            answering[-1].add_done_callback(held.free_all)
-    return [task.result() for task in answering]
-
-
-def summary(model: str, outcomes: Sequence[Group | Failure], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean reward, share of full rewards (1 or more), and the first answers, for people and for the report.
-
-    Failed problems count in neither mean; they are listed instead.
-    """
-    samples = [(row, each.samples[0]) for row, each in zip(rows, outcomes, strict=True) if isinstance(each, Group)]
-    failures = [each.reason for each in outcomes if isinstance(each, Failure)]
-    count = max(len(samples), 1)
+def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
+    """What the report has of a model and a set. Figures that no scored attempt gave are 0, as one answer in none."""
+    samples, figures = problems.given.samples, dict(played.figures)
+    counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {
         "model": model,
-        "problems": len(outcomes),
-        "reward": sum(sample.reward for _, sample in samples) / count,
-        "solved": sum(sample.reward >= 1.0 for _, sample in samples) / count,
-        "length": sum(int(sample.sampled.numpy().sum()) for _, sample in samples) / count,
-        "failed": len(failures),
-        "reasons": sorted(set(failures))[:5],
-        "examples": [
-            {"problem": without_images(row), "answer": s.answer, "reward": s.reward} for row, s in samples[:SHOWN]
-        ],
+        "set": problems.name,
+        "problems": counts["problems"],
+        "samples": samples,
+        "reward": figures.pop("reward", 0.0),
+        "solved": figures.get(f"mean@{samples}", 0.0),
+        "length": figures.pop("length", 0.0),
+        "failed": counts["failed"],
+        "reasons": played.reasons,
+        **figures,
+        "examples": played.examples,
     }
+
+
+class Table:
+    """Prints a line for each record: `set` is shown where there are several sets or one has a name, pass@k and pass^k
+    where a set has them."""
+
+    def __init__(self, sets: Sequence[ProblemSet], models: Sequence[Path]) -> None:
+        self._model = max(len(str(model)) for model in models)
+        self._set = max(len("set"), *(len(each.name) for each in sets)) if [s.name for s in sets] != ["eval"] else 0
+        self._more = list(dict.fromkeys(self._estimates(sets)))
+        head = [f"{'model':<{self._model}}", *([f"{'set':<{self._set}}"] if self._set else []), "problems"]
+        print("  ".join([*head, "reward", "solved", "failed", *(f"{name:>7}" for name in self._more)]), flush=True)
+
+    @staticmethod
+    def _estimates(sets: Sequence[ProblemSet]) -> Iterator[str]:
+        for each in sets:
+            for k in sorted(each.given.k):
+                yield from (f"pass@{k}", f"pass^{k}") if k > 1 else ("pass@1",)
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Print the line of a record."""
+        name = [f"{record['model']:<{self._model}}", *([f"{record['set']:<{self._set}}"] if self._set else [])]
+        numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
+        more = [f"{record[key]:>7.3f}" if key in record else f"{'':>7}" for key in self._more]
+        print("  ".join([*name, numbers, *more]).rstrip(), flush=True)

@@ -1,7 +1,8 @@
 """The two loops of a rollout server: `roll` makes groups, `follow` loads each new policy. Run by `rollout/__main__.py`.
 
 `roll` waits for the buffer, which hands out work as the learner advances, and while all places for sequences are taken.
-`follow` waits for the learner to publish. If either fails, the process ends with the cause.
+`follow` waits for the learner to publish, and while a version is evaluated. If either fails, the process ends with the
+cause.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from learner.weights.receiver.staged import StagedPolicy
     from learner.weights.receiver.streamed import StreamedPolicy
     from rollout.engine.vllm_engine import Engine
+    from rollout.evaluation.evaluator import Evaluator
 
 log = logging.getLogger(__name__)
 Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
@@ -29,11 +31,17 @@ Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
 async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Places) -> None:
     """Ask for as many items as there are places for and make each a group, until there are no more."""
     async with asyncio.TaskGroup() as groups:
-        while (items := await ask(await places.room())) is not None:
+        while True:
+            room = await places.room()
+            with places.asking():
+                items = await ask(room)
+            if items is None:
+                break
             for item in items:
                 held = places.take()
                 group = groups.create_task(make_group(item, buffer, episodes, held))
                 group.add_done_callback(held.free_all)
+        places.begin_lull()
 
 
 async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, held: GroupPlaces) -> None:
@@ -42,27 +50,42 @@ async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, 
     await outcome.deliver(buffer, item)
 
 
-async def follow(weights: "PolicyUpdates", engine: "Engine") -> None:
-    """Load each new policy as it is published; unfinished sequences go on under it."""
+async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
+    """Load each new policy as it is published; unfinished sequences go on under it. One that this server is to evaluate
+    is held until it has."""
     async for policy in weights.policies():
-        await policy.load()
-        engine.version = policy.version
-        await policy.loaded()
+        async with evaluator.steady:
+            await policy.load()
+            engine.version = policy.version
+            due = await evaluator.claim()
+            await policy.loaded()
+            weights.note(policy.version)
+            if due is not None:
+                await evaluator.evaluate(due)
 
 
 class PolicyUpdates:
-    """The learner's policies as they arrive. `first` is set once one is loaded, `last` once version `versions` is."""
+    """The learner's policies as they arrive. `first` is set once one is in use, `last` once version `versions` is."""
 
     def __init__(self, receiver: "Receiver", versions: int) -> None:
         self.receiver, self.versions = receiver, versions
-        self.first, self.last = asyncio.Event(), asyncio.Event()
+        self.newest, self.first, self.last = -1, asyncio.Event(), asyncio.Event()
 
     async def policies(self) -> AsyncGenerator["StagedPolicy | StreamedPolicy", None]:
         """Each new policy; the caller asks for the next one after it has loaded this one."""
         async with aclosing(self.receiver.policies()) as policies:
             async for policy in policies:
                 yield policy
-                self.first.set()
-                log.info("generating with version %d", policy.version)
-                if policy.version >= self.versions:
-                    self.last.set()
+
+    def note(self, version: int) -> None:
+        """The policy of `version` is in use."""
+        self.newest = version
+        self.first.set()
+        log.info("generating with version %d", version)
+        self.expect(self.versions)
+
+    def expect(self, versions: int) -> None:
+        """`versions` is the last version."""
+        self.versions = versions
+        if self.newest >= versions:
+            self.last.set()

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def judge_images(judgement: Judgement, config: Config, problems: "Problems", key: str) -> None:
-    """Add what is known of the images in data file `key`. Raises ConfigError if the run cannot start with them."""
+    """Add what is known of the images in the file at `data.KEY`. Raises ConfigError if the run cannot start so."""
     from buffer.problems import check_images  # imports pyarrow, which is slow
 
     form = check_images(config, problems, key)
     if form is None or problems.images is None:
         return
-    where, broken = f"data.{key}: {told(getattr(config.data, key))}", list(problems.images.broken)
+    where, broken = f"data.{key}: {told(config.data.sources()[key])}", list(problems.images.broken)
     shown: list[tuple[int, int, str]] = []  # pixels of the file, tokens, both in words
     for height, width in problems.images.sizes:
         try:

@@ -72,8 +72,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     further: list[str] = []
     rows: Rows = []
     judgement = Judgement()
-    for key, source in (("train", config.data.train), ("eval", config.data.eval)):
-        if source is not None and not list(problems_with(source)):  # else `check` says so
+    for key, source in config.data.sources().items():
+        if not list(problems_with(source)):  # else `check` says so
             from buffer.problems import load_problems  # imports pyarrow, which is slow
 
             try:

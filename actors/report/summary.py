@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from actors.report.page import EvaluatedModel, Example, Report, figure, page
-from actors.watch.metrics_log import Records
+from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.run_state import failures, find_run, stored
 from buffer.inspect import tokenizer_of
 from buffer.store.sqlite import StoreError, reading
@@ -32,6 +32,11 @@ WINDOW = 10
 """Versions that a point of the smooth curve averages over."""
 EXAMPLES = 2
 """Answers shown of the first and of the last policy, each."""
+EVALUATED = """
+SELECT version, samples FROM evaluations WHERE state = 'done' AND samples <> ''
+    AND due IN ((SELECT MIN(due) FROM evaluations), (SELECT MAX(due) FROM evaluations WHERE state = 'done'))
+ORDER BY due
+"""
 FIRST_SAMPLES = """
 SELECT batch, problem, data_of(segment, position, bytes), reward FROM (
     SELECT items.batch, problem, segment, position, samples.bytes, reward
@@ -70,15 +75,16 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
     """
     models = evaluated_models(run / "evaluation.json")
     file = run / (config.buffer.path or "")
-    examples, failed = {}, ""
+    examples, evaluated, failed = {}, {}, ""
     if file.is_file():
         try:
             examples, failed = stored_examples(file, config.model.path), failures(stored(file))
+            evaluated = evaluated_examples(file)
         except StoreError as error:  # the records are enough for a report
             print(error, file=sys.stderr)
     if len(models) > 1 and models[0].examples and models[-1].examples:
         examples = {"before": models[0].examples[:EXAMPLES], "after": models[-1].examples[:EXAMPLES]}
-    return Report(config, records, models, examples, failed)
+    return Report(config, records, models, examples, failed, evaluated)
 
 
 def evaluated_models(path: Path) -> list[EvaluatedModel]:
@@ -99,7 +105,8 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
         "" if (value := entry.get(key)) is None else format(value, form)
         for key, form in (("reward", ".3f"), ("solved", ".1%"))
     )
-    return EvaluatedModel(str(entry["model"]), reward, solved, examples)
+    name = "" if entry.get("set") in (None, "eval") else str(entry["set"])
+    return EvaluatedModel(str(entry["model"]), reward, solved, examples, name)
 
 
 def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
@@ -110,6 +117,21 @@ def stored_examples(file: Path, model: str) -> dict[str, list[Example]]:
         for title, order in (("before", "ASC"), ("after", "DESC")):
             rows = db.execute(FIRST_SAMPLES.format(order=order), [EXAMPLES])
             found[title] = [_example(model, *row) for row in rows if row[2]]
+    return found
+
+
+def evaluated_examples(file: Path) -> dict[str, list[Example]]:
+    """`EXAMPLES` answers of each set, of the first evaluation and of the last one whose samples are kept."""
+    found = {}
+    with closing(reading(file)) as db:
+        if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'evaluations'").fetchone():
+            return {}  # the file of an earlier release
+        for version, samples in db.execute(EVALUATED):
+            for name, shown in json.loads(samples).items():
+                found[f"{name}, version {version}"] = [
+                    Example(prompt_of(one["problem"]), str(one["answer"]), float(one["reward"]))
+                    for one in shown[:EXAMPLES]
+                ]
     return found
 
 
@@ -143,9 +165,14 @@ def summary(report: Report) -> Iterator[str | Text]:
         yield f"the servers ran {fmean(running):,.0f} sequences at a time in the mean, {share}"
     if report.failures:
         yield report.failures
+    evaluations = sorted(report.records.evaluations.items())
+    for version, record in evaluations[:1] + evaluations[1:][-1:]:
+        yield f"\nversion {version} evaluated while training on"
+        yield from (f"  {line}" for line in evaluation_lines(record))
     if report.models:
         yield "\nevaluation problems:"
-        yield from (f"  reward {model.reward}  solved {model.solved}  {model.name}" for model in report.models)
+        for model in report.models:
+            yield f"  reward {model.reward}  solved {model.solved}  {model.name} {model.set}".rstrip()
     for title, examples in report.examples.items():
         for example in examples:
             source = f"{example.source}, " if example.source else ""

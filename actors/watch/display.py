@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.process import Event, Process
-from actors.watch.metrics_log import Record, Records
+from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_lines
 from actors.watch.run_state import failures, fullness, silent, waits
 from buffer.curve import client_keys_for
 from buffer.wire.connection import Connection
@@ -114,11 +114,15 @@ class Display:
         fresh = self.records.read()
         if fresh:
             self._settled.update(self.processes)
+        for record in fresh:
+            if EVALUATED in record:
+                for line in evaluation_lines(record):
+                    self.say(f"version {record[EVALUATED]} evaluated on {line}")
+            elif not self._live:
+                self.say("  ".join(f"{name} {value}" for name, value in self.figures(record)))
         if self._live:
             self._live.refresh()
             return
-        for record in fresh:
-            self.say("  ".join(f"{name} {value}" for name, value in self.figures(record)))
         count = sum(self.state.failed.values()) + sum(self.state.dropped.values()) if self.state else 0
         if self.state and count and count >= 2 * self._reported_failures:
             self._reported_failures = count
@@ -168,6 +172,11 @@ class Display:
         rows = self.figures(records[-1]) if records else [("version", f"0/{self.config.run.versions}")]
         if self.state and (line := failures(self.state)):
             rows.append(("failures", line))
+        if self.records.evaluations:
+            version = max(self.records.evaluations)
+            rows += [(f"eval {version}", line) for line in evaluation_lines(self.records.evaluations[version])]
+        if self.state and self.state.evaluation:
+            rows.append(("evaluation", self.state.evaluation))
         if self.state:
             full = [(name, fullness(self.state, name)) for name in self.heard()]
             rows += [row for row in full if row[1]][:MOST_SERVERS]

@@ -122,9 +122,9 @@ def waits(state: State, config: Config) -> list[str]:
     gone = silent(state, config)
     holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
     servers = ", ".join(name + _stages(state.servers[name]) for name in holding) or "any rollout server"
-    servers = _culprit(state) or servers
+    whom = {"Take": _culprit(state) or servers, "Results": "the last evaluation"}
     return [
-        f"{waiter.who} for {servers if waiter.kind == 'Take' else 'the learner'}, {waiter.seconds:.1f} s: {waiter.why}"
+        f"{waiter.who} for {whom.get(waiter.kind, 'the learner')}, {waiter.seconds:.1f} s: {waiter.why}"
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
     ]
 

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
-from actors.watch.metrics_log import Records
+from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.run_state import LIMITS, ask, find_run, fullness, ledger_lines, silent, stored, waits
 from buffer.store.past import history
 from buffer.store.sqlite import StoreError, reading
@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     if answer and held:
         for name, server in held.servers.items():  # the buffer's answer has no lease times
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
+    if answer and answer.evaluation:
+        console.print(answer.evaluation)
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
         if state.servers:
@@ -111,6 +113,8 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
     records = log.ordered()
     done = records[-1]["version"] if records else 0
     yield f"run {config.run.name} in {run}: version {done} of {config.run.versions}" + (f", {ended}" if ended else "")
+    for version, record in sorted(log.evaluations.items())[-1:]:
+        yield from (f"version {version} evaluated on {line}" for line in evaluation_lines(record))
     if records:
         seconds = time.time() - log.path.stat().st_mtime
         figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in SHOWN]

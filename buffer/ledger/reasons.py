@@ -31,6 +31,20 @@ def for_work(ledger: Ledger, server: str) -> str:
     return _closed(ledger, min(known.version if known else 0, ledger.state.ceiling), server) + _failures(ledger)
 
 
+def evaluation(ledger: Ledger) -> str:
+    """Who evaluates what, nothing while nobody does."""
+    running = ledger.evaluations.running()
+    if running is None:
+        return ""
+    instead = f" for the evaluation due at {running.due}" if running.due != running.version else ""
+    return f"{server_name(running.server)} evaluates version {running.version}{instead}"
+
+
+def for_results(ledger: Ledger) -> str:
+    """Why the learner, which has trained the last version, gets no result."""
+    return evaluation(ledger) or f"no rollout server has loaded version {ledger.version} yet, which is to be evaluated"
+
+
 def ended(ledger: Ledger) -> str:
     """Why no further batch will be formed, nothing while one may be. After the first line of a run that was given up:
     how many attempts of the run failed by kind and reason, example rows, and what to do."""
@@ -97,7 +111,11 @@ def _closed(ledger: Ledger, version: int, server: str = "") -> str:
         return f"the {pool.num_open} open groups are enough for the last batches (run.versions {ledger.versions})"
     bound = f"within {ledger.target_staleness} versions"
     if version < ledger.version and ledger.room(ledger.version):
-        return f"a group of version {version} cannot be trained {bound}: the server must get a newer policy first"
+        running = ledger.evaluations.running()
+        first = f"it evaluates version {running.version} first" if running and running.server == server else ""
+        return f"a group of version {version} cannot be trained {bound}: " + (
+            first or "the server must get a newer policy first"
+        )
     return f"{pool.num_open} groups are open, more cannot be trained {bound}: batch {ledger.version} must be taken"
 
 

@@ -8,6 +8,7 @@ before it answers. Decisions are made here; the state they change is in `state.p
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from buffer.ledger import schedule
+from buffer.ledger.evaluations import Evaluations, Reach
 from buffer.ledger.state import LedgerState, ServerRecord
 from buffer.ledger.types import (
     OPEN,
@@ -54,6 +55,7 @@ class Ledger:
         skip_zero_variance: bool = False,
         max_failed_share: float = 0.5,
         shares: Sequence[tuple[int, float]] = (),
+        eval_every: int | None = None,
         recall: Callable[[int], ItemState | None] = lambda item: None,
     ) -> None:
         if problems < 1 or groups < 1 or max_staleness < 0 or attempts < 1:
@@ -64,6 +66,7 @@ class Ledger:
         self.seed, self.shuffle, self.skip_zero_variance = seed, shuffle, skip_zero_variance
         self.max_failed_share, self.shares = max_failed_share, shares
         self.state = LedgerState()
+        self.evaluations = Evaluations(eval_every, lease_s)
         self._recall = recall
         self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
 
@@ -173,6 +176,7 @@ class Ledger:
 
     def leave(self, server: str, reason: str, now: float) -> None:
         """The server is gone (its successor said Hello): end its leases."""
+        self.evaluations.leave(server)
         if server in self.state.servers:
             self._end_all(self.state.servers[server], reason, now)
             del self.state.servers[server]
@@ -279,7 +283,13 @@ class Ledger:
     @property
     def revision(self) -> int:
         """Moves whenever something changed that a parked Ask or Take may wait for."""
-        return self.state.revision
+        return self.state.revision + self.evaluations.revision
+
+    @property
+    def reach(self) -> Reach:
+        """How far the policy can be, and which version is the last."""
+        ends = self.outcome() in ("versions", "data")
+        return Reach(self.state.ceiling, self.version if ends else None)
 
     @property
     def version(self) -> int:
@@ -376,7 +386,9 @@ class Ledger:
 
     def drain(self) -> Changes:
         """What changed since the last call. The ledger forgets it: the caller must write it."""
-        return self.state.drain({name: int(getattr(self, name)) for name in FIXED})
+        changes = self.state.drain({name: int(getattr(self, name)) for name in FIXED})
+        changes.evaluations = self.evaluations.drain()
+        return changes
 
     def restore(self, saved: Saved, now: float) -> None:
         """Continue from what the store read back; this ledger must be new. Leases go on, renewed to now + `lease_s`.
@@ -392,6 +404,7 @@ class Ledger:
                     f"the buffer's file has {name} = {was}, the run {value}: undo that, or choose another run.name"
                 )
         self.state.restore(saved, now)
+        self.evaluations.restore(saved.evaluations, now)
         self._take_back_too_old()
 
     # the rules behind

@@ -141,6 +141,22 @@ class ItemState:
         return f"lease {lease} of item {self.number} is over{reason}; {now}"
 
 
+class EvaluationRow(NamedTuple):
+    """An evaluation as the store has it. Example: `EvaluationRow(10, "done", 10, "rollout-0#3f", 1, "", '{"eval":
+    {"mean@1": 0.5}}', "[]")`"""
+
+    due: int
+    state: str
+    """running, lost, done, failed"""
+    version: int
+    server: str
+    attempts: int
+    reason: str
+    results: str
+    samples: str
+    """JSON: by set, the answers that are kept for reading; written with the results only."""
+
+
 @dataclass
 class Changes:
     """What has changed since the last `drain`: the store writes all of it in one transaction.
@@ -158,11 +174,14 @@ class Changes:
     """By batch: has it been trained?"""
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     """Running totals by (what, which), see `totals.py`."""
+    evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)
+    """By the version at which they were due."""
     scalars: dict[str, int | str] = field(default_factory=dict)
     """The ledger's counters by name; `ended` is the text of `reasons.ended`."""
 
     def __bool__(self) -> bool:
-        return any((self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars))
+        changed = self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars
+        return any((*changed, self.evaluations))
 
 
 @dataclass(frozen=True)
@@ -185,6 +204,7 @@ class Saved:
     scalars: dict[str, int] = field(default_factory=dict)
     failed_rows: tuple[tuple[int, str], ...] = ()
     """(row, reason) of items that failed last, oldest first."""
+    evaluations: tuple[EvaluationRow, ...] = ()
 
 
 def server_name(server: str) -> str:

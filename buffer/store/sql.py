@@ -20,6 +20,9 @@ Readable with any SQLite tool, also while the buffer runs:
     problems  row, problem         JSON of each problem that was dispatched
     totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
     meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key
+    evaluations  due, state, version, server   version at which it was due; running, lost, done, failed; what was
+                                               evaluated, where
+              attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 """
 
@@ -91,6 +94,21 @@ ON CONFLICT (version) DO UPDATE SET trained = ?2, trained_at = CASE WHEN ?2 THEN
 TRAINED = """
 UPDATE items SET state = CASE WHEN ?2 THEN 'trained' ELSE 'batched' END, changed_at = ?3
 WHERE batch = ?1 AND state IN ('batched', 'trained')
+"""
+EVALUATIONS = """
+CREATE TABLE IF NOT EXISTS evaluations (
+    due INTEGER PRIMARY KEY, state TEXT, version INTEGER, server TEXT, attempts INTEGER, reason TEXT, results TEXT,
+    samples TEXT, changed_at REAL
+)
+"""
+"""Made when a ledger is opened: files of earlier releases have none."""
+EVALUATION = "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+EVALUATED = "SELECT due, state, version, server, attempts, reason, results, '' FROM evaluations"
+KEPT_SAMPLES = 20
+"""Evaluations, the newest and the first, whose samples are kept."""
+FORGET_SAMPLES = f"""
+UPDATE evaluations SET samples = '' WHERE samples <> '' AND due <> (SELECT MIN(due) FROM evaluations) AND due NOT IN
+    (SELECT due FROM evaluations WHERE state = 'done' ORDER BY due DESC LIMIT {KEPT_SAMPLES})
 """
 CHANGES = "CREATE TABLE IF NOT EXISTS changes (version INTEGER, key TEXT, old TEXT, new TEXT, changed_at REAL)"
 CHANGE = "INSERT INTO changes SELECT COALESCE(MAX(version) + 1, 0), ?, ?, ?, ? FROM batches WHERE trained"

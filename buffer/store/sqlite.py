@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.ledger.state import EXAMPLES
-from buffer.ledger.types import Changes, ItemState, LedgerError, Lengths, Saved, Transaction
+from buffer.ledger.types import Changes, EvaluationRow, ItemState, LedgerError, Lengths, Saved, Transaction
 from buffer.store import segments, sql
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.segments import Groups, InMemory, Place, Segments
@@ -76,6 +76,7 @@ class Store:
                     db.execute(statement)
                 db.execute(f"PRAGMA application_id = {sql.APPLICATION}")
                 db.execute(f"PRAGMA user_version = {sql.SCHEMA}")
+        db.execute(sql.EVALUATIONS)
 
     def _require_same_problems(self, digest: str) -> None:
         """Refuse a file that was begun with other problems; an empty digest is not compared."""
@@ -121,7 +122,8 @@ class Store:
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
-        return Saved(items, totals, scalars, failed[::-1])
+            evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
+        return Saved(items, totals, scalars, failed[::-1], evaluations)
 
     def dropped(self, item: int) -> ItemState | None:
         """An item that was dropped, which the ledger does not keep in memory."""
@@ -164,6 +166,9 @@ class Store:
             db.execute(sql.BATCH, (version, trained, now))
             db.execute(sql.TRAINED, (version, trained, now))
         db.executemany(sql.TOTAL, [(*key, *lengths) for key, lengths in changes.totals.items()])
+        db.executemany(sql.EVALUATION, [(*row, now) for row in changes.evaluations.values()])
+        if changes.evaluations:
+            db.execute(sql.FORGET_SAMPLES)
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.scalars.items())
 
     def _remove(self, items: Iterable[int]) -> None:

@@ -10,13 +10,14 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from buffer.curve import ClientKeys
 from buffer.ledger.types import FailureKind
 from buffer.wire import protocol
 from buffer.wire.connection import Connection, MessageTooLarge, RefusedError
-from buffer.wire.protocol import Part, WorkItem
+from buffer.wire.protocol import EvaluationResult, Part, SetResult, WorkItem
 from buffer.wire.sample import Sample
 from configs.entrypoint import made_progress
 
@@ -40,6 +41,10 @@ class RolloutClient:
         """How the run ended, once `ask` has returned None."""
         self.learner_waits = False
         """The learner waited for a batch when the last heartbeat was answered."""
+        self.evaluating: int | None = None
+        """The evaluation that this server makes."""
+        self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
+        """The last heartbeat's answer: there is one to claim; the one that it makes is not its own any more."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
@@ -96,11 +101,28 @@ class RolloutClient:
     async def beat(self, stats: Mapping[str, float]) -> list[int]:
         """Tell the buffer that the server is alive and which version it runs; returns leases to abort, each once."""
         holding, version = sorted(self.holding), self._version()
-        beat = protocol.Heartbeat(version=version, holding=holding, stats=dict(stats))
+        beat = protocol.Heartbeat(version=version, holding=holding, stats=dict(stats), evaluating=self.evaluating)
         news = await self.client.expect(beat, protocol.News)
         self.learner_waits = news.learner_waits
+        if news.evaluation == "due":
+            self.evaluation_due.set()
+        elif news.evaluation == "over" and beat.evaluating == self.evaluating:
+            self.evaluation_over.set()
         self.holding.difference_update(news.revoked)
         return news.revoked
+
+    async def claim(self, version: int) -> int | None:
+        """The evaluation that this server is to make of `version`, which it has loaded, named by when it was due."""
+        self.evaluating = (await self.client.expect(protocol.Evaluate(version=version), protocol.Due)).due
+        self.evaluation_over.clear()
+        return self.evaluating
+
+    async def evaluated(self, due: int, version: int, sets: Mapping[str, SetResult]) -> protocol.Stored:
+        """Hand over the results; not `accepted`: another server's came first."""
+        made = protocol.Evaluated(due=due, version=version, sets=dict(sets))
+        stored = await self.client.expect(made, protocol.Stored)
+        self.evaluating = None
+        return stored
 
     async def where(self, known: str | None) -> str:
         """Address of the learner's weights wire; waits until there is one other than `known`."""
@@ -154,6 +176,8 @@ class LearnerClient:
         """The answer to the last Trained."""
         self.finished: protocol.Finished | None = None
         """How the run ended, once `take` has returned None."""
+        self._results: SimpleQueue[EvaluationResult] = SimpleQueue()
+        self._fetching: Future[None] | None = None
         self._new = 0
         """First batch that was not formed when the learner started: to train one again is no progress."""
 
@@ -194,6 +218,25 @@ class LearnerClient:
         if version >= self._new:
             made_progress()
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
+
+    def follow_evaluations(self, known: Sequence[int]) -> None:
+        """Have the results of evaluations fetched as they come, but for those `known` (when they were due)."""
+        self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
+
+    async def _fetch(self, known: list[int]) -> None:
+        while isinstance(answer := await self.client.request(protocol.Results(known=known)), EvaluationResult):
+            known.append(answer.due)
+            self._results.put(answer)
+
+    def evaluations(self) -> list[EvaluationResult]:
+        """The results that have come since the last call."""
+        return [self._results.get() for _ in range(self._results.qsize())]
+
+    def last_evaluations(self) -> list[EvaluationResult]:
+        """`evaluations` once the last one has come."""
+        if self._fetching:
+            self._fetching.result()
+        return self.evaluations()
 
     def _raise_refusal(self) -> None:
         if self._trained and self._trained.done():

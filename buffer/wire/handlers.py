@@ -4,6 +4,7 @@
 with one line. Nothing returned may be sent before the `changes` until then are committed.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,8 +12,9 @@ from typing import Any, Literal
 from buffer.image_rows import IMAGES
 from buffer.images import ImageError
 from buffer.ledger import reasons
+from buffer.ledger.evaluations import Standing
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import Transaction
+from buffer.ledger.types import Transaction, server_name
 from buffer.problems import READ_AHEAD, Problems
 from buffer.store.segments import Group, GroupCache
 from buffer.store.sqlite import Store
@@ -82,6 +84,7 @@ class Handlers:
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
+            protocol.Evaluate: self._evaluate, protocol.Evaluated: self._evaluated, protocol.Results: self._results,
         }  # fmt: skip
 
     @property
@@ -142,6 +145,8 @@ class Handlers:
         if isinstance(message, protocol.Put):
             used, limit = self.bytes_stored / 2**30, self.limits.max_bytes / 2**30
             return f"{used:.3g} GiB of untrained samples, buffer.max_gib is {limit:.3g}: the learner has to train some"
+        if isinstance(message, protocol.Results):
+            return reasons.for_results(self.ledger)
         return f"no weights wire other than {self.weights}" if self.weights else "no learner has said Hello"
 
     def state(self, waiters: list[protocol.Waiter], errors: int, now: float) -> protocol.State:
@@ -164,6 +169,7 @@ class Handlers:
             },
             waiters=waiters,
             errors=errors,
+            evaluation=reasons.evaluation(self.ledger),
         )
 
     def _server(self, peer: Peer, now: float) -> dict[str, Any]:
@@ -245,10 +251,32 @@ class Handlers:
 
     def _heartbeat(self, peer: Peer, number: int, beat: protocol.Heartbeat, now: float) -> Message:
         revoked: list[int] = []
+        standing: Standing = "none"
         if number >= peer.beat:
             peer.beat, peer.stats = number, beat.stats
             revoked = self.ledger.heartbeat(peer.key, beat.version, beat.holding, now)
-        return protocol.News(revoked=revoked, learner_waits=self.learner_waiting)
+            doing, reach = beat.evaluating, self.ledger.reach
+            standing = self.ledger.evaluations.beat(peer.key, beat.version, doing, reach, now)
+        return protocol.News(revoked=revoked, learner_waits=self.learner_waiting, evaluation=standing)
+
+    def _evaluate(self, peer: Peer, claim: protocol.Evaluate, now: float) -> Message:
+        due = self.ledger.evaluations.claim(peer.key, claim.version, self.ledger.reach, now)
+        return protocol.Due(due=due)
+
+    def _evaluated(self, peer: Peer, made: protocol.Evaluated, now: float) -> Message:
+        results = json.dumps({name: one.figures for name, one in made.sets.items()})
+        samples = json.dumps({name: one.examples for name, one in made.sets.items()}, default=repr)
+        refusal = self.ledger.evaluations.finish(peer.key, made.due, made.version, results, samples)
+        return protocol.Stored(accepted=refusal is None, reason=refusal or "")
+
+    def _results(self, peer: Peer, wanted: protocol.Results, now: float) -> Message | None:
+        evaluations = self.ledger.evaluations
+        if (found := evaluations.unknown(wanted.known)) is None:
+            none_left = evaluations.over(self.ledger.reach) or self.ledger.outcome() == "failed"
+            return protocol.Ack() if none_left else None
+        figures = json.loads(found.results or "{}")
+        who, why = server_name(found.server), found.reason
+        return protocol.EvaluationResult(due=found.due, version=found.version, server=who, figures=figures, reason=why)
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         return protocol.Rewound(replay=self.ledger.rewind(rewind.version))
@@ -291,7 +319,8 @@ class Handlers:
     def _finished(self) -> protocol.Finished | None:
         """The answer to a request that waits for work or for a batch, once there will be none."""
         outcome = self.ledger.outcome()
-        return protocol.Finished(outcome=outcome, why=reasons.ended(self.ledger)) if outcome else None
+        why, last = reasons.ended(self.ledger), self.ledger.reach.last
+        return protocol.Finished(outcome=outcome, why=why, last=last) if outcome else None
 
     def _group(self, item: int) -> Group:
         if known := self._cache.get(item):

@@ -4,8 +4,9 @@ How a message travels is in `message.py`. Each request is idempotent: a client t
 same `id`, as often as it likes. A request that cannot be answered yet is parked by the buffer, never polled for.
 
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
-              Heartbeat -> News
+              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
+              Results -> EvaluationResult | Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
@@ -104,6 +105,40 @@ class Heartbeat(Message):
     holding: list[Count]
     stats: dict[str, FiniteFloat] = Field(default_factory=dict)
     """Figures to display: tokens/s, running and waiting sequences, places for them and what bounds their number."""
+    evaluating: Count | None = None
+    """The evaluation that it makes, by the version at which that was due."""
+
+
+class Evaluate(Message):
+    """The server has loaded `version`: is it to evaluate it, and to hold newer ones back until that is done?"""
+
+    version: Count
+
+
+class SetResult(Message):
+    """What came of one set."""
+
+    figures: dict[str, FiniteFloat]
+    """By name, as in `mean@8`."""
+    reasons: list[str] = Field(default_factory=list)
+    """Why attempts failed, where some did."""
+    examples: list[dict[str, Any]] = Field(default_factory=list)
+    """Some answers: `problem` (the row), `answer`, `reward`, `finish`."""
+
+
+class Evaluated(Message):
+    """The server has made the evaluation `due`, all of it under `version`."""
+
+    due: Count
+    version: Count
+    sets: dict[str, SetResult]
+
+
+class Results(Message):
+    """A rank of the learner asks for the result of an evaluation that is not among `known`. Parked until there is one;
+    Ack: there will be no more."""
+
+    known: list[Count]
 
 
 class Rewind(Message):
@@ -167,6 +202,25 @@ class News(Message):
     """Leases that are over; the server may abort their generations."""
     learner_waits: bool
     """A Take is parked: more sequences at a time would bring the next batch sooner."""
+    evaluation: Literal["none", "due", "over"] = "none"
+    """`due`: there is one that the server may claim. `over`: the one that it makes is not its own any more."""
+
+
+class Due(Message):
+    """The evaluation that the server is to make of what it runs, by the version at which it was due; null: none."""
+
+    due: Count | None
+
+
+class EvaluationResult(Message):
+    """An evaluation that ended. Example of `figures`: `{"aime": {"mean@8": 0.4}}`."""
+
+    due: Count
+    version: Count
+    server: str
+    figures: dict[str, dict[str, FiniteFloat]]
+    reason: str = ""
+    """Why it was given up; then there are no figures."""
 
 
 class Rewound(Message):
@@ -240,6 +294,8 @@ class Finished(Message):
     outcome: Outcome
     why: str
     """For people. If nothing could be trained: several lines, with counts by kind and reason, and example rows."""
+    last: Count | None = None
+    """The run's last version, where it ends with one."""
 
 
 class State(Message):
@@ -272,6 +328,8 @@ class State(Message):
     waiters: list[Waiter]
     errors: Count
     """Messages refused since the start."""
+    evaluation: str = ""
+    """The one that is being made, in words."""
 
 
 class Refused(Message):
@@ -285,11 +343,13 @@ class NotRegistered(Message):
 
 
 REQUESTS: dict[str, type[Message]] = {
-    m.__name__: m for m in (Hello, Where, Ask, Put, Fail, Heartbeat, Rewind, Take, Trained, Status)
+    m.__name__: m
+    for m in (Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Status)
 }
 ANSWERS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
-        Welcome, WeightsAddress, Work, Stored, Ack, News, Rewound, Part, Finished, State, Refused, NotRegistered
+        Welcome, WeightsAddress, Work, Stored, Ack, News, Due, Rewound, Part, EvaluationResult, Finished, State,
+        Refused, NotRegistered,
     )
 }  # fmt: skip

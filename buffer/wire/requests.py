@@ -170,6 +170,8 @@ class PendingRequests:
     def _state(self, now: float) -> protocol.State:
         waiters = []
         for request in self._parked.values():
+            if isinstance(request.message, protocol.Results) and not self.handlers.ledger.finished():
+                continue  # the learner asks in advance and waits for nothing
             if peer := self.handlers.peers.get(request.identity):
                 why, seconds = self.handlers.why_parked(peer, request.message), now - request.since
                 waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))

@@ -90,7 +90,8 @@ def batch(pairs: Iterator[tuple[list[int], list[int]]], size: int, pad: int) -> 
 def train(args: argparse.Namespace, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model after `args.steps` of AdamW, the learning rate falling linearly to a tenth."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, args.steps)
     pairs = examples(rows, args.operations, tokenizer, random.Random(args.seed))

@@ -8,6 +8,7 @@ A message is one ZeroMQ frame of MessagePack: a map with `kind` and the fields o
               instead of any. Checksums and Probe are sent as soon as they are known, beside the broadcast or after it
     both:     KeepAlive, so that each notices the other's death
     learner:  Cancel: the round is off, another Offer follows.   Rejoin: you are not a member (any more), Join again
+    server:   Hold: it keeps the version that it has, in place of Ready or at any time between rounds; Release ends that
     server:   Leave.   learner: Bye
 
 Round numbers grow, across restarts of the learner too. A message about another round than the current one is stale and
@@ -24,7 +25,7 @@ from pydantic import Field
 from buffer.curve import ClientKeys, ServerKeys
 from buffer.wire.message import Count, Message, open_map, validate
 
-PROTOCOL = 4
+PROTOCOL = 5
 BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
@@ -52,6 +53,17 @@ class Ready(Message):
     """All workers are idle and wait for Go."""
 
     round: Count
+
+
+class Hold(Message):
+    """The server takes no newer version until it says Release: it evaluates the one it has. Also the answer to an
+    Offer."""
+
+    round: Count
+
+
+class Release(Message):
+    """The server takes newer versions again."""
 
 
 class Received(Message):
@@ -213,7 +225,7 @@ class Staged(Message):
 
 
 TO_LEARNER: dict[str, type[Message]] = {
-    m.__name__: m for m in (Join, Ready, Received, Loaded, Failed, Leave, KeepAlive)
+    m.__name__: m for m in (Join, Ready, Hold, Release, Received, Loaded, Failed, Leave, KeepAlive)
 }
 TO_FRONT: dict[str, type[Message]] = {Staged.__name__: Staged}
 TO_SERVER: dict[str, type[Message]] = {

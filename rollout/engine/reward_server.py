@@ -1,8 +1,8 @@
 """`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's own API server over `reward.model`.
 
 Started by the launcher (`reward.servers`) or by hand; `--name` ends in the number that its port follows from. Rollout
-servers ask it over HTTP (`rollout/rewards/models/reward_model.py`). Runs until a signal; exit codes: 0 ended by a signal, 1
-failed, 2 refused. vLLM's processes die with it, as `tie_children` has them do.
+servers ask it over HTTP (`rollout/rewards/models/`). Runs until a signal; exit codes: 0 ended by a signal, 1 failed, 2
+refused. vLLM's processes die with it, as `tie_children` has them do.
 """
 
 import json

@@ -8,14 +8,19 @@ from typing import Any, Literal
 from actors.process import Event, Process
 from actors.supervise.keeper import Keeper
 from buffer.images import Picture
-from buffer.wire.protocol import FailureKind, WorkItem
+from buffer.wire.protocol import FailureKind, Stored, WorkItem
 from buffer.wire.sample import Sample
+from configs.schema import Config
+from rollout.concurrency import Places, SparePlaces
+from rollout.episodes.episode import Episodes
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError, RewardError
+from rollout.evaluation.evaluator import Evaluator
+from rollout.evaluation.players import ProblemSet
 from rollout.rewards.convention import Answer, Score
 from rollout.tasks import Completion
-from rollout.tasks.trajectory import PlacedImage
+from rollout.tasks.trajectory import PlacedImage, single_turn
 
 # actors
 
@@ -163,6 +168,53 @@ class FakeWeights:
         for version in self.versions:
             yield FakePolicy(version, self.trail)
         await asyncio.Event().wait()
+
+
+class FakeEvaluations:
+    """Stands for what `RolloutClient` says of evaluations, and for `Receiver.hold` and `release`: there is one to make
+    of each version in `due`. Keeps the results by version, and in `trail` what was called."""
+
+    def __init__(self, due: Iterable[int] = (), busy: bool = False) -> None:
+        self.due, self.busy, self.accepted = set(due), busy, True
+        self.results: dict[int, Any] = {}
+        self.trail: list[str] = []
+        self.evaluating: int | None = None
+        self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
+
+    async def claim(self, version: int) -> int | None:
+        self.trail.append(f"claim {version}")
+        self.evaluating = version if version in self.due else None
+        return self.evaluating
+
+    async def evaluated(self, due: int, version: int, sets: Any) -> Stored:
+        self.trail.append(f"evaluated {due} at {version}")
+        self.results[version], self.evaluating = sets, None
+        return Stored(accepted=self.accepted, reason="" if self.accepted else "it is done")
+
+    def hold(self, loading: bool = False) -> bool:
+        self.trail.append("hold")
+        return loading or not self.busy
+
+    def release(self) -> None:
+        self.trail.append("release")
+
+
+def fake_evaluator(
+    engine: Any, buffer: FakeEvaluations | None = None, sets: Iterable[ProblemSet] = (), places: Places | None = None
+) -> Evaluator:
+    """An evaluator whose sets are played with FakePrompts and FakeRewards; without sets it evaluates nothing."""
+    buffer = buffer or FakeEvaluations()
+
+    class Setup:
+        def episodes(
+            self, config: Any, engine: Any, temperature: float, samples: int, max_tokens: int | None = None
+        ) -> Episodes:
+            sampler = fake_sampler(engine, temperature, max_tokens or 8)
+            return Episodes(FakePrompts(), single_turn, sampler, FakeRewards(), samples)  # type: ignore[arg-type]
+
+    needed = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"function": "math"}}
+    config, spare = Config.model_validate(needed), SparePlaces(places or Places(8, 1), 0.5)
+    return Evaluator(config, Setup(), engine, buffer, buffer, spare, list(sets))  # type: ignore[arg-type]
 
 
 class FakePrompts:

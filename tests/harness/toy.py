@@ -78,7 +78,15 @@ class Run:
     path: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The records, without a line that is still being written."""
+        """The records of versions, without a line that is still being written."""
+        return [record for record in self.records() if "eval/version" not in record]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of evaluations."""
+        return [record for record in self.records() if "eval/version" in record]
+
+    def records(self) -> list[dict[str, Any]]:
+        """All records, as they stand in the file."""
         file = self.path / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]

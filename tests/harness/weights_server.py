@@ -204,11 +204,15 @@ def receive_four(channel: Channel, buckets: list[torch.Tensor]) -> None:
         pass
 
 
-async def follow(receiver: Receiver, engine: StagingEngine, seen: list[int], loaded: "asyncio.Queue[int]") -> None:
-    """The rollout loop's `follow`, which also puts each version into `loaded`."""
+async def follow(
+    receiver: Receiver, engine: StagingEngine, seen: list[int], loaded: "asyncio.Queue[int]", hold: Collection[int]
+) -> None:
+    """The rollout loop's `follow`, which also puts each version into `loaded`, and holds those in `hold`."""
     async for policy in receiver.policies():
         await policy.load()
         engine.version = policy.version
+        if policy.version in hold:
+            assert receiver.hold(loading=True)
         await policy.loaded()
         seen.append(policy.version)
         loaded.put_nowait(policy.version)
@@ -221,7 +225,8 @@ class Server:
         self.engine, self.seen, self.loaded = engine or StagingEngine(workers, error), [], asyncio.Queue()
         given = config(staging=staging)
         self.receiver = Receiver(addresses.where, self.engine, name, given, heartbeat_s=HEARTBEAT_S, form=form)
-        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.loaded))
+        self.hold: set[int] = set()
+        self.task = asyncio.create_task(follow(self.receiver, self.engine, self.seen, self.loaded, self.hold))
 
     async def has(self, version):
         """Wait until `version` is loaded; its weights must be right."""

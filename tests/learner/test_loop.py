@@ -55,6 +55,19 @@ class Parts:
     def log(self, version: int, stats) -> None:
         self.calls.append(f"log {version} {sorted(stats)}")
 
+    def evaluations(self, version: int | None = None) -> list[str]:
+        """Of the metrics: those recorded up to `version`; of the batches: those that have come."""
+        return ["recorded"] if version is not None else []
+
+    def follow_evaluations(self, known: list[str]) -> None:
+        self.calls.append(f"follow evaluations but {known}")
+
+    def last_evaluations(self) -> list[str]:
+        return ["last"]
+
+    def log_evaluations(self, version: int, results: list[str]) -> None:
+        self.calls += [f"log {version}: {results}"] if results else []
+
     def finish(self, policy, version: int) -> None:
         self.calls.append(f"finish {version}")
 
@@ -66,6 +79,7 @@ class Parts:
 def test_a_version() -> None:
     assert Parts(restored=4).run(5) == [
         "rewind 4",
+        "follow evaluations but ['recorded']",
         "publish 4",
         "take 4",
         "step part 4",
@@ -74,6 +88,7 @@ def test_a_version() -> None:
         "trained 4, kept 4",
         "log 5 ['loss', 'reward/mean', 'weights/servers']",
         "finish 5",
+        "log 5: ['last']",
     ]
 
 
@@ -83,11 +98,17 @@ def test_versions_end() -> None:
 
 
 def test_problems_end() -> None:
-    assert Parts(batches=1).run(3)[-2:] == ["take 1", "finish 1"]
+    assert Parts(batches=1).run(3)[-3:] == ["take 1", "finish 1", "log 1: ['last']"]
 
 
 def test_a_finished_run_only_publishes() -> None:
-    assert Parts(restored=3).run(3) == ["rewind 3", "publish 3", "finish 3"]
+    assert Parts(restored=3).run(3) == [
+        "rewind 3",
+        "follow evaluations but ['recorded']",
+        "publish 3",
+        "finish 3",
+        "log 3: ['last']",
+    ]
 
 
 def test_a_signal_in_a_step_lets_it_finish(mesh) -> None:
@@ -139,3 +160,16 @@ def test_the_loop_is_one_screen() -> None:
     lines = (ROOT / "learner" / "loop.py").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("def run"))
     assert len(lines) - start <= 40 and not any("if config" in line for line in lines)
+
+
+def test_a_signal_ends_the_wait_for_the_last_evaluation() -> None:
+    class Evaluating(Parts):
+        def last_evaluations(self) -> list[str]:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Event().wait(30)
+            raise AssertionError("nothing woke it")
+
+    draining = Draining(Evaluating())
+    with StopSignals(draining.begin):
+        assert draining.last_evaluations() == []
+        assert draining.last_evaluations() == [], "it does not wait again"

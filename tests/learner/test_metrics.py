@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from buffer.wire.protocol import EvaluationResult
 from learner import trackers
 from learner.metrics import Metrics, read
 
@@ -105,3 +106,61 @@ def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, m
     assert got == read(tmp_path / "metrics.jsonl") and len(got) == 2
     assert "log.trackers: broken failed" in caplog.text and "no such service" in caplog.text
     assert "nosuchtracker is not installed" in caplog.text and '".[tracking]"' in caplog.text
+
+
+def result(due: int, version: int, mean: float = 0.5) -> EvaluationResult:
+    return EvaluationResult(due=due, version=version, server="rollout-0", figures={"aime": {"mean@8": mean}})
+
+
+def test_an_evaluation_has_a_record_of_its_own(tmp_path: Path) -> None:
+    path, seen = tmp_path / "metrics.jsonl", []
+    metrics = Metrics(path, [seen.append])
+    metrics.log(1, {"loss": 1.0})
+    metrics.log_evaluations(1, [result(0, 0)])
+    metrics.log(2, {})
+    first, evaluation, second = read(path)
+    assert (first["version"], second["version"]) == (1, 2) and "eval/version" not in first
+    assert evaluation == {
+        "version": 1,
+        "eval/due": 0,
+        "eval/version": 0,
+        "eval/aime/mean@8": 0.5,
+        "eval/aime/version": 0,
+    }
+    assert seen[1] == evaluation
+
+
+def test_a_restarted_learner_knows_what_it_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    for version in (1, 2, 3, 4):
+        metrics.log(version, {"loss": 1.0})
+        metrics.log_evaluations(version, [result(version, version)] if version % 2 == 0 else [])
+    again = Metrics(path)
+    assert again.evaluations(3) == [2] and again.evaluations(4) == [2, 4]
+    again.log(3, {})
+    again.log_evaluations(3, [result(4, 4)])
+    assert [(record["version"], record.get("eval/due")) for record in read(path)] == [
+        (1, None),
+        (2, None),
+        (2, 2),
+        (3, None),
+        (3, 4),
+    ]
+
+
+def test_the_last_evaluation_is_recorded_by_a_learner_that_only_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    metrics.log(1, {})
+    metrics.log(2, {})
+    Metrics(path).log_evaluations(2, [result(2, 2)])
+    assert [record["version"] for record in read(path)] == [1, 2, 2]
+
+
+def test_one_that_was_given_up_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given_up = EvaluationResult(due=4, version=6, server="rollout-0", figures={}, reason="its server was lost 5 times")
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.log_evaluations(7, [given_up])
+    assert "the evaluation due at version 4 was given up: its server was lost 5 times" in caplog.text
+    assert metrics.evaluations(7) == [4]

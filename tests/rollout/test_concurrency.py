@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from buffer.wire.protocol import WorkItem
 from configs.load import load
-from rollout.concurrency import Auto, Fixed, Places, start
+from rollout.concurrency import LULL_S, Auto, Fixed, Places, SparePlaces, start
 from rollout.episodes.episode import Episodes, Failure
 from rollout.loop import roll
 from rollout.tasks import Generate, Problem, Trajectory
@@ -237,3 +237,51 @@ def test_a_server_begins_with_its_share_of_a_batch_or_with_the_number(keys, cpu,
     assert rule.limits(places) == limits and places.limit == min(limits.values())
     assert set(expected) <= {512.0}  # a quarter of prompt and answer
     assert places.samples == 8
+
+
+async def test_single_samples_get_their_share_beside_the_groups_and_all_that_is_free_in_a_lull():
+    places = Places(8, 4)
+    spare = SparePlaces(places, 0.25)
+    held = [places.take(), places.take()]
+    taking = asyncio.create_task(take_all(spare, 20))
+    await asyncio.sleep(0.01)
+    assert (spare.taken, places.taken) == (2, 10), "a quarter, although all are taken"
+    assert held
+    places.free(4)
+    await asyncio.sleep(0.01)
+    assert spare.taken == 2, "what groups give back is for groups"
+    places.begin_lull()
+    await asyncio.sleep(0.01)
+    assert (spare.taken, places.taken) == (4, 8), "unless none is admitted"
+    with places.asking():  # the next Ask finds groups
+        pass
+    for _ in range(3):
+        spare.free(taking)
+    await asyncio.sleep(0.01)
+    assert spare.taken == 2, "its share again"
+    taking.cancel()
+
+
+async def take_all(spare: SparePlaces, number: int) -> None:
+    for _ in range(number):
+        await spare.take()
+
+
+async def test_an_ask_that_is_not_answered_for_long_is_a_lull():
+    places = Places(8, 4)
+    with places.asking():
+        assert not places.lull
+        await asyncio.sleep(LULL_S + 0.1)
+        assert places.lull
+    assert not places.lull
+    with places.asking():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(LULL_S + 0.1)
+    assert not places.lull, "it was answered at once"
+
+
+async def test_the_end_of_the_groups_is_a_lull_for_good():
+    buffer, places = FakeBuffer(), Places(8, 4)
+    buffer.end()
+    await asyncio.wait_for(roll(buffer.ask, buffer, made_by(single_turn, 4), places), 5)
+    assert places.lull and SparePlaces(places, 0.25)

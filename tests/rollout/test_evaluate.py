@@ -7,11 +7,13 @@ import pytest
 
 from configs.entrypoint import split_flags
 from configs.load import ConfigError, load
+from configs.schema import EvalSet
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
 from rollout import evaluate
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.setup import RolloutSetup
+from rollout.evaluation.players import ProblemSet
 from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeEngine
@@ -34,8 +36,9 @@ async def test_answers_are_greedy_and_failures_are_counted(capsys: pytest.Captur
     engine = FakeEngine(lambda prompt: tokenizer.encode("<answer>1+2</answer>"))
     setup = RolloutSetup(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
     problems = rows(("1 2", 3), ("2 2", 4), ("2 1", 3), ("1 2 3 4 5 6 7 8", 9))
+    sets, models = [ProblemSet("eval", EvalSet(path="e"), problems)], [Path("before"), Path("after")]
     async with setup.rewards:
-        before, after = await evaluate.evaluate_models(config, setup, engine, problems, [Path("before"), Path("after")])
+        before, after = await evaluate.evaluate_models(config, setup, engine, sets, models)
     assert engine.temperatures == {0.0} and engine.loaded == [Path("before"), Path("after")]
     assert (before["model"], before["problems"], before["failed"]) == ("before", 4, 1)
     assert before["solved"] == pytest.approx(2 / 3) and before["reward"] == pytest.approx(2.1 / 3)
@@ -61,17 +64,18 @@ def test_the_command_line_is_folders_a_report_and_the_run_file():
 def test_missing_models_or_problems_are_refused(tmp_path: Path):
     config = load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"])
     with pytest.raises(ConfigError, match=r"--models: name one or more folders"):
-        evaluate.load_rows(config, [])
+        evaluate.chosen_sets(config, [])
     with pytest.raises(ConfigError, match=r"no config.json there"):
-        evaluate.load_rows(config, [tmp_path])
+        evaluate.chosen_sets(config, [tmp_path])
     with pytest.raises(ConfigError, match=r"data.eval: null"):
-        evaluate.load_rows(load([str(RUN), "--data.eval=null"]), [tmp_path])
+        evaluate.chosen_sets(load([str(RUN), "--data.eval=null"]), [tmp_path])
 
 
 def test_the_rows_are_the_eval_file_s(tmp_path: Path):
     write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
     (tmp_path / "config.json").write_text("{}")
-    assert len(evaluate.load_rows(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])) == 7
+    (given,) = evaluate.chosen_sets(load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"]), [tmp_path])
+    assert (given.name, len(given.rows), given.given.samples) == ("eval", 7, 1)
 
 
 def test_a_missing_eval_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -81,3 +85,34 @@ def test_a_missing_eval_file_exits_with_2(tmp_path: Path, capsys: pytest.Capture
         )
     assert caught.value.code == 2
     assert f"data.eval: {tmp_path / 'none.parquet'}: no such file" in capsys.readouterr().err
+
+
+async def test_named_sets_get_a_line_each_and_columns_for_what_they_ask(capsys: pytest.CaptureFixture[str]):
+    config, tokenizer = load([str(RUN)]), make_tokenizer()
+    engine = FakeEngine(lambda prompt: tokenizer.encode("<answer>1+2</answer>"))
+    setup = RolloutSetup(Prompts(tokenizer, config), single_turn, RewardPool(config.reward))
+    problems = rows(("1 2", 3), ("2 2", 4))
+    sets = [
+        ProblemSet("few", EvalSet(path="e", samples=3, k=[1, 2], temperature=0.5), problems),
+        ProblemSet("all", EvalSet(path="f"), problems[:1]),
+    ]
+    async with setup.rewards:
+        few, every = await evaluate.evaluate_models(config, setup, engine, sets, [Path("m")])
+    assert engine.temperatures == {0.5, 0.0}
+    assert (few["set"], few["samples"], few["solved"], few["mean@3"]) == ("few", 3, 0.5, 0.5)
+    assert few["pass@1"] == few["pass@2"] == few["pass^2"] == 0.5 and every["solved"] == 1.0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "set", "problems", "reward", "solved", "failed", "pass@1", "pass@2", "pass^2"]
+    assert lines[0].split() == ["m", "few", "2", "0.550", "0.500", "0", "0.500", "0.500", "0.500"]
+    assert lines[1].split() == ["m", "all", "1", "1.000", "1.000", "0"]
+
+
+def test_sets_are_chosen_by_name(tmp_path: Path):
+    write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
+    (tmp_path / "config.json").write_text("{}")
+    given = [f"--data.eval.{name}.path={tmp_path / 'eval.parquet'}" for name in ("one", "two")]
+    config = load([str(RUN), *given])
+    assert [each.name for each in evaluate.chosen_sets(config, [tmp_path])] == ["eval", "one", "two"][1:]
+    assert [each.name for each in evaluate.chosen_sets(config, [tmp_path], ["two"])] == ["two"]
+    with pytest.raises(ConfigError, match=r"--sets three: data.eval has one, two"):
+        evaluate.chosen_sets(config, [tmp_path], ["two", "three"])

@@ -8,10 +8,18 @@ from buffer.wire.protocol import WorkItem
 from rollout.concurrency import Places
 from rollout.episodes.episode import Episodes, Group
 from rollout.errors import EngineDead
-from rollout.loop import follow, roll
+from rollout.loop import PolicyUpdates, follow, roll
 from rollout.tasks.trajectory import single_turn
 from tests.harness.buffer_process import buffer, group, make_requests, rollout
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights, fake_sampler
+from tests.harness.fakes import (
+    FakeBuffer,
+    FakeEngine,
+    FakePrompts,
+    FakeRewards,
+    FakeWeights,
+    fake_evaluator,
+    fake_sampler,
+)
 
 STOP = ord(".")
 
@@ -102,7 +110,7 @@ async def test_a_dead_engine_ends_the_loop_with_its_cause():
 async def test_follow_loads_each_policy_and_pauses_nothing():
     engine, _ = parts()
     weights = FakeWeights([0, 1, 4])
-    following = asyncio.create_task(follow(weights, engine))
+    following = asyncio.create_task(follow(PolicyUpdates(weights, 9), engine, fake_evaluator(engine)))
     await asyncio.sleep(0.02)
     following.cancel()
     assert weights.trail == ["load 0", "loaded 0", "load 1", "loaded 1", "load 4", "loaded 4"]

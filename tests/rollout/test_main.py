@@ -19,7 +19,15 @@ from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
 from rollout.loop import PolicyUpdates, follow, roll
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, FakeWeights, fake_sampler
+from tests.harness.fakes import (
+    FakeBuffer,
+    FakeEngine,
+    FakePrompts,
+    FakeRewards,
+    FakeWeights,
+    fake_evaluator,
+    fake_sampler,
+)
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples/countdown/quickstart.yaml"
@@ -58,7 +66,7 @@ async def test_events_are_set_once_the_first_policy_and_the_last_one_are_loaded(
 
     engine = Engine(list)
     firsts.clear()
-    following = asyncio.create_task(follow(updates, engine))
+    following = asyncio.create_task(follow(updates, engine, fake_evaluator(engine)))
     await asyncio.wait_for(updates.last.wait(), 5)
     following.cancel()
     assert firsts == [(False, False), (True, False), (True, False)]

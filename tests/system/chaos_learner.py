@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from buffer.wire.client import LearnerClient
-from buffer.wire.protocol import Part
+from buffer.wire.protocol import EvaluationResult, Part
 from configs.resume import fingerprint
 from tests.harness.toy import ROOT
 from tests.system.chaos_run import Run
@@ -160,6 +160,12 @@ class Metrics:
 
     def log(self, version: int, stats: Mapping[str, float]) -> None:
         pass
+
+    def evaluations(self, version: int) -> list[int]:
+        return []
+
+    def log_evaluations(self, version: int, results: Sequence[EvaluationResult]) -> None:
+        assert not results
 
 
 def main(run: Run) -> None:

@@ -8,7 +8,7 @@ Waits for the buffer, for a first policy, then for work; ends when the buffer ha
 import asyncio
 import random
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,13 @@ from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
 from configs.entrypoint import configure_logging
 from configs.resume import fingerprint
+from configs.schema import Config
 from rollout.concurrency import start
 from rollout.episodes.episode import Episodes, Failure
 from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError
-from rollout.loop import follow, roll
+from rollout.evaluation.evaluator import Evaluator
+from rollout.loop import PolicyUpdates, follow, roll
 from rollout.rewards.workers import RewardPool
 from rollout.tasks import Completion, EpisodeError, Generate, Problem, Trajectory
 from rollout.tasks.trajectory import single_turn
@@ -122,6 +124,13 @@ class Policy:
         self.receiver.engine.first.set()
 
 
+def following(config: Config, buffer: RolloutClient, engine: Engine) -> Coroutine[Any, Any, None]:
+    """The loop `follow` of a server that evaluates nothing."""
+    evaluator = Evaluator(config, None, engine, buffer, None, None, [])  # type: ignore[arg-type]
+    updates = PolicyUpdates(Receiver(buffer, engine), config.run.versions)  # type: ignore[arg-type]
+    return follow(updates, engine, evaluator)  # type: ignore[arg-type]
+
+
 async def task(problem: Problem, generate: Generate) -> Trajectory:
     """The single turn, unless the row says that it fails."""
     kind = problem.row["answer"].partition(":")[0]
@@ -142,7 +151,7 @@ async def main(run: Run, name: str) -> None:
         revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
         async with asyncio.TaskGroup() as tasks:
             others = [
-                tasks.create_task(follow(Receiver(buffer, engine), engine)),
+                tasks.create_task(following(config, buffer, engine)),
                 tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, dict, revoke)),
             ]
             await engine.first.wait()

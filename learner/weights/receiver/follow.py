@@ -58,10 +58,27 @@ class Receiver:
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: protocol.Offer | None = None
+        self._held, self._pledged = False, False
+        """No offer is accepted at present; one was, and its round has not begun here."""
         self._streams = False
         """Workers have room for two buckets only."""
         self._streamed: StreamedPolicy | None = None
         """Yielded, and not in place yet."""
+
+    def hold(self, loading: bool = False) -> bool:
+        """Accept no newer version until `release`; False: another one is on its way by now. `loading`: this is called
+        between the `load` and the `loaded` of one."""
+        if self._pledged or (self._busy and not loading):
+            return False
+        self._held = True
+        if not self._busy:  # else once the round is over
+            self._say(protocol.Hold(round=0))
+        return True
+
+    def release(self) -> None:
+        """Accept newer versions again."""
+        self._held = False
+        self._say(protocol.Release())
 
     async def policies(self) -> AsyncGenerator[StagedPolicy | StreamedPolicy, None]:
         """Each new policy, verified by checksums. Load it before asking for the next. Raises WeightsError."""
@@ -110,7 +127,7 @@ class Receiver:
 
     async def _attend(self, connection: LearnerConnection) -> str:
         """Serve the learner at one address; returns its next address."""
-        self._connection = connection
+        self._connection, self._pledged = connection, False
         await self._abandon("the learner was lost")
         seeking: asyncio.Future[str] | None = None
         try:
@@ -140,6 +157,8 @@ class Receiver:
             connection.say(self._join)
         elif isinstance(message, protocol.Joined):
             connection.joined, connection.lost = True, False
+            if self._held and not self._busy:
+                self._say(protocol.Hold(round=0))
             if self._reception:  # of before: this member is a new one, to whom nothing of that round is told
                 self._reception.take_probe(None)
         elif isinstance(message, protocol.Offer):
@@ -148,7 +167,7 @@ class Receiver:
             if not self._busy:
                 self._release_staging()
         elif isinstance(message, protocol.Go):
-            self._busy, self._reception = True, Reception(message, self._join.workers, self._form)
+            self._pledged, self._busy, self._reception = False, True, Reception(message, self._join.workers, self._form)
             await self._begin(self._reception)
         elif isinstance(message, protocol.Checksums | protocol.Probe | protocol.Cancel):
             if self._reception and self._reception.go.round == message.round:
@@ -157,6 +176,7 @@ class Receiver:
             if isinstance(message, protocol.Rejoin) and connection.joined:
                 log.warning("weights: the learner left this server out: %s", message.reason)
             connection.leave(lost=isinstance(message, protocol.Bye))
+            self._pledged = False
         elif isinstance(message, protocol.JoinRefused):
             raise WeightsError(message.reason)
 
@@ -250,9 +270,12 @@ class Receiver:
     def _release_staging(self) -> None:
         """The round is over and the staging copies may be overwritten: answer the offer that arrived meanwhile."""
         self._busy, self._reception = False, None
-        if self._offered:
+        if self._held:
+            self._say(protocol.Hold(round=self._offered.round if self._offered else 0))
+        elif self._offered:
+            self._pledged = True
             self._say(protocol.Ready(round=self._offered.round))
-            self._offered = None
+        self._offered = None
 
     def _say(self, message: Message) -> None:
         """Tell the learner, if there is one."""

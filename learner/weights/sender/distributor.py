@@ -95,9 +95,11 @@ class Distributor:
             self._transport.give_up()
 
     def _stale(self) -> list[Member]:
-        """Members that do not hold the newest policy."""
+        """Members that do not hold the newest policy, and would take it."""
         newest = self._copies.newest
-        return [m for m in self.members if m.holds != (self._session, newest.version)] if newest else []
+        if newest is None:
+            return []
+        return [m for m in self.members if not m.holding and m.holds != (self._session, newest.version)]
 
     def _lack(self, member: Member) -> Plan:
         """What `member` gets: everything, unless it holds the frozen weights since an earlier version."""
@@ -142,11 +144,12 @@ class Distributor:
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
     async def _offer(self, members: list[Member]) -> list[Member]:
-        """Offer the round to `members`; returns those that are ready in time."""
+        """Offer the round to `members`; returns those that are ready in time. One that evaluates says Hold."""
         for member in members:
             member.round, member.answer = self._round, None
             self.members.say(member, protocol.Offer(round=self._round))
-        return await self._answered(members, protocol.Ready)
+        answered = await self._answered(members, protocol.Ready, protocol.Hold)
+        return [member for member in answered if isinstance(member.answer, protocol.Ready)]
 
     def _go(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> None:
         for member in ready:

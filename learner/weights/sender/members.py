@@ -34,15 +34,19 @@ class Member:
     gone: bool = False
     round: int = -1
     answer: Message | None = None
-    """Its latest answer in `round`: Ready, Received, Loaded or Failed."""
+    """Its latest answer in `round`: Ready, Hold, Received, Loaded or Failed."""
+    holding: bool = False
+    """It takes no newer version at present."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
     def on_message(self, message: Message) -> None:
         """Any message is a sign of life; an answer about the current round is kept."""
         self.heard_at = time.monotonic()
+        if isinstance(message, protocol.Hold | protocol.Release):
+            self.holding = isinstance(message, protocol.Hold)
         if (
-            isinstance(message, protocol.Ready | protocol.Received | protocol.Loaded | protocol.Failed)
+            isinstance(message, protocol.Ready | protocol.Hold | protocol.Received | protocol.Loaded | protocol.Failed)
             and message.round == self.round
         ):
             self.answer = message

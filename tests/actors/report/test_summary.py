@@ -10,7 +10,7 @@ import pytest
 from actors.report import summary
 from actors.watch.metrics_log import Records, moving_mean
 from buffer.store.segments import Segments, folder_of
-from buffer.store.sql import APPLICATION, SCHEMA, TABLES
+from buffer.store.sql import APPLICATION, EVALUATIONS, SCHEMA, TABLES
 from buffer.wire.message import Array
 from buffer.wire.sample import Sample
 from configs.load import load, write
@@ -173,3 +173,35 @@ def test_a_file_that_a_restarted_learner_replaced_is_read_again(run: Path) -> No
     (run / "new").write_text("".join(json.dumps(record) + "\n" for record in again))
     (run / "new").replace(run / "metrics.jsonl")
     assert records.read() == again[-1:] and records.read() == []
+
+
+def test_evaluations_while_it_trained_are_a_curve_a_table_and_some_answers(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(run)
+    with sqlite3.connect(run / "buffer.sqlite") as db:
+        db.execute(EVALUATIONS)
+        kept = {
+            "aime": [{"problem": {"problem": f"held out {n}"}, "answer": f"answer {n}", "reward": 1.0} for n in "ab"]
+        }
+        for version in (0, 10, 20):
+            row = (version, "done", version, "rollout-0#t", 1, "", "{}", json.dumps(kept), 0.0)
+            db.execute("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    db.close()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n")  # after the line that was cut off
+        for version, mean in ((0, 0.25), (10, 0.5), (20, 0.75)):
+            record = {
+                "version": version + 1,
+                "eval/version": version,
+                "eval/aime/mean@4": mean,
+                "eval/aime/pass@4": 0.9,
+            }
+            file.write(json.dumps(record) + "\n")
+    assert summary.main([str(run / "config.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "version 0 evaluated while training on\n  aime: mean@4 0.250, pass@4 0.900" in said
+    assert "version 20 evaluated while training on\n  aime: mean@4 0.750" in said and "version 10 eval" not in said
+    page = (run / "report.html").read_text()
+    assert "<th>version<th>aime mean@4<th>aime pass@4" in page and "<th>10<td>0.500<td>0.900" in page
+    assert "aime, version 0" in page and "aime, version 20" in page and "answer a" in page

@@ -181,3 +181,44 @@ def test_the_panel_and_the_line_of_a_version_count_failures(tmp_path: Path) -> N
 def state(**fields: dict[str, int]) -> State:
     rest: dict[str, Any] = {"version": 0, "trained": -1, "counts": {}, "ages": {}, "servers": {}, "waiters": []}
     return State(**rest, **fields, bytes_stored=0, errors=0)
+
+
+EVALUATION = {
+    "version": 13,
+    "eval/due": 10,
+    "eval/version": 11,
+    "eval/aime/mean@8": 0.4,
+    "eval/aime/error": 0.05,
+    "eval/aime/pass@8": 0.75,
+    "eval/aime/pass^8": 0.125,
+    "eval/aime/reward": 0.42,
+    "eval/aime/length": 900.0,
+    "eval/aime/failed": 3.0,
+    "eval/aime/version": 11,
+    "eval/easy/mean@1": 0.9,
+    "eval/easy/version": 11,
+}
+AIME = "aime: mean@8 0.400 (+- 0.050), pass@8 0.750, pass^8 0.125, reward 0.420, 3 attempts failed"
+
+
+def test_an_evaluation_is_a_line_for_each_set(tmp_path: Path) -> None:
+    shown = display(tmp_path)
+    write(tmp_path, FULL, EVALUATION)
+    shown.refresh()
+    shown.refresh()
+    _, *lines = said(shown).splitlines()
+    assert lines == [f"version 11 evaluated on {AIME}", "version 11 evaluated on easy: mean@1 0.900"]
+    assert [record["version"] for record in shown.records.ordered()] == [12], "it is no record of version 13"
+
+
+def test_the_panel_shows_the_last_evaluation_and_the_one_that_is_being_made(tmp_path: Path) -> None:
+    shown = display(tmp_path, terminal=True)
+    write(tmp_path, FULL, EVALUATION | {"eval/version": 0, "eval/aime/mean@8": 0.1}, EVALUATION)
+    shown.refresh()
+    fields = dict(
+        version=12, trained=11, counts={}, dropped={}, ages={}, bytes_stored=0, servers={}, waiters=[], errors=0
+    )
+    shown.state = State(**fields, evaluation="rollout-1 evaluates version 20")  # type: ignore[arg-type]
+    shown.console.print(shown.panel())
+    text = " ".join(said(shown).split())
+    assert "eval 11" in text and "mean@8 0.400" in text and "rollout-1 evaluates version 20" in text

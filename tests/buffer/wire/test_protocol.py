@@ -69,7 +69,7 @@ def test_messages_survive_the_wire_with_their_number():
 
 def test_every_message_model_is_a_request_or_an_answer():
     models = {m for m in vars(protocol).values() if isinstance(m, type) and issubclass(m, Message)}
-    parts = {Message, Array, protocol.WorkItem, Waiter, protocol.SampleRows, protocol.RowImages}
+    parts = {Message, Array, protocol.WorkItem, Waiter, protocol.SampleRows, protocol.RowImages, protocol.SetResult}
     assert models - parts == set(REQUESTS.values()) | set(ANSWERS.values())
 
 

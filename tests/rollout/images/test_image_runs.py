@@ -11,7 +11,7 @@ from actors.doctor.trial import try_out
 from buffer.images import ImageFormat
 from buffer.problems import load_problems
 from configs.load import ConfigError
-from configs.schema import Config
+from configs.schema import Config, EvalSet
 from rollout import evaluate
 from rollout.engine.arguments import engine_arguments
 from rollout.episodes.prompts import Prompts, load_tokenizer
@@ -41,7 +41,7 @@ def run(config: Config, tmp_path: Path) -> Config:
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "score.py").write_text(SCORE)
-    data = {"train": tmp_path / "data.jsonl", "eval": tmp_path / "data.jsonl"}
+    data = {"train": tmp_path / "data.jsonl", "eval": {"eval": EvalSet(path=str(tmp_path / "data.jsonl"))}}
     reward = {"function": f"{tmp_path}/score.py:score", "kwargs": {}}
     return config.model_copy(
         update={
@@ -80,13 +80,13 @@ def test_another_architecture_is_refused_when_the_run_file_is_judged(run: Config
 
 async def test_models_are_evaluated_on_rows_with_images(run: Config, tmp_path: Path):
     (tmp_path / "config.json").touch()
-    rows = evaluate.load_rows(run, [tmp_path])
+    sets = evaluate.chosen_sets(run, [tmp_path])
     (tmp_path / "1.png").unlink()
     form = ImageFormat.of(run.model.path, run.data)
     engine = FakeEngine(lambda prompt: [9, 2])
     setup = RolloutSetup(Prompts(load_tokenizer(run), run, form), single_turn, RewardPool(run.reward))
     async with setup.rewards:
-        (record,) = await evaluate.evaluate_models(run, setup, engine, rows, [tmp_path])  # type: ignore[arg-type]
+        (record,) = await evaluate.evaluate_models(run, setup, engine, sets, [tmp_path])  # type: ignore[arg-type]
     assert (record["problems"], record["failed"], record["reward"]) == (4, 2, 0.5)
     assert "1.png: No such file or directory; bring the image back" in str(record["reasons"])
     assert "image 0 of the row: a PNG file that cannot be decoded" in str(record["reasons"])
@@ -98,7 +98,7 @@ def test_images_for_a_text_model_are_refused_before_an_engine_starts(run: Config
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     text = run.model_copy(update={"model": run.model.model_copy(update={"path": str(tmp_path)})})
     with pytest.raises(ConfigError, match=r"data.eval .*: 3 rows have images, but model.path .* is a text model"):
-        evaluate.load_rows(text, [tmp_path])
+        evaluate.chosen_sets(text, [tmp_path])
 
 
 def test_the_engine_knows_how_large_images_are(run: Config):

@@ -41,10 +41,10 @@ async def roll_out(config: Config) -> int:
     from rollout.concurrency import start
     from rollout.episodes.episode import Failure
     from rollout.episodes.setup import RolloutSetup
-    from rollout.loop import follow, roll
+    from rollout.loop import roll
     from rollout.rewards.workers import RewardPool
     from rollout.tasks import TASKS
-    from tests.system.chaos_rollout import Engine, Prompts, Receiver
+    from tests.system.chaos_rollout import Engine, Prompts, following
 
     engine, prompts, log = Engine(Run(config.run.folder)), Prompts(), config.run.path / "logs" / "rollout-0"
     client = Connection(config.buffer.address, "rollout-0", "rollout", fingerprint(config))
@@ -56,7 +56,7 @@ async def roll_out(config: Config) -> int:
         revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
         async with asyncio.TaskGroup() as tasks:
             others = [
-                tasks.create_task(follow(Receiver(buffer, engine), engine)),  # type: ignore[arg-type]
+                tasks.create_task(following(config, buffer, engine)),
                 tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, episodes.stages.stats, revoke)),
             ]
             await engine.first.wait()

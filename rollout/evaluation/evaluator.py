@@ -1,0 +1,116 @@
+"""Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
+
+The buffer decides who evaluates what. `loop.follow` asks it here after each load, before the learner may send another
+version; what a dead server left is claimed when the answer to a heartbeat says that it is due. Groups are made all the
+while, under the version that is held, as far as admission lets them; samples of the evaluation take spare places. Waits
+for the engine, the rewards, and the buffer. Built by `rollout/__main__.py`.
+"""
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from buffer.wire.client import RolloutClient
+from buffer.wire.protocol import SetResult
+from configs.schema import Config
+from rollout.concurrency import SparePlaces
+from rollout.episodes.setup import RolloutSetup
+from rollout.evaluation.players import ProblemSet, play
+
+if TYPE_CHECKING:
+    from learner.weights.receiver.follow import Receiver
+    from rollout.engine.vllm_engine import Engine
+
+log = logging.getLogger(__name__)
+CLAIM_S = 10.0
+"""Longest wait for the buffer's word, or a quarter of `weights.timeout_s`: the learner waits for this server meanwhile.
+After that the heartbeats ask again."""
+
+
+class Evaluator:
+    """`sets` empty: this server evaluates nothing. `weights` brings policies, `places` are for single samples."""
+
+    def __init__(
+        self,
+        config: Config,
+        setup: RolloutSetup,
+        engine: "Engine",
+        buffer: RolloutClient,
+        weights: "Receiver",
+        places: SparePlaces,
+        sets: list[ProblemSet],
+    ) -> None:
+        self.sets, self.places = sets, places
+        self.steady = asyncio.Lock()
+        """Held while a version is loaded and while one is evaluated: never both."""
+        self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
+        self._loaded = False
+        """The engine has a policy, and not the weights that vLLM made up."""
+
+    async def claim(self) -> int | None:
+        """Ask for the evaluation of the version that was just loaded, between its `load` and `loaded`, and if there is
+        one, hold newer versions back until `evaluate` is done."""
+        self._loaded = True
+        due = await self._claim()
+        if due is not None:
+            self._weights.hold(loading=True)
+        return due
+
+    async def take_over(self) -> None:
+        """Make evaluations that were left undone, for as long as the server runs."""
+        while True:
+            await self._buffer.evaluation_due.wait()
+            self._buffer.evaluation_due.clear()
+            async with self.steady:
+                if not self._loaded or not self._weights.hold():
+                    continue  # the version on its way is claimed when it is loaded
+                due = await self._claim()
+                if due is None:
+                    self._weights.release()
+                else:
+                    await self.evaluate(due)
+
+    async def evaluate(self, due: int) -> None:
+        """Play all sets and hand over the results; ends early once the buffer says that it is not ours any more."""
+        version = self._engine.version
+        log.info("evaluating version %d on %s", version, ", ".join(each.name for each in self.sets))
+        playing, over = asyncio.create_task(self._play()), asyncio.create_task(self._buffer.evaluation_over.wait())
+        try:
+            await asyncio.wait({playing, over}, return_when=asyncio.FIRST_COMPLETED)
+            results = playing.result() if playing.done() else None
+        finally:
+            for task in (playing, over):
+                task.cancel()
+            await asyncio.wait({playing, over})
+            self._weights.release()
+        if results is None:
+            log.warning("the evaluation of version %d is not this server's any more", version)
+            self._buffer.evaluating = None
+            return
+        stored = await self._buffer.evaluated(due, version, results)
+        log.info("version %d is evaluated%s", version, "" if stored.accepted else f", to no use: {stored.reason}")
+
+    async def _claim(self) -> int | None:
+        if not self.sets:
+            return None
+        try:
+            async with asyncio.timeout(min(CLAIM_S, self._config.weights.timeout_s / 4)):
+                return await self._buffer.claim(self._engine.version)
+        except TimeoutError:
+            return None
+
+    async def _play(self) -> dict[str, SetResult]:
+        """All sets at the same time, so that only one tail of long answers is waited for."""
+        keep = self._config.eval.keep_samples
+        async with asyncio.TaskGroup() as tasks:
+            playing = {
+                each.name: tasks.create_task(
+                    play(each, each.episodes(self._config, self._setup, self._engine), self.places, keep)
+                )
+                for each in self.sets
+            }
+        played = {name: task.result() for name, task in playing.items()}
+        return {
+            name: SetResult(figures=one.figures, reasons=one.reasons, examples=one.examples)
+            for name, one in played.items()
+        }

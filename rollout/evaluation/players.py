@@ -1,0 +1,140 @@
+"""The sets of `data.eval`, and how an engine plays one: `samples` attempts at each problem, with the task and the
+rewards that the run trains with.
+
+Used by `rollout/evaluate.py` for models in folders and by `evaluator.py` while a run trains. Waits for the engine, the
+rewards, and for places.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.checks import existing
+from configs.data.sources import needs_truth
+from configs.load import ConfigError
+from configs.schema import Config, EvalSet
+from rollout.concurrency import SparePlaces
+from rollout.episodes.episode import Episodes, Failure, Group
+from rollout.episodes.prompts import without_images
+from rollout.episodes.setup import RolloutSetup
+from rollout.evaluation.statistics import Attempt, figures
+
+if TYPE_CHECKING:
+    from rollout.engine.vllm_engine import Engine
+
+REASONS = 5
+"""Different reasons of failed attempts that are kept, the most frequent first."""
+MOST_CHARS = 50_000
+"""Of an answer that is kept for reading."""
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """A set of `data.eval`, its rows read when they are asked for."""
+
+    name: str
+    given: EvalSet
+    rows: Sequence[dict[str, Any]]
+
+    def episodes(self, config: Config, setup: RolloutSetup, engine: "Engine") -> Episodes:
+        """What makes one attempt, under the sampling of the set."""
+        temperature = self.given.temperature_of(config.sampling)
+        return setup.episodes(config, engine, temperature, samples=1, max_tokens=self.given.max_tokens)
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of a set."""
+
+    figures: dict[str, float]
+    reasons: list[str]
+    """Why attempts failed."""
+    examples: list[dict[str, Any]]
+    """The first attempt at each of the first problems: `problem` (the row), `answer`, `reward`, `finish`."""
+
+
+def load_sets(config: Config) -> list[ProblemSet]:
+    """The sets of the run file. Raises ConfigError for one that cannot be read, or has images that the run cannot
+    show."""
+    from buffer.problems import check_images, load_problems  # pyarrow: slow to import, and not used without sets
+
+    sets, found = [], list[str]()
+    room, truth = existing(config.run.path), needs_truth(config)
+    for key, (name, given) in zip(list(config.data.sources())[1:], config.data.eval.items(), strict=True):
+        try:
+            problems = load_problems(Path(given.path), config.data, room, f"data.{key}", truth)
+            check_images(config, problems, key)
+        except ConfigError as error:
+            found += error.problems
+        else:
+            limit = given.limit or len(problems)
+            sets.append(ProblemSet(name, given, problems if limit >= len(problems) else FirstRows(problems, limit)))
+    if found:
+        raise ConfigError(found)
+    return sets
+
+
+class FirstRows(Sequence[dict[str, Any]]):
+    """The first `limit` of `rows`."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], limit: int) -> None:
+        self._rows, self._limit = rows, limit
+
+    def __len__(self) -> int:
+        return self._limit
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._limit))]
+        return self._rows[range(self._limit)[index]]
+
+
+async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, keep: int) -> Played:
+    """Make all attempts, as many at a time as there are `places`; `keep` answers are returned for reading.
+
+    A failed attempt is counted with its reason. Raises only what the server cannot survive, such as EngineDead; when
+    cancelled, what is being generated is aborted.
+    """
+    rows, samples = problems.rows, problems.given.samples
+    scored: list[list[Attempt]] = [[] for _ in rows]
+    reasons: Counter[str] = Counter()
+    examples: dict[int, dict[str, Any]] = {}
+
+    async def attempt(row: int, first: bool) -> None:
+        outcome = await episodes.attempt(rows[row])
+        if isinstance(outcome, Failure):
+            reasons[outcome.reason] += 1
+            return
+        scored[row].append(attempt_of(outcome, episodes.sampler.engine.version))
+        if first and row < keep:
+            examples[row] = example_of(rows[row], outcome)
+
+    async with asyncio.TaskGroup() as tasks:
+        for row in range(len(rows)):
+            for number in range(samples):
+                await places.take()
+                made = tasks.create_task(attempt(row, first=number == 0))
+                made.add_done_callback(places.free)
+    found = figures(scored, samples, problems.given.k)
+    return Played(
+        found, [text for text, _ in reasons.most_common(REASONS)], [examples[row] for row in sorted(examples)]
+    )
+
+
+def attempt_of(group: Group, version: int) -> Attempt:
+    """The only sample of `group` in numbers; all of it was sampled under `version`."""
+    (sample,) = group.samples
+    sampled = sample.sampled.numpy() == 1
+    versions = set(sample.versions.numpy()[sampled].tolist())
+    assert versions == {version}, f"an attempt at version {version} has tokens of versions {versions}"
+    return Attempt(sample.reward, int(sampled.sum()), sample.finish == "length")
+
+
+def example_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The only sample of `group`, for people."""
+    (sample,) = group.samples
+    answer = sample.answer[:MOST_CHARS]
+    return {"problem": without_images(row), "answer": answer, "reward": sample.reward, "finish": sample.finish}

@@ -1,0 +1,117 @@
+"""A server that evaluates holds newer versions back: nobody waits for it, it is not taken for dead, and it goes on with
+the newest. The bound on answers (`weights.timeout_s`) is 4 s here, and each test holds for longer."""
+
+import asyncio
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from learner.weights.sender.publish import Sender
+from tests.harness.weights_server import (
+    HEARTBEAT_S,
+    SPECS,
+    WAIT_S,
+    Addresses,
+    VersionedPolicy,
+    config,
+    servers,
+)
+
+TIMEOUT_S = 4.0
+HELD_S = TIMEOUT_S + 1.5
+
+
+@contextmanager
+def a_sender():
+    sender = Sender(SPECS, config(timeout_s=TIMEOUT_S), 0, torch.device("cpu"), heartbeat_s=HEARTBEAT_S)
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("staging", ["full", "bucket"])
+def test_others_follow_while_one_holds_longer_than_any_answer_may_take(staging: str):
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0", "rollout-1", staging=staging) as (one, two):
+                one.hold.add(1)
+                for version in (0, 1):
+                    sender.publish(VersionedPolicy(version), version)
+                    await one.has(version)
+                    await two.has(version)
+                began, slowest = time.monotonic(), 0.0
+                for version in range(2, 12):
+                    published = time.monotonic()
+                    sender.publish(VersionedPolicy(version), version)
+                    await two.has(version)
+                    slowest = max(slowest, time.monotonic() - published)
+                    await asyncio.sleep(HELD_S / 10)
+                assert time.monotonic() - began > TIMEOUT_S and slowest < TIMEOUT_S, "no round waits for who holds"
+                assert one.seen == [0, 1] and one.engine.holds(1)
+                assert {member.name for member in sender._distributor.members} == {"rollout-0", "rollout-1"}
+                one.receiver.release()
+                await one.has(11)
+                assert one.seen == [0, 1, 11]
+                assert sender.stats()["weights/failed"] == 0
+
+    asyncio.run(test())
+
+
+def test_a_learner_that_closes_does_not_wait_for_who_holds():
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                one.hold.add(0)
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+                sender.publish(VersionedPolicy(1), 1)
+                began = time.monotonic()
+                await asyncio.to_thread(sender.close, 30.0)
+                assert time.monotonic() - began < 10
+
+    asyncio.run(test())
+
+
+def test_between_rounds_it_may_hold_at_any_time_but_not_with_a_version_on_its_way():
+    async def test():
+        with a_sender() as sender:
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+                async with asyncio.timeout(WAIT_S):
+                    while not one.receiver.hold():  # until the round is over
+                        await asyncio.sleep(0.01)
+                sender.publish(VersionedPolicy(1), 1)
+                await asyncio.sleep(HELD_S)
+                assert one.seen == [0] and sender.stats()["weights/failed"] == 0
+                one.receiver.release()
+                await one.has(1)
+                one.receiver._pledged = True  # Ready was said, Go has not come
+                assert not one.receiver.hold()
+
+    asyncio.run(test())
+
+
+def test_another_learner_learns_that_it_holds():
+    async def test():
+        with a_sender() as first:
+            addresses = Addresses(first.address)
+            async with servers(addresses, "rollout-0", "rollout-1") as (one, two):
+                one.hold.add(3)
+                first.publish(VersionedPolicy(3), 3)
+                await one.has(3)
+                await two.has(3)
+                first.close()
+                with a_sender() as second:
+                    await addresses.set(second.address)
+                    second.publish(VersionedPolicy(2), 2)
+                    await two.has(2)
+                    await asyncio.sleep(HELD_S)
+                    assert one.seen == [3] and second.stats()["weights/failed"] == 0
+                    one.receiver.release()
+                    await one.has(2)
+
+    asyncio.run(test())

@@ -1,0 +1,143 @@
+"""A server that is to evaluate holds newer policies back until it has, and makes groups all the while."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from configs.schema import EvalSet
+from rollout.concurrency import Places
+from rollout.evaluation.players import ProblemSet
+from rollout.loop import PolicyUpdates, follow
+from tests.harness.fakes import FakeEngine, FakeEvaluations, FakePolicy, fake_evaluator
+
+ROWS = [{"problem": name, "answer": "ok."} for name in "abc"]
+SETS = [
+    ProblemSet("one", EvalSet(path="p"), ROWS),
+    ProblemSet("many", EvalSet(path="p", samples=4, k=[4], max_tokens=2), ROWS),
+]
+
+
+class GivenPolicies:
+    """Stands for `Receiver`: yields what the test puts into `queue`."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[int] = asyncio.Queue()
+        self.trail: list[str] = []
+
+    async def policies(self) -> AsyncGenerator[FakePolicy, None]:
+        while True:
+            yield FakePolicy(await self.queue.get(), self.trail)
+
+
+class Server:
+    """`follow` and `take_over` around fakes."""
+
+    def __init__(self, *due: int, busy: bool = False) -> None:
+        self.engine = FakeEngine(lambda prompt: [ord(character) for character in "ok."])
+        self.buffer, self.weights, self.places = FakeEvaluations(due, busy), GivenPolicies(), Places(8, 1)
+        self.weights.trail = self.buffer.trail
+        self.evaluator = fake_evaluator(self.engine, self.buffer, SETS, self.places)
+        self.updates = PolicyUpdates(self.weights, 99)  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> "Server":
+        following = follow(self.updates, self.engine, self.evaluator)  # type: ignore[arg-type]
+        self.tasks = [asyncio.create_task(following), asyncio.create_task(self.evaluator.take_over())]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
+
+    async def publish(self, *versions: int) -> None:
+        for version in versions:
+            self.weights.queue.put_nowait(version)
+        await asyncio.sleep(0.05)
+
+
+async def test_a_version_is_held_until_it_is_evaluated():
+    async with Server(3) as server:
+        server.engine.gate.clear()
+        await server.publish(3, 4, 5)
+        assert server.engine.version == 3 and server.engine.running == 4, "half of the places"
+        assert server.buffer.trail == ["load 3", "claim 3", "hold", "loaded 3"], "held before the learner may send 4"
+        assert server.updates.first.is_set(), "groups are made meanwhile"
+        server.engine.gate.set()
+        await asyncio.sleep(0.1)
+        rest = ["release", "evaluated 3 at 3", *(f"{what} {v}" for v in (4, 5) for what in ("load", "claim", "loaded"))]
+        assert server.buffer.trail[4:] == rest and server.engine.version == 5
+    one, many = (server.buffer.results[3][name] for name in ("one", "many"))
+    assert one.figures["mean@1"] == 1.0 and one.examples[0]["answer"] == "ok."
+    assert many.figures["mean@4"] == many.figures["pass@4"] == 0.0 and many.figures["truncated"] == 1.0, "cut at 2"
+    assert server.engine.temperatures == {0.0, 1.0} and server.places.taken == 0
+
+
+async def test_groups_come_first_and_a_lull_gives_all_places():
+    async with Server(0) as server:
+        server.engine.gate.clear()
+        server.places.taken = 8
+        await server.publish(0)
+        assert server.engine.running == 4 and server.places.taken == 12, "its share, beside the groups that there are"
+        server.places.taken -= 8
+        server.places.begin_lull()
+        await asyncio.sleep(0.02)
+        assert server.engine.running == 8
+        server.engine.gate.set()
+        await asyncio.sleep(0.1)
+        assert 0 in server.buffer.results
+
+
+async def test_an_evaluation_that_is_left_undone_is_taken_over():
+    async with Server() as server:
+        server.buffer.evaluation_due.set()
+        await asyncio.sleep(0.02)
+        assert server.buffer.trail == [], "before the first policy there is nothing to evaluate"
+        await server.publish(6)
+        server.buffer.due.add(6)
+        server.buffer.evaluation_due.set()
+        await asyncio.sleep(0.1)
+        assert server.buffer.trail[3:] == ["hold", "claim 6", "release", "evaluated 6 at 6"]
+        server.buffer.evaluation_due.set()
+        server.buffer.due.clear()
+        await asyncio.sleep(0.05)
+        assert server.buffer.trail[7:] == ["hold", "claim 6", "release"], "another server was faster"
+
+
+async def test_the_version_on_its_way_is_claimed_when_it_is_loaded():
+    async with Server(6, 7, busy=True) as server:
+        server.buffer.due.clear()
+        await server.publish(6)
+        server.buffer.evaluation_due.set()
+        await asyncio.sleep(0.02)
+        assert server.buffer.trail[3:] == ["hold"]
+        server.buffer.due.add(7)
+        await server.publish(7)
+        await asyncio.sleep(0.1)
+        assert list(server.buffer.results) == [7]
+
+
+async def test_an_evaluation_that_is_another_server_s_by_now_is_ended():
+    async with Server(3) as server:
+        server.engine.gate.clear()
+        await server.publish(3, 4)
+        server.buffer.due.clear()
+        server.buffer.evaluation_over.set()
+        await asyncio.sleep(0.05)
+        assert server.engine.aborted == 4 and server.places.taken == 0
+        assert server.engine.version == 4 and server.buffer.results == {} and server.buffer.evaluating is None
+        assert server.buffer.trail[-4:] == ["release", "load 4", "claim 4", "loaded 4"]
+
+
+async def test_results_that_come_too_late_change_nothing():
+    async with Server(3) as server:
+        server.buffer.accepted = False
+        await server.publish(3, 4)
+        await asyncio.sleep(0.1)
+        assert server.engine.version == 4
+
+
+async def test_without_sets_nobody_is_asked():
+    server = Server()
+    server.evaluator.sets = []
+    async with server:
+        await server.publish(0, 1)
+        assert server.buffer.trail == ["load 0", "loaded 0", "load 1", "loaded 1"]
