@@ -135,14 +135,13 @@ def show(value: Any) -> str:
 
 def suggest(wrong: str) -> str:
     """The remedy for the unknown key `wrong`, e.g. `did you mean learner.lr?`"""
-    section, _, leaf = wrong.rpartition(".")
-    if section.count(".") == 2:
-        section = f"{section.rpartition('.')[0]}.{NAME}"
+    above, _, leaf = wrong.rpartition(".")
+    section = f"{above.rpartition('.')[0]}.{NAME}" if above.count(".") == 2 else above
     names = list(keys())
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
-        return f"did you mean {section}.{near[0]}?"
-    if same := [name for name in names if name.endswith(f".{leaf}")]:
+        return f"did you mean {above}.{near[0]}?"
+    if same := [name for name in names if name.endswith(f".{leaf}") and NAME not in name]:
         return f"did you mean {' or '.join(same)}?"
     if leaf in ELSEWHERE:
         return f"did you mean {ELSEWHERE[leaf]}?"
@@ -153,7 +152,7 @@ def suggest(wrong: str) -> str:
     short = [name for name in leaves if len(name) == 2 and leaf.startswith(name) and len(leaf) == 3]
     if near := difflib.get_close_matches(leaf, leaves, 1, 0.7) or short:
         return f"did you mean {leaves[near[0]]}?"
-    return f"{section} has {', '.join(here)}" if here else f"the sections are {', '.join(sections())}"
+    return f"{above} has {', '.join(here)}" if here else f"the sections are {', '.join(sections())}"
 
 
 def text(width: int) -> str:

@@ -309,7 +309,7 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     if isinstance(whole, dict) and set(whole) == {TIMES}:
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
-    shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
+    shown = show(whole) if value is whole or value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
     said = merged.where(where) or merged.where(above)
     return {where: f"{where}: {shown} is not {keys()[name].type}{said}{quote}"}
 

@@ -22,7 +22,7 @@ def refusals(*given: str) -> list[str]:
 def test_a_path_alone_is_one_set_with_one_greedy_answer():
     config = load([*NEEDED, "--data.eval=e.parquet", "--eval.every=3"])
     (given,) = config.data.eval.values()
-    assert list(config.data.eval) == ["eval"] and (given.path, given.samples, given.k) == ("e.parquet", 1, [])
+    assert list(config.data.eval) == ["eval"] and (given.path, given.samples, given.k) == (Path("e.parquet"), 1, [])
     assert given.temperature_of(config.sampling) == 0.0
     assert load([*NEEDED, "--data.eval=null"]).data.eval == {}
     check(config, files=())
@@ -37,9 +37,9 @@ def test_the_page_s_run_file_is_one(tmp_path: Path):
     assert (aime.samples, aime.k, aime.temperature_of(config.sampling)) == (32, [1, 8], 1.0)
     assert (easy.limit, easy.temperature_of(config.sampling), config.eval.every) == (200, 0.0, 20)
     assert config.data.sources() == {
-        "train": "t.parquet",
-        "eval.aime": "data/aime.parquet",
-        "eval.easy": "data/easy.jsonl",
+        "train": Path("t.parquet"),
+        "eval.aime": Path("data/aime.parquet"),
+        "eval.easy": Path("data/easy.jsonl"),
     }
     write(config, tmp_path / "config.yaml")
     assert load([str(tmp_path / "config.yaml")]) == config
@@ -71,7 +71,10 @@ def test_contradictions_are_refused(given: list[str], line: str):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (["--data.eval.a.samples=4"], "data.eval.a.path: missing; set it, e.g. data.eval.a.path: data/"),
+        (
+            ["--data.eval.a.samples=4"],
+            "data.eval.a.path: missing (--data.eval.a.samples); set it, e.g. data.eval.a.path: data/",
+        ),
         (["--data.eval.a.path=p", "--data.eval.a.samples=0"], "data.eval.a.samples: 0 is not a whole number >= 1 (--"),
         (["--data.eval.a.path=p", "--data.eval.a.samples=on"], "data.eval.a.samples: true is not a whole number"),
         (["--data.eval.a.path=p", "--data.eval.a.k=[0]"], "data.eval.a.k: 0 in [0] is not a list, each a whole"),

@@ -49,15 +49,27 @@ def test_a_run_file_of_before_has_the_fingerprint_of_before():
     [
         (
             "[{function: a, wieght: 2}]",
-            "reward.function[0].wieght: no such key (--reward.function); did you mean weight?",
+            "reward.function.0.wieght: no such key (--reward.function); did you mean reward.function.0.weight?",
         ),
-        ("[{function: a, weight: x}]", 'reward.function[0].weight: "x" is not a number (--reward.function)'),
-        ("[{function: a}, {weight: 1}]", "reward.function[1].function: missing (--reward.function); an entry has "),
-        ("[3]", "reward.function[0]: 3 is not a map; an entry has function, weight, kwargs, name (--reward.function)"),
-        ("[]", "reward.function: [] is not text or a list, each a map (--reward.function)"),
-        ("5", "reward.function: 5 is not text or a list, each a map (--reward.function)"),
-        ("[{function: a, weight: .nan}]", "reward.function[0].weight: NaN is not a number (--reward.function)"),
-        ("[{function: a, name: x y}]", 'reward.function[0].name: "x y" is not text matching '),
+        ("[{function: a, weight: x}]", 'reward.function.0.weight: "x" is not a number (--reward.function)'),
+        (
+            "[{function: a}, {weight: 1}]",
+            "reward.function.1.function: missing (--reward.function); set it, e.g. reward.function.1.function: ",
+        ),
+        (
+            "[3]",
+            "reward.function: 3 in [3] is not text or a list, each a map of function, weight, kwargs, name (--reward.function)",
+        ),
+        (
+            "[]",
+            "reward.function: [] is not text or a list, each a map of function, weight, kwargs, name (--reward.function)",
+        ),
+        (
+            "5",
+            "reward.function: 5 is not text or a list, each a map of function, weight, kwargs, name (--reward.function)",
+        ),
+        ("[{function: a, weight: .nan}]", "reward.function.0.weight: NaN is not a number (--reward.function)"),
+        ("[{function: a, name: x y}]", 'reward.function.0.name: "x y" is not text matching '),
     ],
 )
 def test_a_wrong_entry_is_named_in_one_line(value: str, line: str):
@@ -84,7 +96,7 @@ OWN = ["function=reward_model", "model=rm", "servers=2"]
         (
             ["function=[{function: maths}]"],
             "reward.function: 'maths' is neither one of countdown, math, math_verify, exact_match, regex, length, "
-            "judge, reward_model nor path/to/file.py:function",
+            "judge, reward_model, reasoning_gym, task nor path/to/file.py:function",
         ),
         (
             ["function=reward_model"],
