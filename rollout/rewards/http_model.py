@@ -115,9 +115,9 @@ class HttpModel(Section):
                     return self._read(url, response.status, text, response.headers.get("Retry-After", ""))
             except aiohttp.ClientConnectorError as error:
                 reason = reason or f"{url}: {error}"
-            except TimeoutError:
-                failure = RewardError(f"{url}: no answer within timeout_s ({self.timeout_s:g} s)")
-                raise TryAgain(failure) from None
+            except TimeoutError as error:
+                why = f"no answer within timeout_s ({self.timeout_s:g} s)" if self.timeout_s else str(error)
+                raise TryAgain(RewardError(f"{url}: {why}")) from None
             except (aiohttp.ClientError, OSError) as error:
                 raise TryAgain(ServersAway(f"{url}: {type(error).__name__}: {error}")) from None
         raise TryAgain(ServersAway(reason))
