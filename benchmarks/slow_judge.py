@@ -2,9 +2,9 @@
 that answers at once and with one that answers after five seconds. CPU.
 
 `python -m benchmarks.slow_judge` runs the real processes with the real vLLM, started by hand: a tiny model, lengths
-geometric (mean 48, cut at 192), 8 groups of 8 a version, staleness 8, the reward `judge`. The judge is a server in this
-process that keeps each request before it says a score: for no time, `--judge-s`, no time and `--judge-s` again, in one
-run, so that a machine with other work is the same for both. After each change `WARM_UP` versions pass before
+geometric (mean 48, cut at 192), 8 groups of 8 a version, staleness 12, the reward `judge`. The judge is a server in
+this process that keeps each request before it says a score: for no time, `--judge-s`, no time and `--judge-s` again, in
+one run, so that a machine with other work is the same for both. After each change `WARM_UP` versions pass before
 `--versions` are counted. Prints one table with the load of the machine; writes `benchmarks/results/slow_judge.json`.
 
 Scoring holds no place of a server, so a slow judge costs age, not speed, as long as the bound on the age leaves room:
@@ -31,7 +31,7 @@ from benchmarks.runs.processes import Died, free_port
 from benchmarks.runs.trained import figures_of, trained_run, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
 
-SHAPE, MEAN, CUT, RUNNING, GROUPS, SAMPLES, STALENESS = "speck", 48, 192, 256, 8, 8, 8
+SHAPE, MEAN, CUT, RUNNING, GROUPS, SAMPLES, STALENESS = "speck", 48, 192, 128, 8, 8, 12
 WARM_UP = STALENESS + 4
 LIMIT = 0.1
 """Most that the share of waiting may grow by."""

@@ -124,7 +124,7 @@ class Reward:
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
             problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
             raise ValueError(f"{self.key}.kwargs.{unknown[0]}: {problem}")
-        if twice := sorted(given & offered):
+        if twice := sorted(given & offered - {"row", "rows"}):  # functions of before may have these as their own
             raise ValueError(f"{self.key}.kwargs.{twice[0]}: this argument comes from the data; remove the key")
         if absent := sorted(needed - offered - given):
             problem = f"nothing gives its argument {absent[0]}; add {self.key}.kwargs.{absent[0]}"

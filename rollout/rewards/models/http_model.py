@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 16.0
+IDLE_S = 4.0
+"""Seconds for which an idle connection is kept: vLLM's server closes one after 5, which must not hit a request."""
 BODY_CHARS = 300
 """Most characters of what a server said that an error repeats."""
 PASSING = {408, 409, 425, 429}
@@ -99,8 +101,8 @@ class HttpModel(Section):
         import aiohttp  # takes a fifth of a second: only rewards that call a server pay
 
         key = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
-        limits = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(self.timeout_s)}
-        return aiohttp.ClientSession(headers=key, **limits)  # type: ignore[arg-type]
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        return aiohttp.ClientSession(headers=key, connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
 
     async def _post_once(self, session: "aiohttp.ClientSession", path: str, body: dict[str, Any]) -> Any:
         """One request, to the first server that takes a connection. Raises RewardError and TryAgain."""
@@ -115,9 +117,9 @@ class HttpModel(Section):
                     return self._read(url, response.status, text, response.headers.get("Retry-After", ""))
             except aiohttp.ClientConnectorError as error:
                 reason = reason or f"{url}: {error}"
-            except TimeoutError:
-                failure = RewardError(f"{url}: no answer within timeout_s ({self.timeout_s:g} s)")
-                raise TryAgain(failure) from None
+            except TimeoutError as error:
+                why = f"no answer within timeout_s ({self.timeout_s:g} s)" if self.timeout_s else str(error)
+                raise TryAgain(RewardError(f"{url}: {why}")) from None
             except (aiohttp.ClientError, OSError) as error:
                 raise TryAgain(ServersAway(f"{url}: {type(error).__name__}: {error}")) from None
         raise TryAgain(ServersAway(reason))
