@@ -46,8 +46,8 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["reward.function=task"],
-            "reward.function: task, but rollout.task single_turn scores nothing; name a task of your own that returns a "
-            "score, or a reward function",
+            "reward.function: task, but rollout.task single_turn scores nothing; name a task of your own that returns "
+            "a score, or a reward function",
         ),
         (
             ["rollout.chat.max_tokens=10000000", "batch.groups=1"],
