@@ -85,9 +85,7 @@ class Ignored:
         for key in found:
             if not self.counts[key]:
                 value = repr(asked[key])[:60]
-                log.warning(
-                    "an agent asks for %s %s, which is ignored: sampling is the run's (docs/agents.md)", key, value
-                )
+                log.warning("an agent asks for %s %s, which is ignored: sampling is the run's (docs/agents.md)", key, value)
             self.counts[key] += 1
         return bool(found)
 

@@ -182,7 +182,9 @@ class ChatServer:
         door.ignored += self.ignored.count(requested)
         repeated = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
         call = door.start(
-            door.session.chat(requested.messages, requested.tools, max_tokens=requested.max_tokens, repeated=repeated)
+            door.session.chat(
+                requested.messages, requested.tools, max_tokens=requested.max_tokens, repeated=repeated
+            )
         )
         try:
             await asyncio.wait({call})

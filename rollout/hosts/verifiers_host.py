@@ -106,9 +106,7 @@ class TasksetEnvironment:
         fields = loaders.env_config_type(name, arguments.get("id", "")).model_fields
         roles = [role for role, field in fields.items() if isinstance(field.default, AgentConfig)]
         if len(roles) != 1:
-            raise RefusedEnvironment(
-                f"{name} has several agents ({', '.join(roles)}); one policy plays one of them only"
-            )
+            raise RefusedEnvironment(f"{name} has several agents ({', '.join(roles)}); one policy plays one of them only")
         here = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
         config = loaders.resolve_env_config(deep_merge({"taskset": {"id": name}, roles[0]: here}, arguments))
         self.environment = loaders.load_environment(config)
@@ -128,9 +126,7 @@ class TasksetEnvironment:
         episode = await self.environment.run_slot(slot, context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok or len(episode.traces) != 1 or not episode.traces[0].ok:
-            why = [f"{error.type}: {error.message}" for error in errors] or [
-                f"{len(episode.traces)} traces, none wrong"
-            ]
+            why = [f"{error.type}: {error.message}" for error in errors] or [f"{len(episode.traces)} traces, none wrong"]
             return {"ok": False, "error": why[-1]}
         trace = episode.traces[0]
         scored = bool(trace.rewards) and None not in trace.rewards.values()

@@ -53,9 +53,7 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
     python, key = os.path.abspath(environment["python"]), "rollout.environment"
     command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
-    ours = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     try:
         host = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=ours | {"PATH": path})
     except OSError as error:

@@ -97,11 +97,7 @@ async def test_openai_s_client_gets_an_answer_as_json_and_as_a_stream():
 
 
 async def test_tool_calls_come_whole_through_both():
-    async with served(FakeSession({"role": "assistant", "content": None, "tool_calls": [CALL, CALL]})) as (
-        _,
-        door,
-        got,
-    ):
+    async with served(FakeSession({"role": "assistant", "content": None, "tool_calls": [CALL, CALL]})) as (_, door, got):
         async with client_of(door) as client:
             answer = await client.chat.completions.create(model="gpt", messages=HELLO, tools=[TOOL])
             async with client.chat.completions.stream(model="gpt", messages=HELLO, tools=[TOOL]) as stream:
@@ -320,9 +316,7 @@ async def test_bad_bodies_are_refused(body: bytes, status: int):
 async def test_an_address_in_use_is_refused_in_one_line():
     async with served() as (server, _, _):
         port = int(server.url.rpartition(":")[2])
-        with pytest.raises(
-            ValueError, match=rf"rollout.chat.port: 127.0.0.1 cannot listen on {port}: .*; name another"
-        ):
+        with pytest.raises(ValueError, match=rf"rollout.chat.port: 127.0.0.1 cannot listen on {port}: .*; name another"):
             async with served(port=port):
                 pass
 
