@@ -8,6 +8,7 @@ and no package judges the run file a second time, except where torch, a GPU, the
 
 import importlib.util
 import os
+import shutil
 import symtable
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
@@ -22,12 +23,17 @@ TOKEN_BYTES = 13
 
 FILES = (
     *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
-    *("reward.function", "rollout.task", "run.folder", "log.trackers"),
+    *("reward.function", "rollout.task", "rollout.agent.command", "rollout.environment.python"),
+    *("run.folder", "log.trackers"),
 )
 """Keys that name something on this machine. Each process has `check` look for the ones it needs itself."""
 
-BUILT_IN = {"reward.function": ("countdown", "math", "task"), "rollout.task": ("single_turn",)}
-"""Names of the registries REWARDS and TASKS of `rollout`, which this package may not import; `task`: no reward."""
+BUILT_IN = {
+    "reward.function": ("countdown", "math", "task"),
+    "rollout.task": ("single_turn", "agent", "environment"),
+}
+"""Names of the registries REWARDS and TASKS of `rollout`, which this package may not import; `task`: no reward; `agent`
+and `environment` have keys of their own."""
 
 TEMPLATE_WORDS = ("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize")
 """Arguments of a chat template that Headrace gives."""
@@ -64,7 +70,7 @@ def check(
     found = [
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_files(config, files),
-        *_functions(config, files), *_chat(config), *_trackers(config, files), *further,
+        *_functions(config, files), *_chat(config), *_agents(config, files), *_trackers(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -74,7 +80,7 @@ def max_sample_tokens(config: Config) -> int:
     """Tokens of the longest sample that a server makes and the learner trains. The task `single_turn` makes a prompt
     and an answer; a task of your own may fill `rollout.max_sample_tokens`, or else the engine."""
     turn, held = config.data.max_prompt_tokens + config.sampling.max_tokens, config.rollout.engine.get("max_model_len")
-    fills = config.rollout.task not in BUILT_IN["rollout.task"] and isinstance(held, int)
+    fills = config.rollout.task != "single_turn" and isinstance(held, int)
     return config.rollout.max_sample_tokens or (max(held or 0, turn) if fills else turn)
 
 
@@ -235,6 +241,25 @@ def _chat(config: Config) -> Iterator[str]:
     if config.reward.function == "task" and config.rollout.task == "single_turn":
         remedy = "name a task of your own that returns a score, or a reward function"
         yield f"reward.function: task, but rollout.task single_turn scores nothing; {remedy}"
+
+
+def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
+    task, command, environment = config.rollout.task, config.rollout.agent.command, config.rollout.environment
+    host, public = config.rollout.chat.host, config.rollout.chat.public_url
+    if (task == "agent") != bool(command):
+        remedy = "set both, or neither"
+        yield f"rollout.agent.command: {' '.join(command) or 'empty'}, but rollout.task is {task}; {remedy}"
+    elif command and "rollout.agent.command" in files and shutil.which(command[0]) is None:
+        yield f"rollout.agent.command: {command[0]}: no such program here (from {Path.cwd()}); correct it"
+    for name in ("id", "python"):
+        if (task == "environment") != ((value := getattr(environment, name)) is not None):
+            yield f"rollout.environment.{name}: {value}, but rollout.task is {task}; set both, or neither"
+    python = environment.python
+    if python and "rollout.environment.python" in files and not (python.is_file() and os.access(python, os.X_OK)):
+        remedy = "make that Python's virtual environment, or correct the path"
+        yield f"rollout.environment.python: {python}: no such program (from {Path.cwd()}); {remedy}"
+    if host in ("0.0.0.0", "::") and public is None:
+        yield f"rollout.chat.host: {host} is no address that agents can call; set rollout.chat.public_url"
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:

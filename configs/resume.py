@@ -30,6 +30,7 @@ CHANGEABLE = (
     *("rollout.servers", "rollout.tensor_parallel", "rollout.device", "rollout.sequences", "rollout.attempts"),
     *("rollout.heartbeat_s", "rollout.engine", "rollout.max_failed_share"),
     *("rollout.sample_attempts", "rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
+    *("rollout.chat.host", "rollout.chat.port", "rollout.chat.public_url", "rollout.environment.python"),
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
     *("weights.*", "log.*"),
 )

@@ -248,6 +248,33 @@ class ChatConfig(Section):
     begins a new segment, as a server of that model would see it; `keep` goes on with the tokens as they are."""
     timeout_s: Seconds | None = None
     """Wall-clock time of one episode, after which it ends as truncated; null: none."""
+    host: str = "127.0.0.1"
+    """Interface on which a server takes the requests of agents that come by URL; `0.0.0.0` for all of its machine."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port for them; 0: a free one, which several servers on one machine need."""
+    public_url: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
+    """What agents elsewhere, such as sandboxes, have in front of `/e/KEY/v1`; null: `http://host:port`."""
+
+
+class AgentConfig(Section):
+    """A program that knows an OpenAI base URL and nothing else."""
+
+    command: list[str] = []
+    """The program with its arguments, for `rollout.task: agent`. It gets the row as JSON on its standard input and
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment; the last line it prints is `{"score": ...}` or a number.
+    """
+
+
+class EnvironmentConfig(Section):
+    """An environment of the `verifiers` library, for `rollout.task: environment`."""
+
+    id: str | None = None
+    """Its name, as it was installed."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of its `load_environment`, or, of a task set (`verifiers.v1`), its config, such as
+    `{taskset: {level: 2}, agent: {max_turns: 8}}`."""
+    python: Path | None = None
+    """The Python that it is installed in, such as `envs/wordle/bin/python`: not the one that Headrace runs with."""
 
 
 class RolloutConfig(Section):
@@ -262,10 +289,15 @@ class RolloutConfig(Section):
     place. `auto` begins with the server's share of a batch and takes more while the learner waits, as far as the KV
     cache and CUDA graphs reach. More are faster, and older when they are trained."""
     task: str = "single_turn"
-    """A built-in task (`single_turn`) or your own, as `path/to/file.py:function`. Its parameters say what it is given:
-    `(problem, generate)` tokens, `(row, chat)` messages."""
+    """A built-in task (`single_turn`, `agent`, `environment`) or your own, as `path/to/file.py:function`. Its
+    parameters say what it is given: `(problem, generate)` tokens, `(row, chat)` messages, `(row, base_url, api_key)`
+    a URL."""
     chat: ChatConfig = ChatConfig()
     """Episodes that send messages."""
+    agent: AgentConfig = AgentConfig()
+    """The program of `rollout.task: agent`."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """The environment of `rollout.task: environment`."""
     sample_attempts: Positive = 2
     """How often a server tries one sample whose task failed, each time from the beginning, before the attempt at its
     group has failed."""
@@ -273,9 +305,10 @@ class RolloutConfig(Section):
     """Longest whole sample of a task of your own, in tokens: prompt, all turns, and what the task gave; null means
     `rollout.engine.max_model_len`, or one prompt and one answer where that is not set either."""
     task_timeout_s: Seconds = 60.0
-    """Time that your own task may spend on one sample outside of `generate`; beyond it the group fails."""
+    """Time that your own task may spend on one sample outside of model calls; beyond it the sample has failed."""
     task_memory_gib: Annotated[float, Field(gt=0)] = 8.0
-    """Memory of one task worker with all processes it starts; beyond it they are killed and its groups fail."""
+    """Memory of one task worker with all processes it starts, or of one sample's agent where that has processes of its
+    own; beyond it they are killed, and their samples have failed."""
     task_workers: Positive = 2
     """Processes per rollout server that run your own task, many samples at a time each."""
     attempts: Positive = 3

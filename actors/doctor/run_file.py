@@ -21,7 +21,7 @@ from buffer.curve import is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
 from buffer.store.lock import InUse, lock_of, locked
-from configs.checks import BUILT_IN, check, existing
+from configs.checks import check, existing
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
@@ -141,9 +141,9 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs"),
-        "task": ("rollout.task",),
+        "task": ("rollout.task", "rollout.environment"),
     }
-    if config.rollout.task in BUILT_IN["rollout.task"]:
+    if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
     parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     try:

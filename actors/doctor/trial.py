@@ -269,15 +269,21 @@ def reward(trial: Trial, config: Config, rows: Rows) -> None:
 
 
 def task(trial: Trial, config: Config, rows: Rows) -> None:
-    """Import the task and look at its signature: calling it takes an engine."""
+    """Import the task and look at its signature: calling it takes an engine. Or have an environment loaded."""
     from rollout.tasks import load_task
+    from rollout.tasks.environment import start_host
 
     name = config.rollout.task
+    if name == "environment":
+        environment = config.rollout.environment.model_dump(mode="json")
+        with trial.importing("rollout.environment.id", environment["id"], START_S):
+            start_host(environment).kill()
+        return
     with trial.importing("rollout.task", name, import_s(config)):
         function = load_task(name)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         trial.found.refused.append(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
-    elif inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+    elif "base_url" not in inspect.signature(function).parameters and not inspect.iscoroutinefunction(function):
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 

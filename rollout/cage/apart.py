@@ -159,8 +159,9 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
             poll.unregister(said.fd)
         if ended in ready:
             how = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-            exited = how is not None and how.si_code == os.CLD_EXITED
-            return ("" if exited and how.si_status == 0 else "exited" if exited else "died"), exit_text(how)
+            if how is None or how.si_code != os.CLD_EXITED:
+                return "died", exit_text(how)
+            return "exited" if how.si_status else "", exit_text(how)
 
 
 class Said:

@@ -1,23 +1,28 @@
 """A user's task in worker processes: problems, completions and trajectories travel as plain values. Images travel as
 files, and both ends decode them: the row's, where the task asks for them, and those that the task shows. Of a task that
-sends messages only these and its score travel: what was sampled is recorded in the server.
+sends messages only these and its score travel: what was sampled is recorded in the server. An agent gets the row and a
+URL, and its score travels.
 
 `UserTask` is the server's end, built by `rollout/episodes/setup.py`; `load` and what it returns run in a worker.
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buffer.images import ImageError, ImageFormat, decode
+from configs.flow.sequences import max_sequences
 from configs.schema import Config, DataConfig, ModelConfig
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.errors import ChatRefused, EpisodeError
 from rollout.tasks import convention, load_task
-from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
+from rollout.tasks.programs import agent_of, command_name
+from rollout.tasks.trajectory import CUT_SCORE, Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
 if TYPE_CHECKING:  # workers import this file, and start faster without what the server's end needs
     from rollout.chat.session import Sessions
@@ -26,8 +31,8 @@ SENT = ("row", "prompt", "max_tokens")
 """What travels of a problem; the worker makes the rest of it."""
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
-CUT_SCORE = 0.0
-"""Of an episode that a limit ended and whose task let ChatRefused through, where the task itself scores."""
+OWN_PROCESSES, SAMPLE_PROCESSES = 256, 8
+"""Most processes that a worker may have for itself, and for each sample that a server may have at a time."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
 """What travels of a trajectory. The server judges it, in `rollout/episodes/sampler.py`, like that of any other task."""
 
@@ -39,31 +44,31 @@ class UserTask:
     """
 
     def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
-        self.sessions = sessions
-        rollout, model, data = config.rollout, config.model, config.data
-        self.function = CagedFunction(
-            name=rollout.task,
-            loader="rollout.cage.user_task:load",
-            arguments=[rollout.task, model.model_dump(mode="json"), data.model_dump(mode="json")],
-            timeout_s=rollout.task_timeout_s,
-            memory_gib=rollout.task_memory_gib,
-            prefix="rollout.task_",
-            episodes=True,
-            log=f"{log}-task" if log else None,
+        from rollout.tasks.agent import (
+            UrlEpisodes,  # the HTTP server; workers import this file and start faster without
         )
-        self._cage = Cage(self.function, rollout.task_workers)
+
+        self.sessions, self.function = sessions, caged_task(config, log)
+        self._cage, self._entered = Cage(self.function, config.rollout.task_workers), AsyncExitStack()
+        self._by_url = UrlEpisodes(config, self.function, self._cage, sessions)
 
     async def __aenter__(self) -> "UserTask":
-        await self._cage.__aenter__()
+        async with AsyncExitStack() as entered:
+            await entered.enter_async_context(self._cage)
+            if self._cage.about["convention"] == "base_url":
+                await entered.enter_async_context(self._by_url.server)
+            self._entered = entered.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._cage.close()
+        await self._entered.aclose()
 
     async def __call__(self, problem: Problem, generate: Generate) -> Trajectory | Recorded:
         """One episode. Raises CagedError, and what `generate` raises."""
         if self._cage.about["convention"] == "chat":
             return await self._converse(problem, generate)
+        if self._cage.about["convention"] == "base_url":
+            return await self._by_url(problem, generate)
         return await self._play(problem, generate)
 
     async def _play(self, problem: Problem, generate: Generate) -> Trajectory:
@@ -94,6 +99,33 @@ class UserTask:
         finally:
             session.close()
         return session.recorded(result)
+
+
+def caged_task(config: Config, log: Path | None) -> CagedFunction:
+    """How the workers of `rollout.task` get it, and their limits."""
+    rollout, agent, environment = config.rollout, config.rollout.agent, config.rollout.environment
+    memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
+    plain = config.model_dump(mode="json")
+    sampling = {"max_tokens": config.sampling.max_tokens}
+    name, loader, arguments = {
+        "agent": (command_name(agent.command), "programs:load_command", [agent.command, memory]),
+        "environment": (
+            f"environment {environment.id}",
+            "environment:load_environment",
+            [plain["rollout"]["environment"], sampling],
+        ),
+    }.get(rollout.task, (rollout.task, "", [rollout.task, plain["model"], plain["data"], memory]))
+    return CagedFunction(
+        name=name,
+        loader=f"rollout.tasks.{loader}" if loader else "rollout.cage.user_task:load",
+        arguments=arguments,
+        timeout_s=rollout.task_timeout_s,
+        memory_gib=rollout.task_memory_gib,
+        prefix="rollout.task_",
+        episodes=True,
+        log=f"{log}-task" if log else None,
+        max_processes=OWN_PROCESSES + SAMPLE_PROCESSES * max_sequences(config, cpu=False),
+    )
 
 
 class ShownImages:
@@ -141,10 +173,13 @@ def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
     return converse
 
 
-def load(name: str, model: dict[str, Any], data: dict[str, Any]) -> Plain:
+def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) -> Plain:
     """In a worker: the task `name`, as a function of plain values. Raises ValueError in one line."""
+    before = os.listdir("/proc/self/fd")
     task = load_task(name)
     how = convention(name, task)
+    if how == "base_url":
+        return agent_of(name, task, memory, frozenset(map(int, {*os.listdir("/proc/self/fd")} - {*before})))
     play = load_conversation(task) if how == "chat" else load_episode(task, model, data)
     play.about = {"convention": how}  # type: ignore[attr-defined]
     return play

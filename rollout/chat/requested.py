@@ -1,4 +1,4 @@
-"""What a chat request asks for, in OpenAI's words, and the answers to it. Read by `server.py`; pure functions.
+"""What a chat request asks for, in OpenAI's words, and the answers to it. Read by `door.py`; pure functions.
 
 Sampling is the run's: a client may only shorten an answer. What would change the distribution that is sampled from, and
 so break the ratio that the learner computes, is refused by name; another temperature and the like are ignored, counted
@@ -85,7 +85,9 @@ class Ignored:
         for key in found:
             if not self.counts[key]:
                 value = repr(asked[key])[:60]
-                log.warning("an agent asks for %s %s, which is ignored: sampling is the run's (docs/agents.md)", key, value)
+                log.warning(
+                    "an agent asks for %s %s, which is ignored: sampling is the run's (docs/agents.md)", key, value
+                )
             self.counts[key] += 1
         return bool(found)
 

@@ -75,8 +75,9 @@ class Session:
     def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
-        self._calls: set[asyncio.Task[Answered]] = set()
-        self._reserved = self._bad_calls = 0
+        self._calls: dict[asyncio.Task[Answered], int] = {}
+        """Those under way, with the tokens that each may add."""
+        self._bad_calls = 0
         self._closed = False
         self.truncated = False
         """Whether a limit has ended the episode."""
@@ -166,23 +167,22 @@ class Session:
 
     async def _answer(self, request: ChatRequest, max_tokens: int | None) -> Answered:
         """The answer to a request, which is not recorded yet."""
-        parent, given, messages = await self._template.aside(self._prompt, request)
+        held, number = self._conversation.held(request.prefixes)
+        parent, given, messages = await self._template.aside(self._prompt, request, held, number)
         prompt = [*(parent.tokens() if parent else ()), *given]
         room = min(
             self._limits.context - len(prompt),
-            self._limits.tokens - self._conversation.num_tokens(parent, len(given)) - self._reserved,
+            self._limits.tokens - self._conversation.num_tokens(parent, len(given)) - sum(self._calls.values()),
         )
         if room < 1:
             limits = f"a call has {self._limits.context} (rollout.max_sample_tokens), an episode {self._limits.tokens}"
             reason = f"this prompt of {len(prompt)} tokens leaves no room: {limits} (rollout.chat.max_tokens)"
             self._exhausted(reason, "context_length")
         wanted = min(max_tokens or self._limits.answer, self._limits.answer, room)
-        reserved = len(given) + wanted
-        self._reserved += reserved
-        try:
-            completion = await self._generate(prompt, max_tokens=wanted)
-        finally:
-            self._reserved -= reserved
+        call = asyncio.current_task()
+        assert call in self._calls
+        self._calls[call] = len(given) + wanted
+        completion = await self._generate(prompt, max_tokens=wanted)
         ended = completion.finish == "stop" and completion.tokens[-1] in self._template.ends
         said = completion.tokens[:-1] if ended else completion.tokens
         message, bad_calls = await self._template.aside(self._parser.message, said, request.tools)
@@ -191,15 +191,16 @@ class Session:
         turn = RecordedTurn(parent, given, completion, [*messages, answer], asked, extended(asked, answer), cut)
         return turn, message, bad_calls
 
-    def _prompt(self, request: ChatRequest) -> tuple[RecordedTurn | None, list[int], list[Message]]:
-        """The turn that a request continues, the tokens to be given after it, and the request's messages with our
-        reasoning in them. Runs in the template's thread."""
-        held, number = self._conversation.held(request.prefixes)
+    def _prompt(
+        self, request: ChatRequest, held: RecordedTurn | None, number: int
+    ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
+        """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
+        tokens to be given; and the request's messages with our reasoning in them. Runs in the template's thread."""
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages
         new = request.messages[number:]
-        messages, last = [*held.messages, *new], held.completion.tokens[-1]
-        given = self._template.continuation(held.messages, new, request.tools, last)
+        messages = [*held.messages, *new]
+        given = self._template.continuation(held.messages, held.tokens(), new, request.tools)
         if given is None:
             return None, self._template.opening(messages, request.tools), messages
         return held, given, messages
@@ -207,7 +208,7 @@ class Session:
     async def _in_time(self, call: Coroutine[Any, Any, Answered]) -> Answered:
         """The result of `call`, unless time runs out or the session is closed before."""
         calling = asyncio.create_task(call)
-        self._calls.add(calling)
+        self._calls[calling] = 0
         try:
             await asyncio.wait({calling}, timeout=self._left_s())
             if not calling.done():
@@ -217,7 +218,7 @@ class Session:
             return calling.result()
         finally:
             calling.cancel()
-            self._calls.discard(calling)
+            del self._calls[calling]
 
 
 @dataclass(frozen=True)

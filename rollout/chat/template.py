@@ -50,16 +50,17 @@ class ChatTemplate:
         return list(self.tokenizer.encode(text, add_special_tokens=self._plain))
 
     def continuation(
-        self, held: Sequence[Message], new: Sequence[Message], tools: Tools, last: int
+        self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        """Tokens between an answer, with which `held` and the token `last` end, and the one to `new`: the closing of
-        the former, the messages, the header of an answer. None where the template writes `held` in another way once
-        `new` messages follow, for instance without its thinking."""
+        """What follows the `tokens` of the conversation `held`, which end with an answer: its closing, the `new`
+        messages, the header of an answer. None where the template writes `held` in another way once `new` messages
+        follow, for instance without its thinking."""
         suffix = self._suffix(held, new, tools)
-        if suffix is None or not (self.keep or self._stays(held, new, tools)):
+        if suffix is None or not (self.keep or self._stays(held, tokens, new, tools)):
             return None
-        tokens = list(self.tokenizer.encode(suffix, add_special_tokens=False))
-        return tokens[1:] if tokens[:1] == [last] and last in self.ends else tokens
+        given = list(self.tokenizer.encode(suffix, add_special_tokens=False))
+        closed = tokens[-1] in self.ends and given[:1] == tokens[-1:]
+        return given[1:] if closed else given
 
     def text(self, messages: Sequence[Message], tools: Tools, header: bool) -> str:
         """The template's text. `header`: up to where the next answer begins."""
@@ -84,12 +85,14 @@ class ChatTemplate:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ChatRefused(f"messages: they cannot be made a chat: {type(error).__name__}: {error}") from error
 
-    def _stays(self, held: Sequence[Message], new: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template writes `held` as it is, with all that the last answer said, whatever follows."""
-        before, answer = self.text(held, tools, header=False), held[-1]
-        said = [answer.get("reasoning_content", ""), *re.split("</?think>", answer["content"])]
-        kept = all(text.strip() in before for text in said)
-        return kept and self.text([*held, *new], tools, header=True).startswith(before)
+    def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
+        """Whether the template writes `held` as before, with all that the last answer said, though `new` messages
+        follow; or writes the very text of the tokens: Qwen3's puts empty thinking into a last answer without any."""
+        before, after = self.text(held, tools, header=False), self.text([*held, *new], tools, header=True)
+        said = [held[-1].get("reasoning_content", ""), *re.split("</?think>", held[-1]["content"])]
+        if after.startswith(before) and all(text.strip() in before for text in said):
+            return True
+        return after.startswith(str(self.tokenizer.decode(tokens)))
 
     def _suffix(self, held: Sequence[Message], new: Sequence[Message], tools: Tools) -> str | None:
         """What the template writes behind the answer with which `held` ends."""

@@ -24,7 +24,10 @@ from rollout.tasks import TASKS, Task
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
-FILES = ("model.path", "data.chat_template", "data.format_prompt", "reward.function", "rollout.task")
+FILES = (
+    *("model.path", "data.chat_template", "data.format_prompt", "reward.function", "rollout.task"),
+    *("rollout.agent.command", "rollout.environment.python"),
+)
 """Keys whose files a rollout server reads."""
 
 

@@ -4,12 +4,13 @@
     python verifiers_host.py check ID [ARGS]               load the environment and end
     python verifiers_host.py export ID ROWS.jsonl [ARGS]   write its problems, for `data.train`
 
-ARGS is JSON: keyword arguments of `load_environment` (verifiers before 0.4), or the environment's config (`verifiers.v1`),
-such as `{"taskset": {"level": 2}, "agent": {"max_turns": 8}}`.
+ARGS is JSON: keyword arguments of `load_environment`, or the config of a task set of `verifiers.v1`, such as
+`{"taskset": {"level": 2}, "agent": {"max_turns": 8}}`.
 
     server -> host   {"id": 7, "row": {...}, "url": "http://.../v1", "sampling": {"max_tokens": 256}}   {"cancel": 7}
     host -> server   {"ready": "v0"} or {"refused": "one line"}, then for each episode
-                     {"id": 7, "ok": true, "reward": 1.0, "metrics": {...}, "error": null, "stop": ..., "truncated": ...}
+                     {"id": 7, "ok": true, "reward": 1.0, "metrics": {...}, "error": null, "stop": "...",
+                      "truncated": false}
 
 Many episodes run at a time, on one event loop. An episode that failed is never a reward: `ok` is false then. The host
 ends when its input does.
@@ -106,7 +107,9 @@ class TasksetEnvironment:
         fields = loaders.env_config_type(name, arguments.get("id", "")).model_fields
         roles = [role for role, field in fields.items() if isinstance(field.default, AgentConfig)]
         if len(roles) != 1:
-            raise RefusedEnvironment(f"{name} has several agents ({', '.join(roles)}); one policy plays one of them only")
+            raise RefusedEnvironment(
+                f"{name} has several agents ({', '.join(roles)}); one policy plays one of them only"
+            )
         here = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
         config = loaders.resolve_env_config(deep_merge({"taskset": {"id": name}, roles[0]: here}, arguments))
         self.environment = loaders.load_environment(config)
@@ -126,7 +129,9 @@ class TasksetEnvironment:
         episode = await self.environment.run_slot(slot, context)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok or len(episode.traces) != 1 or not episode.traces[0].ok:
-            why = [f"{error.type}: {error.message}" for error in errors] or [f"{len(episode.traces)} traces, none wrong"]
+            why = [f"{error.type}: {error.message}" for error in errors] or [
+                f"{len(episode.traces)} traces, none wrong"
+            ]
             return {"ok": False, "error": why[-1]}
         trace = episode.traces[0]
         scored = bool(trace.rewards) and None not in trace.rewards.values()

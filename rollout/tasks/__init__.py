@@ -1,5 +1,5 @@
 """Tasks: how one sample of a problem is made. A task gets a problem and `generate`, and returns a trajectory; or a row
-and `chat`, and returns a score.
+and `chat`, or the URL of a model, and returns a score.
 
 A user's task, `rollout.task: path/to/file.py:function`, imports what it needs from here:
 `from rollout.tasks import ChatRefused, EpisodeError, Generate, Problem, Trajectory`.
@@ -28,7 +28,11 @@ __all__ = [
     "load_task",
 ]
 TASKS: dict[str, Task] = {"single_turn": single_turn}
-CONVENTIONS = {"generate": ("problem", "generate"), "chat": ("row", "chat")}
+CONVENTIONS = {
+    "generate": ("problem", "generate"),
+    "chat": ("row", "chat"),
+    "base_url": ("row", "base_url", "api_key"),
+}
 """What a task is called with, by the parameter that tells its convention; the first one also by position."""
 
 

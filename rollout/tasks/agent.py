@@ -11,12 +11,10 @@ from typing import Any
 from configs.schema import Config
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
-from rollout.chat.server import ChatServer, Door
+from rollout.chat.door import ChatServer, Door
 from rollout.chat.session import Sessions
-from rollout.tasks.trajectory import Generate, Problem, Recorded
+from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
-CUT_SCORE = 0.0
-"""Of an episode that a limit of the run has ended and whose agent did not cope with that."""
 MADE_BY_AGENT = ("died", "timed_out", "out_of_memory", "unloadable", "unanswerable", "environment")
 """Origins of failures that a limit of the run does not explain."""
 
@@ -27,6 +25,7 @@ class UrlEpisodes:
     def __init__(self, config: Config, function: CagedFunction, cage: Cage, sessions: Sessions) -> None:
         self.function, self.server = function, ChatServer(config.rollout.chat, config.sampling.temperature)
         self._cage, self._sessions = cage, sessions
+        self._hosted = config.rollout.task == "environment"
 
     async def __call__(self, problem: Problem, generate: Generate) -> Recorded:
         """One episode. Raises CagedError, and what the engine raised."""
@@ -39,6 +38,8 @@ class UrlEpisodes:
             except CagedError as error:
                 if session.error:
                     raise session.error from error
+                if self._hosted and error.origin == "died":  # of which episode, nobody knows
+                    error.kind = "infrastructure"
                 if not session.truncated or error.origin in MADE_BY_AGENT:
                     raise
                 result = CUT_SCORE

@@ -20,6 +20,8 @@ from rollout.cage.failure_text import ToldError
 from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
+OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that would make the host's Python find our packages."""
 LONGEST_LINE = 2**26
 """Bytes of an answer."""
 
@@ -53,7 +55,7 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
     python, key = os.path.abspath(environment["python"]), "rollout.environment"
     command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    ours = {name: value for name, value in os.environ.items() if name not in OUR_PYTHON}
     try:
         host = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, env=ours | {"PATH": path})
     except OSError as error:
@@ -72,11 +74,11 @@ class Relay:
 
     def __init__(self, host: subprocess.Popen[bytes]) -> None:
         self.host = host
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, request: dict[str, Any]) -> Any:
         """The host's answer; cancelled, the host is told so."""
         if self._connected is None:  # outside of any episode: its time is nobody's
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())

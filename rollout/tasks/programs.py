@@ -9,7 +9,6 @@ import base64
 import inspect
 import json
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -20,22 +19,15 @@ from rollout.cage.failure_text import ToldError
 from rollout.cage.frames import BAD_BYTES
 from rollout.cage.worker_loop import failure_message, value_message
 
-PARAMETERS = ("row", "base_url", "api_key")
-"""Names that tell the convention."""
 SHOWN = 200
 """Most characters of a bad result in an error."""
 Play = Callable[..., Awaitable[Any]]
 """An episode, called with the row, the URL, the key and the cage's own `generate`, which is not used."""
 
 
-def is_agent(function: Callable[..., Any]) -> bool:
-    """Whether the function's parameters are those of an agent."""
-    return tuple(inspect.signature(function).parameters)[:3] == PARAMETERS
-
-
 def timed_by_server(play: Any, apart: bool) -> Play:
-    """Say so of a loaded function, for `worker_loop.py`."""
-    play.timed, play.apart = False, apart
+    """Say so of a loaded function, for `worker_loop.py` and `user_task.py`."""
+    play.timed, play.apart, play.about = False, apart, {"convention": "base_url"}
     return play  # type: ignore[no-any-return]
 
 
@@ -43,12 +35,12 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
     """A user's function as episodes. `memory`, `files`: see `Apart`."""
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
-        return await function(row, base_url, api_key)
+        return await function(row=row, base_url=base_url, api_key=api_key)
 
     async def play_apart(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
         def program(said: int) -> None:
             try:
-                message = value_message(name, 0, function(row, base_url, api_key))
+                message = value_message(name, 0, function(row=row, base_url=base_url, api_key=api_key))
             except BaseException as error:
                 message = failure_message(name, 0, error)
             write_all(said, message)
@@ -70,14 +62,9 @@ def result_of_function(name: str, said: bytes) -> Any:
     return value
 
 
-def load_command(command: Sequence[str], memory: str) -> Play:
-    """A program as episodes: the row as JSON on its standard input, the result on the last line of its output.
-
-    Raises ValueError, in one line, for a program that is not there.
-    """
+def load_command(command: list[str], memory: str) -> Play:
+    """A program as episodes: the row as JSON on its standard input, the result on the last line of its output."""
     name = command_name(command)
-    if shutil.which(command[0]) is None:
-        raise ValueError(f"rollout.agent.command: {command[0]}: no such program here; name one that is")
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
         def program(said: int) -> None:

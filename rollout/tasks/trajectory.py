@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+CUT_SCORE = 0.0
+"""Of an episode that a limit ended and whose task did not cope with that, where the task itself scores."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """What the engine sampled after a prompt, the stop token included: three lists of one length.

@@ -131,7 +131,8 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["rollout.task=task.txt:task"],
-            "rollout.task: 'task.txt:task' is neither one of single_turn nor path/to/file.py:function",
+                "rollout.task: 'task.txt:task' is neither one of single_turn, agent, environment nor "
+                "path/to/file.py:function",
         ),
         (
             ["rollout.engine.tensor_parallel_size=2"],
@@ -291,7 +292,7 @@ def test_a_chat_template_is_a_file_or_none(tmp_path: Path) -> None:
 def test_built_in_names_are_those_of_the_registries() -> None:
     registries = dict(registry for file in (ROOT / "rollout").rglob("*.py") for registry in dict_literals(file))
     assert set(BUILT_IN["reward.function"]) == registries["REWARDS"] | {"task"}
-    assert set(BUILT_IN["rollout.task"]) == registries["TASKS"]
+    assert set(BUILT_IN["rollout.task"]) == registries["TASKS"] | {"agent", "environment"}
 
 
 def dict_literals(file: Path) -> list[tuple[str, set[str]]]:

@@ -170,7 +170,9 @@ def test_help_lists_every_key(
         assert issubclass(model, Section)
         fields = dict(model.model_fields)
         if section == "rollout":  # a section in a section
-            fields |= {f"chat.{name}": inner for name, inner in fields.pop("chat").annotation.model_fields.items()}  # type: ignore[union-attr]
+            for inside in ("chat", "agent", "environment"):
+                keys = fields.pop(inside).annotation.model_fields  # type: ignore[union-attr]
+                fields |= {f"{inside}.{name}": inner for name, inner in keys.items()}
         for name, inner in fields.items():
             assert f"--{section}.{name} " in words
             assert " ".join((inner.description or "missing").split()) in words

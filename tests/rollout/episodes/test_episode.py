@@ -11,8 +11,8 @@ from buffer.wire.protocol import WorkItem
 from buffer.wire.sample import Sample
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.failure_log import FailureLog
-from rollout.errors import EngineDead, EpisodeError, RewardError, first_error
-from rollout.tasks import Completion, Generate, Problem, Trajectory
+from rollout.errors import EngineDead, EpisodeError, PromptError, RewardError, first_error
+from rollout.tasks import Completion, Generate, Problem, Recorded, Trajectory
 from rollout.tasks.trajectory import single_turn
 from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler
 
@@ -222,3 +222,94 @@ def test_completion_and_trajectory_keep_their_lengths_equal():
     trajectory.give([4, 4])
     lengths = {len(trajectory.tokens), len(trajectory.sampled), len(trajectory.logprobs), len(trajectory.versions)}
     assert lengths == {5} and trajectory.finish == "length" and trajectory.start == 2
+
+
+async def test_a_failed_sample_is_tried_again_from_its_beginning():
+    seen: list[Trajectory] = []
+
+    async def fails_first(problem: Problem, generate: Generate) -> Trajectory:
+        trajectory = Trajectory(problem.prompt)
+        seen.append(trajectory)
+        trajectory.take(await generate(trajectory.tokens))
+        if trajectory in seen[:2]:
+            raise KeyError("the tool server is gone")
+        return trajectory
+
+    made = Episodes(FakePrompts(), fails_first, fake_sampler(answering("2.")), FakeRewards(), 3, sample_attempts=2)
+    outcome = await made.run(item())
+    assert isinstance(outcome, Group) and len(outcome.samples) == 3 and len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (EpisodeError("gone"), 2),
+        (EpisodeError("no row", permanent=True), 1),
+        (PromptError("no prompt"), 1),
+    ],
+)
+async def test_a_sample_is_tried_as_often_as_the_run_says_unless_nothing_can_help(error: Exception, calls: int):
+    begun: list[int] = []
+
+    async def fails(problem: Problem, generate: Generate) -> Trajectory:
+        begun.append(1)
+        raise error
+
+    made = Episodes(FakePrompts(), fails, fake_sampler(answering("2.")), FakeRewards(), 1, sample_attempts=2)
+    outcome = await made.run(item())
+    assert isinstance(outcome, Failure) and outcome.reason == str(error) and len(begun) == calls
+
+
+async def test_a_dead_engine_ends_the_server_at_the_first_try():
+    def die(prompt: list[int]) -> list[int]:
+        raise EngineDead("vLLM died")
+
+    made = Episodes(FakePrompts(), single_turn, fake_sampler(FakeEngine(die)), FakeRewards(), 1, sample_attempts=9)
+    with pytest.raises(ExceptionGroup):
+        await made.run(item())
+
+
+async def test_all_turns_of_a_group_use_what_was_cached_at_its_beginning():
+    engine = answering("2.")
+
+    async def asks_twice(problem: Problem, generate: Generate) -> Trajectory:
+        trajectory = Trajectory(problem.prompt)
+        trajectory.take(await generate(trajectory.tokens))
+        engine.version += 1
+        trajectory.take(await generate(trajectory.tokens))
+        return trajectory
+
+    made = episodes(engine, asks_twice, samples=2)
+    assert isinstance(await made.run(item()), Group) and isinstance(await made.run(item()), Group)
+    assert engine.salts == ["v0"] * 4 + ["v2"] * 4
+    assert sorted({int(v) for v in (await made.run(item())).samples[0].versions.numpy()}) == [-1, 4, 5]
+
+
+async def test_a_task_of_tokens_may_score_its_trajectory_itself():
+    async def scores(problem: Problem, generate: Generate) -> Trajectory:
+        trajectory = await single_turn(problem, generate)
+        trajectory.score = {"score": 0.5, "length": 2}
+        return trajectory
+
+    made = Episodes(FakePrompts(), scores, fake_sampler(answering("2.")), None, 2)
+    outcome = await made.run(item())
+    assert isinstance(outcome, Group)
+    assert (outcome.samples[0].reward, outcome.samples[0].metrics) == (0.5, {"length": 2.0})
+    outcome = await episodes(answering("2."), scores).run(item())
+    assert isinstance(outcome, Group)
+    assert (outcome.samples[0].reward, outcome.samples[0].metrics["task_score"]) == (1.0, 0.5)
+
+
+async def test_a_reward_is_told_once_what_several_segments_repeat():
+    async def forks(problem: Problem, generate: Generate) -> Recorded:
+        made = Trajectory(problem.prompt)
+        made.take(await generate(made.tokens))
+        made.starts.append(len(made.tokens))
+        made.give([*problem.prompt, ord("2"), ord("!")])
+        made.take(await generate(made.tokens[made.starts[1] :]))
+        return Recorded(made, None)
+
+    made = episodes(answering("2."), forks, samples=1)
+    outcome = await made.run(item())
+    assert isinstance(outcome, Group) and outcome.samples[0].answer == "2.2."
+    assert made.rewards.answers[0].turns is None and made.rewards.answers[0].num_tokens == 4

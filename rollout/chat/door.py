@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -182,9 +182,7 @@ class ChatServer:
         door.ignored += self.ignored.count(requested)
         repeated = request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
         call = door.start(
-            door.session.chat(
-                requested.messages, requested.tools, max_tokens=requested.max_tokens, repeated=repeated
-            )
+            door.session.chat(requested.messages, requested.tools, max_tokens=requested.max_tokens, repeated=repeated)
         )
         try:
             await asyncio.wait({call})

@@ -1,20 +1,18 @@
 """The HTTP door as agents see it: OpenAI's client, and clients that misbehave, on real sockets."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import httpx
 import openai
 import pytest
 import uvloop
 
 from rollout.cage import CagedError
-from rollout.chat.server import ChatServer, Door
+from rollout.chat.door import ChatServer, Door
 from rollout.chat.session import Reply
 from rollout.errors import ChatRefused, EngineDead, EngineError
 
@@ -97,11 +95,17 @@ async def test_openai_s_client_gets_an_answer_as_json_and_as_a_stream():
 
 
 async def test_tool_calls_come_whole_through_both():
-    async with served(FakeSession({"role": "assistant", "content": None, "tool_calls": [CALL, CALL]})) as (_, door, got):
-        async with client_of(door) as client:
-            answer = await client.chat.completions.create(model="gpt", messages=HELLO, tools=[TOOL])
-            async with client.chat.completions.stream(model="gpt", messages=HELLO, tools=[TOOL]) as stream:
-                streamed = await stream.get_final_completion()
+    async with (
+        served(FakeSession({"role": "assistant", "content": None, "tool_calls": [CALL, CALL]})) as (
+            _,
+            door,
+            got,
+        ),
+        client_of(door) as client,
+    ):
+        answer = await client.chat.completions.create(model="gpt", messages=HELLO, tools=[TOOL])
+        async with client.chat.completions.stream(model="gpt", messages=HELLO, tools=[TOOL]) as stream:
+            streamed = await stream.get_final_completion()
     for completion in (answer, streamed):
         (choice,) = completion.choices
         assert choice.finish_reason == "tool_calls"
@@ -175,7 +179,7 @@ async def test_the_engine_s_failure_ends_the_episode_at_once(error: Exception):
 
 
 async def test_a_key_is_random_and_dead_after_its_episode():
-    async with served() as (server, door, session):
+    async with served() as (server, door, _):
         with server.admit(FakeSession(), 9.0, CagedError("late", "timed_out")) as other:
             assert len(other.key) == 32 and other.key != door.key
         assert (await post(other)).status_code == 410
@@ -268,7 +272,7 @@ async def test_a_closed_door_ends_calls_and_connections():
 
 
 async def test_a_connection_that_serves_another_episode_now_stays_open():
-    async with served() as (server, door, session), httpx.AsyncClient() as shared:
+    async with served() as (server, door, _), httpx.AsyncClient() as shared:
         with server.admit(FakeSession(), 9.0, CagedError("late", "timed_out")) as first:
             assert (await shared.get(f"{first.url}/models")).status_code == 200
             (connection,) = first.connections
@@ -316,7 +320,9 @@ async def test_bad_bodies_are_refused(body: bytes, status: int):
 async def test_an_address_in_use_is_refused_in_one_line():
     async with served() as (server, _, _):
         port = int(server.url.rpartition(":")[2])
-        with pytest.raises(ValueError, match=rf"rollout.chat.port: 127.0.0.1 cannot listen on {port}: .*; name another"):
+        with pytest.raises(
+            ValueError, match=rf"rollout.chat.port: 127.0.0.1 cannot listen on {port}: .*; name another"
+        ):
             async with served(port=port):
                 pass
 
