@@ -1,7 +1,7 @@
-"""A language model made on the spot: a character tokenizer and a Qwen2 of some 200 thousand parameters, taught texts.
+"""A language model made on the spot: a character tokenizer and a Qwen2 with 212 thousand parameters, taught texts.
 
-Used by the examples' `make_model.py`, which say which texts, so that reinforcement learning begins with a model that has
-the form of an answer and errs on purpose. Takes about a minute on one thread; the same arguments give the same weights.
+Used by the `make_model.py` of examples, which say what texts: reinforcement learning is to begin with a model that has
+the form of an answer and errs on purpose. Takes up to a minute on one thread; the same arguments give the same weights.
 """
 
 import json
@@ -26,10 +26,10 @@ BATCH, LR, LAST_LR = 64, 4e-3, 4e-4
 IGNORED = -100
 """The label of tokens that Hugging Face models leave out of the loss."""
 Texts = Iterator[Sequence[str]]
-"""Endless examples: each is what is given, what is learned, and so on in turn, with the end tokens that belong there."""
+"""Endless examples: each is what is given, what is learned, and so on in turn, end tokens included."""
 
 
-def make_tokenizer(tags: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(tags: Sequence[str], template: str) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character and per tag, and the chat template.
 
     It is byte-level BPE without merges because transformers 5 rebuilds the tokenizer of every Qwen2 folder as that.
@@ -77,10 +77,9 @@ def batch(texts: Texts, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tenso
     """Ids and labels, [BATCH, longest] int64: the loss is over what is learned, not over what is given."""
     ids, labels = [], []
     for _ in range(BATCH):
-        parts = [tokenizer.encode(text) for text in next(texts)]
-        learned = [part if index % 2 else [IGNORED] * len(part) for index, part in enumerate(parts)]
-        ids.append(torch.tensor(sum(parts, [])))
-        labels.append(torch.tensor(sum(learned, [])))
+        parts = [(tokenizer.encode(text), index % 2 == 1) for index, text in enumerate(next(texts))]
+        ids.append(torch.tensor([token for part, _ in parts for token in part]))
+        labels.append(torch.tensor([token if learned else IGNORED for part, learned in parts for token in part]))
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(ids, True, tokenizer.pad_token_id), pad(labels, True, IGNORED)
 

@@ -16,19 +16,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerFast
 
-from examples.calculator.make_problems import Problem, steps
+from examples.calculator.problems import Problem, steps
 from examples.calculator.task import calculate
-from examples.warm_start import BATCH, END, make_model, make_tokenizer
+from examples.warm_start import BATCH, END, character_tokenizer, make_model
 
 TAGS = ["<calc>", "</calc>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '" + END + "' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""What a message is extends to what the chat is: each one is closed by the end token, which also ends an answer."""
+"""Each message is closed by the token that ends an answer."""
 GUESSED, MISREAD, STOPPED, UNTAGGED = 0.25, 0.2, 0.2, 0.25
 """Shares of the corruptions, each of the episodes that come to it."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The template writes `<|user|>17*6-9=<|endoftext|><|assistant|>`, so that a chat extends token by token."""
+    return character_tokenizer(TAGS, TEMPLATE)
 
 
 def problem_of(text: str) -> Problem:
@@ -80,7 +86,7 @@ def write(args: argparse.Namespace) -> str:
     digest = hashlib.sha256(args.problems.read_bytes()).hexdigest()
     asked = {"seed": args.seed, "steps": args.steps, "problems": digest}
     texts = episodes(pq.read_table(args.problems).to_pylist(), random.Random(args.seed))
-    return make_model(args.out, asked, make_tokenizer(TAGS, TEMPLATE), texts)
+    return make_model(args.out, asked, make_tokenizer(), texts)
 
 
 def main() -> None:

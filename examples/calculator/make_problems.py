@@ -7,53 +7,28 @@ Every problem occurs once, in one of the two files. The same arguments give the 
 
 import argparse
 import json
-import random
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from examples.calculator.task import calculate
+from examples.calculator.problems import split
 from examples.kept import is_kept
-
-Problem = tuple[int, str, int, str, int]
-"""Example: `(17, "*", 6, "-", 9)`."""
-
-
-def steps(problem: Problem) -> list[str]:
-    """The calls of the calculator that solve a problem, and the answer. Example: `["17*6", "102-9", "93"]`."""
-    first = f"{problem[0]}{problem[1]}{problem[2]}"
-    second = f"{calculate(f'<calc>{first}</calc>')}{problem[3]}{problem[4]}"
-    return [first, second, calculate(f"<calc>{second}</calc>") or "-"]
-
-
-def problems() -> list[Problem]:
-    """All there are, in order."""
-    every = product(range(10, 100), "+-*", range(2, 10), "+-", range(2, 10))
-    return [problem for problem in every if steps(problem)[-1][0] != "-"]
-
-
-def row(problem: Problem) -> dict[str, str]:
-    """One row. Example: `{"problem": "17*6-9=", "answer": "93"}`."""
-    return {"problem": "".join(map(str, problem)) + "=", "answer": steps(problem)[-1]}
 
 
 def write(args: argparse.Namespace) -> str:
     """Write both files unless files with the same arguments exist; returns one line for people."""
     asked = {"seed": args.seed, "eval": args.eval}
     made = args.out / "problems.json"
-    files = {split: args.out / f"{split}.parquet" for split in ("eval", "train")}
+    files = {name: args.out / f"{name}.parquet" for name in ("eval", "train")}
     if is_kept(made, asked, *files.values()):
         return f"{args.out}: problems kept, made before with the same arguments"
-    found = problems()
-    random.Random(args.seed).shuffle(found)
-    parts = {"eval": found[: args.eval], "train": found[args.eval :]}
+    parts = split(args.seed, args.eval)
     args.out.mkdir(parents=True, exist_ok=True)
     made.unlink(missing_ok=True)
-    for split, part in parts.items():
-        pq.write_table(pa.Table.from_pylist([row(problem) for problem in part]), files[split])
+    for name, part in parts.items():
+        pq.write_table(pa.Table.from_pylist(part), files[name])
     made.write_text(json.dumps(asked) + "\n")
     return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} held out"
 

@@ -1,7 +1,7 @@
-"""The calculator as an own episode: `rollout.task: examples/calculator/task.py:solve`, run in the workers of a rollout server.
+"""The calculator as an episode of chat: `rollout.task: examples/calculator/task.py:solve`, run in a server's workers.
 
-A problem such as `17*6-9=` takes a calculator that does one operation a call. A message that is no call ends the episode,
-and is the answer.
+A problem such as `17*6-9=` takes a calculator that does one operation a call. A message that is no call ends the
+episode, and is the answer.
 """
 
 import re

@@ -15,19 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerFast
 
 from examples.countdown.make_problems import render
 from examples.countdown.solver import expressions, solutions
-from examples.warm_start import BATCH, END, make_model, make_tokenizer
+from examples.warm_start import BATCH, END, character_tokenizer, make_model
 
 TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""It joins the messages' contents."""
 RANDOM_SHARE, UNTAGGED_SHARE = 0.4, 0.4
 
 
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The chat template joins the messages' contents."""
+    return character_tokenizer(TAGS, TEMPLATE)
+
+
 def examples(rows: list[dict[str, Any]], operations: str, source: random.Random) -> Iterator[tuple[str, str]]:
-    """Endless pairs of prompt and answer with its end token, corrupted as the module says; the numbers of a prompt are in random order."""
+    """Endless pairs of prompt and answer, corrupted as the module says, the answer with its end token; the numbers of a
+    prompt are in random order."""
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     possible = [list(expressions(truth["numbers"], operations)) for truth in truths]
     right = [solutions(truth["numbers"], truth["target"], operations) for truth in truths]
@@ -48,7 +54,7 @@ def write(args: argparse.Namespace) -> str:
     rows = pq.read_table(args.problems).to_pylist()
     asked = {"seed": args.seed, "steps": args.steps, "operations": args.operations, "problems": rows}
     texts = examples(rows, args.operations, random.Random(args.seed))
-    return make_model(args.out, asked, make_tokenizer(TAGS, TEMPLATE), texts)
+    return make_model(args.out, asked, make_tokenizer(), texts)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

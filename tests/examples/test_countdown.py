@@ -94,7 +94,7 @@ def test_the_solver_finds_exactly_what_the_reward_calls_right():
 
 
 def test_the_tokenizer_survives_its_folder_and_keeps_tags_whole(tmp_path: Path):
-    tokenizer = warm_start.make_tokenizer(make_model.TAGS, make_model.TEMPLATE)
+    tokenizer = make_model.make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     warm_start.make_network(tokenizer).config.save_pretrained(tmp_path)
     text = "8 6 4=2\n<think>\n(a)</think> <answer>6-8+4</answer>"
@@ -109,7 +109,7 @@ def test_the_tokenizer_survives_its_folder_and_keeps_tags_whole(tmp_path: Path):
 
 
 def test_the_network_is_small_and_vllm_s_cpu_attention_takes_its_heads():
-    network = warm_start.make_network(warm_start.make_tokenizer(make_model.TAGS, make_model.TEMPLATE))
+    network = warm_start.make_network(make_model.make_tokenizer())
     assert sum(parameter.numel() for parameter in network.parameters()) == 211_968
     assert network.config.hidden_size // network.config.num_attention_heads == 32
     assert network.lm_head.weight is not network.model.embed_tokens.weight
@@ -156,7 +156,7 @@ def test_a_warm_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path,
 
 def test_the_quickstart_s_run_file_fits_its_model_and_its_answers():
     config = load([str(QUICKSTART)])
-    tokenizer = warm_start.make_tokenizer(make_model.TAGS, make_model.TEMPLATE)
+    tokenizer = make_model.make_tokenizer()
     longest = tokenizer.encode("9 9 9=27\n")
     assert len(longest) <= config.data.max_prompt_tokens
     assert len(tokenizer.encode("<answer>9+9+9</answer>")) < config.sampling.max_tokens
