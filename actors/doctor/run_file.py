@@ -145,6 +145,8 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     }
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
+    if config.reward.function == "task":
+        del keys["reward"]
     parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
     try:
         judgement.add(try_out(parts, config, rows))

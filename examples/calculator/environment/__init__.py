@@ -1,4 +1,4 @@
-"""The calculator as an environment of `verifiers`, for the API that is installed: a function before 0.4, else classes."""
+"""The calculator as an environment of `verifiers`, for the API that is there: a function before 0.4, classes since."""
 
 import verifiers
 
