@@ -15,7 +15,6 @@ import pytest
 from configs.load import load
 from examples.calculator import problems
 from examples.calculator.make_model import make_tokenizer, problem_of
-from examples.calculator.task import TURNS, calculate
 from rollout.episodes.episode import Group
 from rollout.episodes.setup import RolloutSetup
 from tests.harness.fakes import FakeEngine
