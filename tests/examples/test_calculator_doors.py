@@ -5,8 +5,11 @@ the same tokens. It errs in all the ways in which the warm-started model does, a
 """
 
 import asyncio
+import json
 import random
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,16 @@ from examples.calculator import problems
 from examples.calculator.make_model import make_tokenizer, problem_of
 from rollout.episodes.episode import Group
 from rollout.episodes.setup import RolloutSetup
+from rollout.tasks.environment import HOST
 from tests.harness.fakes import FakeEngine
+from tests.rollout.agents.test_environments import RELEASES, python
+
+__all__ = ["python"]
 
 FOLDER = Path("examples/calculator")
 ROWS = problems.split(0, 200)["train"][:24]
+PLAYED = {"0.2.1": 24, "0.4.0": 2}
+"""Rows that each release of verifiers plays: 0.4 starts a program for each turn."""
 SHOWN_METRICS = ("turns", "segments", "truncated")
 
 
@@ -43,7 +52,7 @@ class ErringEngine(FakeEngine):
             "<calc>1/0</calc>",
             "<answer>7</answer>",
             steps[2],
-            "",
+            "<calc></calc>",
             "<answer>1</calc> <|user|>",
         ]
         source = random.Random(str(prompt))
@@ -110,3 +119,20 @@ def test_the_agent_by_url_is_the_same(how: str, by_chat: list[Group], tmp_path: 
         command = f"[{sys.executable}, -m, examples.calculator.agent]"
         settings, rows = [*settings, "--rollout.task=agent", f"--rollout.agent.command={command}"], ROWS[:4]
     assert told(asyncio.run(played(tmp_path, rows, *settings))) == told(by_chat)[: len(rows)]
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_environment_is_the_same(name: str, python: Callable[[str], Path], by_chat: list[Group], tmp_path: Path):
+    own, rows = python(name), tmp_path / "rows.jsonl"
+    install = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--reinstall", "--python", own]
+    subprocess.run([own, *install, FOLDER / "environment"], check=True)
+    subprocess.run([own, HOST, "export", "calculator_environment", rows], check=True, capture_output=True)
+    with rows.open() as lines:
+        given = [json.loads(line) for line, _ in zip(lines, range(PLAYED[RELEASES[name]]), strict=False)]
+    assert [(row["problem"], row["answer"]) for row in given] == [(row["problem"], row["answer"]) for row in ROWS][
+        : len(given)
+    ]
+    settings = [str(FOLDER / "environment.yaml"), f"--rollout.environment.python={own}", "--rollout.task_timeout_s=300"]
+    groups = asyncio.run(played(tmp_path, given, *settings))
+    assert told(groups) == told(by_chat)[: len(given)]

@@ -11,8 +11,7 @@ from examples.calculator.task import TURNS, calculate, score
 
 def said(messages: Any) -> str:
     """The text of the last message."""
-    last = messages[-1]
-    return (last["content"] if isinstance(last, dict) else last.content) or ""
+    return messages[-1].content or ""
 
 
 class Calculator(vf.MultiTurnEnv):
@@ -25,7 +24,7 @@ class Calculator(vf.MultiTurnEnv):
 
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
         """What the calculator shows."""
-        return [{"role": "user", "content": calculate(said(messages))}]
+        return [vf.UserMessage(content=calculate(said(messages)))]
 
 
 def right(completion: Any, answer: str) -> float:
