@@ -131,8 +131,8 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["rollout.task=task.txt:task"],
-                "rollout.task: 'task.txt:task' is neither one of single_turn, agent, environment nor "
-                "path/to/file.py:function",
+            "rollout.task: 'task.txt:task' is neither one of single_turn, agent, environment nor "
+            "path/to/file.py:function",
         ),
         (
             ["rollout.engine.tensor_parallel_size=2"],

@@ -1,0 +1,175 @@
+"""Agents by URL as a rollout server runs them: recorded, scored, limited, and gone with their episode."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from buffer.wire.protocol import WorkItem
+from rollout.episodes.episode import Episodes, Failure, Group
+from rollout.episodes.setup import RolloutSetup
+from rollout.errors import EngineDead, EngineError
+from tests.harness.calculator import REWARDS, ROWS, CalculatingEngine, calculator
+from tests.rollout.agents.test_programs import wards
+
+OPENAI = """
+async def solve(row, base_url, api_key):
+    from openai import AsyncOpenAI
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": row["problem"]}]
+        for turn in range(3):
+            reply = (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
+            if not reply.content.startswith("?"):
+                return {"score": float(reply.content == row["answer"]), "asked": turn}
+            messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": str(eval(reply.content[1:]))}]
+
+def solve_apart(row, base_url, api_key):
+    import asyncio
+    return asyncio.run(solve(row, base_url, api_key))
+"""
+SCRIPT = f"""{OPENAI}
+import json, os, sys
+row = json.load(sys.stdin)
+result = solve_apart(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+print("solved it")
+print(json.dumps(result))
+"""
+HOSTILE = str(Path(__file__).parent / "user_agents.py")
+
+
+@asynccontextmanager
+async def played(
+    folder: Path, task: str, *overrides: str
+) -> AsyncIterator[tuple[RolloutSetup, Episodes, CalculatingEngine]]:
+    setup, episodes, engine = calculator(folder, task, *overrides)
+    async with setup:
+        yield setup, episodes, engine
+        door = setup.task._by_url.server
+        assert not door._doors and not door._owners, "keys of episodes that have ended"
+    assert wards() == [] and psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize("how", ["solve", "solve_apart", "command"])
+async def test_an_agent_plays_and_every_token_is_recorded(how: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(OPENAI)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    task, more = f"{tmp_path}/mine.py:{how}", []
+    if how == "command":
+        task, more = "agent", [f"--rollout.agent.command=[{sys.executable}, {tmp_path}/script.py]"]
+    async with played(tmp_path, task, *more) as (_, episodes, engine):
+        engine.version = 3
+        groups = await asyncio.gather(*(episodes.attempt(row) for row in ROWS))
+    assert all(isinstance(group, Group) for group in groups), groups
+    assert [[sample.reward for sample in group.samples] for group in groups] == [[reward] * 2 for reward in REWARDS]
+    sample = groups[0].samples[0]
+    text = engine.tokenizer.decode(sample.tokens.numpy().tolist())
+    assert text == (
+        "user: 17*23=<|endoftext|>assistant: ?17*23<|endoftext|>user: 391<|endoftext|>assistant: 391<|endoftext|>"
+    )
+    taught = [token for token, own in zip(sample.tokens.numpy(), sample.sampled.numpy(), strict=True) if own]
+    assert engine.tokenizer.decode(taught) == "?17*23<|endoftext|>391<|endoftext|>"
+    assert set(sample.versions.numpy()[sample.sampled.numpy() == 1]) == {3}
+    assert sample.metrics["turns"] == 2 and sample.metrics["asked"] == 1 and sample.metrics["ignored_settings"] == 0
+
+
+async def test_the_limits_of_the_run_end_an_episode_that_is_scored(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import json, urllib.request\n"
+        "def talk(row, base_url, api_key):\n"
+        "    messages = [{'role': 'user', 'content': row['problem']}]\n"
+        "    while True:\n"
+        "        body = json.dumps({'messages': messages}).encode()\n"
+        "        with urllib.request.urlopen(base_url + '/chat/completions', body) as answer:\n"
+        "            messages += [json.load(answer)['choices'][0]['message'], messages[0]]\n"
+    )
+    async with played(tmp_path, f"{tmp_path}/mine.py:talk", "--rollout.chat.max_turns=3") as (_, episodes, _):
+        group = await episodes.attempt(ROWS[0])
+    assert isinstance(group, Group)
+    assert {(sample.reward, sample.finish, sample.metrics["turns"]) for sample in group.samples} == {
+        (0.0, "length", 3.0)
+    }
+
+
+@pytest.mark.parametrize("error", [EngineError("vLLM failed"), EngineDead("vLLM died")])
+async def test_the_engine_s_failure_is_no_reward_whatever_the_agent_returns(error: Exception, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import urllib.request\n"
+        "def hopeful(row, base_url, api_key):\n"
+        '    try: urllib.request.urlopen(base_url + \'/chat/completions\', b\'{"messages": [{"role": "user"}]}\')\n'
+        "    except Exception: return 1.0\n"
+    )
+    async with played(tmp_path, f"{tmp_path}/mine.py:hopeful") as (_, episodes, engine):
+
+        async def fail(*args: Any, **options: Any) -> None:
+            raise error
+
+        engine.generate = fail
+        if isinstance(error, EngineDead):
+            with pytest.raises(ExceptionGroup) as caught:
+                await episodes.attempt(ROWS[0])
+            assert caught.group_contains(EngineDead)
+        else:
+            failure = await episodes.attempt(ROWS[0])
+            assert isinstance(failure, Failure) and failure.reason == "vLLM failed" and failure.kind == "engine"
+
+
+@pytest.mark.parametrize("how", ["plain", "concurrent"])
+async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: Path):
+    row = {"problem": "1", "how": {"plain": "loop", "concurrent": "wait"}[how]}
+    limits = ["--rollout.task_timeout_s=1", "--rollout.sample_attempts=1"]
+    async with played(tmp_path, f"{HOSTILE}:{how}", *limits) as (_, episodes, engine):
+        engine.gate.clear()
+        playing = asyncio.create_task(episodes.attempt(row))
+        async with asyncio.timeout(30):
+            while engine.running < 2:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)
+        assert not playing.done()
+        engine.gate.set()
+        failure = await asyncio.wait_for(playing, 30)
+        limit = "took longer than rollout.task_timeout_s (1 s) outside of model calls; it was ended"
+        assert isinstance(failure, Failure) and failure.reason == f"{HOSTILE}:{how} {limit}"
+        async with asyncio.timeout(10):
+            while wards():
+                await asyncio.sleep(0.05)
+
+
+async def test_a_lease_that_is_lost_takes_everything_along(tmp_path: Path):
+    async with played(tmp_path, f"{HOSTILE}:plain") as (setup, episodes, engine):
+        engine.gate.clear()
+        item = WorkItem(item=1, lease=7, version=0, problem={"problem": "1", "how": "loop"})
+        playing = asyncio.create_task(episodes.run(item))
+        async with asyncio.timeout(30):
+            while engine.running < 2:
+                await asyncio.sleep(0.01)
+        assert len(setup.task._by_url.server._doors) == 2 and len(wards()) == 4
+        episodes.abandon([7], Failure("the buffer took the lease back"))
+        assert (await playing).reason == "the buffer took the lease back"
+        async with asyncio.timeout(10):
+            while wards() or engine.running or setup.task._by_url.server._doors:
+                await asyncio.sleep(0.01)
+        assert engine.aborted == 2
+
+
+async def test_an_agent_that_is_killed_is_tried_again(tmp_path: Path):
+    async with played(tmp_path, f"{HOSTILE}:plain") as (_, episodes, engine):
+        engine.gate.clear()
+        playing = asyncio.create_task(episodes.attempt({"problem": "1", "how": "ask"}))
+        async with asyncio.timeout(30):
+            while engine.running < 2:
+                await asyncio.sleep(0.01)
+        for agent in [pid for pid in wards() if psutil.Process(psutil.Process(pid).ppid()).pid in wards()]:
+            os.kill(agent, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while engine.aborted < 2 or engine.running < 2:
+                await asyncio.sleep(0.01)
+        engine.gate.set()
+        group = await asyncio.wait_for(playing, 30)
+    assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [0.0, 0.0]  # it says 5, not 4

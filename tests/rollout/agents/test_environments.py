@@ -1,0 +1,203 @@
+"""Environments of the real `verifiers`, each in a Python of its own, play against recorded sessions.
+
+The first test that needs them installs both releases from the package index into `environments/` of the virtual
+environment that runs the tests: minutes, and 0.7 GB each; later runs find them there.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from actors.doctor.trial import try_out
+from configs.load import load
+from rollout.episodes.episode import Failure, Group
+from rollout.tasks.environment import HOST
+from tests.harness.calculator import REWARDS, ROOT, ROWS, calculator
+
+pytestmark = pytest.mark.timeout(1500)
+HERE = Path(__file__).parent / "environments"
+INSTALLED = Path(sys.prefix) / "environments"
+RELEASES = {"calculator_classic": "0.2.1", "calculator_tasks": "0.4.0"}
+BOTH = pytest.mark.parametrize("name", RELEASES)
+
+
+@pytest.fixture(scope="session")
+def python() -> Callable[[str], Path]:
+    """The Python that has the environment, from its name."""
+
+    def made(name: str) -> Path:
+        folder = INSTALLED / f"verifiers-{RELEASES[name]}"
+        own, done = folder / "bin/python", folder / ".installed"
+        if not done.exists():
+            venv.create(folder, with_pip=True, clear=True)
+            subprocess.run([own, "-m", "pip", "install", "--quiet", "uv"], check=True)
+            package = f"verifiers=={RELEASES[name]}"
+            subprocess.run([own, "-m", "uv", "pip", "install", "--quiet", "--python", own, package], check=True)
+            done.touch()
+        (packages,) = (folder / "lib").glob("python*/site-packages")
+        (packages / "headrace_tests.pth").write_text(f"{HERE}\n")
+        return own
+
+    return made
+
+
+def rows_of(python: Path, name: str, folder: Path, **args: Any) -> list[dict[str, Any]]:
+    file = folder / "rows.jsonl"
+    subprocess.run([python, HOST, "export", name, file, json.dumps(args)], check=True, capture_output=True)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def keys(python: Path, name: str, args: dict[str, Any] | None = None) -> list[str]:
+    return [
+        f"--rollout.environment.id={name}",
+        f"--rollout.environment.python={python}",
+        f"--rollout.environment.args={json.dumps(args or {})}",
+        "--rollout.task_timeout_s=120",
+    ]
+
+
+def hosts() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if str(HOST) in each.cmdline()]
+
+
+def how(name: str, what: str) -> dict[str, Any]:
+    """Arguments by which the calculator goes wrong."""
+    return {"how": what} if name == "calculator_classic" else {"taskset": {"how": what}}
+
+
+@BOTH
+async def test_the_same_rewards_as_those_of_an_agent(name: str, python: Any, tmp_path: Path):
+    own = python(name)
+    rows = rows_of(own, name, tmp_path)
+    assert [(row["problem"], row["answer"]) for row in rows] == [(row["problem"], row["answer"]) for row in ROWS]
+    setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name))
+    async with setup:
+        groups = await asyncio.gather(*(episodes.attempt(row) for row in rows))
+    assert all(isinstance(group, Group) for group in groups), groups
+    assert [[sample.reward for sample in group.samples] for group in groups] == [[reward] * 2 for reward in REWARDS]
+    sample = groups[0].samples[0]
+    assert engine.tokenizer.decode(sample.tokens.numpy().tolist()) == (
+        "user: 17*23=<|endoftext|>assistant: ?17*23<|endoftext|>user: 391<|endoftext|>assistant: 391<|endoftext|>"
+    )
+    assert sample.sampled.numpy().sum() == len("?17*23") + 1 + len("391") + 1
+    assert sample.metrics["turns"] == 2 and sample.metrics["segments"] == 1
+    assert psutil.Process().children(recursive=True) == []
+
+
+@BOTH
+async def test_an_episode_that_is_not_ok_is_no_reward(name: str, python: Any, tmp_path: Path):
+    own = python(name)
+    (row, *_) = rows_of(own, name, tmp_path, **how(name, "fail"))
+    setup, episodes, _ = calculator(tmp_path, "environment", *keys(own, name, how(name, "fail")))
+    async with setup:
+        failure = await episodes.attempt(row)
+    assert isinstance(failure, Failure) and not failure.permanent
+    assert failure.reason.startswith(f"environment {name}: its episode failed: ") and "sandbox" in failure.reason
+
+
+async def test_a_task_set_that_cannot_score_gives_no_zero(python: Any, tmp_path: Path):
+    own, name = python("calculator_tasks"), "calculator_tasks"
+    (row, *_) = rows_of(own, name, tmp_path, **how(name, "unscored"))
+    setup, episodes, _ = calculator(tmp_path, "environment", *keys(own, name))
+    async with setup:
+        failure = await episodes.attempt(row)
+    assert isinstance(failure, Failure) and "the judge does not answer" in failure.reason
+
+
+@BOTH
+async def test_a_host_that_dies_is_started_again_and_its_episodes_are_the_infrastructure_s(
+    name: str, python: Any, tmp_path: Path
+):
+    own = python(name)
+    (row, *_) = rows_of(own, name, tmp_path)
+    limits = ["--rollout.sample_attempts=1"]
+    setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name), *limits)
+    async with setup:
+        engine.gate.clear()
+        playing = asyncio.create_task(episodes.attempt(row))
+        await until(lambda: engine.running == 2)
+        (host,) = hosts()
+        os.kill(host.pid, signal.SIGKILL)
+        failure = await asyncio.wait_for(playing, 120)
+        assert isinstance(failure, Failure) and failure.kind == "infrastructure"
+        assert failure.reason == f"environment {name} ended its process (killed by SIGKILL)"
+        assert engine.running == 0 and not setup.task._by_url.server._doors
+        engine.gate.set()
+        group = await episodes.attempt(row)
+        assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [1.0, 1.0]
+    assert psutil.Process().children(recursive=True) == []
+
+
+@BOTH
+async def test_a_lost_lease_ends_the_episodes_in_the_host(name: str, python: Any, tmp_path: Path):
+    own = python(name)
+    (row, *_) = rows_of(own, name, tmp_path)
+    setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name))
+    async with setup:
+        engine.gate.clear()
+        playing = asyncio.create_task(episodes.attempt(row))
+        await until(lambda: engine.running == 2)
+        (host,) = hosts()
+        playing.cancel()
+        await until(lambda: engine.aborted == 2 and not setup.task._by_url.server._doors)
+        await until(lambda: not [each for each in host.children(recursive=True) if "program" in str(each.cmdline())])
+        engine.gate.set()
+        assert isinstance(await episodes.attempt(row), Group) and hosts() == [host]
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not true():
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("nonsense", {}, "rollout.environment.id: nonsense: nonsense: no such environment is installed for "),
+        ("calculator_classic", {"how": "group"}, "scores a group of rollouts together, which is not supported"),
+        ("calculator_classic", {"how": "raise"}, "cannot be loaded: RuntimeError: Failed to load environment"),
+        ("calculator_classic", {"how": "exit"}, "its host ended with exit code 5 before it was ready"),
+    ],
+)
+async def test_what_cannot_be_played_is_refused_in_one_line(
+    name: str, args: dict[str, Any], words: str, python: Any, tmp_path: Path
+):
+    setup, _, _ = calculator(tmp_path, "environment", *keys(python("calculator_classic"), name, args))
+    with pytest.raises(ValueError) as caught:
+        async with setup:
+            pass
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def test_several_agents_are_refused(python: Any, tmp_path: Path):
+    own, args = python("calculator_tasks"), {"id": "user_sim"}
+    setup, _, _ = calculator(tmp_path, "environment", *keys(own, "calculator_tasks", args))
+    with pytest.raises(ValueError, match="has several agents \\(assistant, user\\)"):
+        async with setup:
+            pass
+
+
+async def test_a_python_without_verifiers_is_refused(tmp_path: Path):
+    setup, _, _ = calculator(tmp_path, "environment", *keys(Path(sys.executable), "wordle"))
+    with pytest.raises(ValueError, match="rollout.environment.id: wordle: verifiers cannot be imported by "):
+        async with setup:
+            pass
+
+
+def test_the_doctor_tries_the_environment(python: Any, tmp_path: Path):
+    start = [str(ROOT / "examples/countdown/quickstart.yaml"), "--rollout.task=environment"]
+    own = python("calculator_classic")
+    found = try_out(["task"], load([*start, *keys(own, "nonsense")]), [])
+    assert len(found.refused) == 1 and "nonsense: no such environment is installed" in found.refused[0]
+    assert try_out(["task"], load([*start, *keys(own, "calculator_classic")]), []).refused == []
