@@ -86,8 +86,12 @@ def max_sample_tokens(config: Config) -> int:
 
 def max_group_bytes(config: Config) -> int:
     """Bytes of the largest possible group, as stored and sent."""
-    tokens = max(max_sample_tokens(config), config.rollout.chat.max_tokens or 0)
-    return config.batch.samples * tokens * TOKEN_BYTES
+    return config.batch.samples * _stored_tokens(config) * TOKEN_BYTES
+
+
+def _stored_tokens(config: Config) -> int:
+    """Of the longest sample, all segments of a chat included where the run file bounds them."""
+    return max(max_sample_tokens(config), config.rollout.chat.max_tokens or 0)
 
 
 def max_episode_tokens(config: Config) -> int:
@@ -198,7 +202,7 @@ def _addresses(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config) -> Iterator[str]:
-    batch, buffer, tokens = config.batch, config.buffer, max_sample_tokens(config)
+    batch, buffer, tokens = config.batch, config.buffer, _stored_tokens(config)
     group_mib = max_group_bytes(config) / 2**20
     batch_gib = batch.groups * group_mib / 2**10
     if group_mib > buffer.max_message_mib:

@@ -27,7 +27,7 @@ from configs.explain import disk_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
-from rollout.engine.arguments import cliffs
+from rollout.engine.arguments import cliffs, unknown_parsers
 from rollout.engine.arguments import problems as engine_problems
 
 ROWS = 1000
@@ -85,6 +85,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
+    further += unknown_parsers(config)
     if not live:
         further += _port(config.buffer.address)
     further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)

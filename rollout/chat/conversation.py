@@ -53,7 +53,6 @@ class Conversation:
 
     def __init__(self) -> None:
         self._turns: list[RecordedTurn] = []
-        self._continued: set[RecordedTurn] = set()
         self._undelivered: list[bytes] = []
         """Requests whose answer is known not to have arrived, and which were not repeated yet."""
 
@@ -65,9 +64,8 @@ class Conversation:
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
         """The turn whose messages are the longest prefix of a request, and their number. Of turns alike that none
         continues yet the last one: agents that run side by side and say the same keep to their own."""
-        by_digest: dict[bytes, RecordedTurn] = {}
-        for turn in sorted(self.turns, key=lambda turn: turn not in self._continued):
-            by_digest[turn.answered] = turn
+        leaves = self.leaves()
+        by_digest = {turn.answered: turn for turn in sorted(self.turns, key=leaves.__contains__)}
         for number in range(len(prefixes) - 1, 0, -1):
             if found := by_digest.get(prefixes[number]):
                 return found, number
@@ -76,8 +74,6 @@ class Conversation:
     def add(self, turn: RecordedTurn) -> None:
         """Record an answer."""
         self._turns.append(turn)
-        if turn.parent:
-            self._continued.add(turn.parent)
 
     def withdraw(self, turn: RecordedTurn) -> None:
         """The answer was never delivered."""
@@ -93,16 +89,20 @@ class Conversation:
         """A client asks again since no answer to this request arrived: the last one that nothing continues is
         withdrawn, unless it is known already which answer was lost."""
         if request not in self._undelivered:
-            asked = [turn for turn in self.turns if turn.request == request and turn not in self._continued]
-            for turn in asked[-1:]:
+            leaves = self.leaves()
+            for turn in [turn for turn in self.turns if turn.request == request and turn in leaves][-1:]:
                 self.withdraw(turn)
         if request in self._undelivered:
             self._undelivered.remove(request)
 
-    def num_tokens(self, parent: RecordedTurn | None = None, added: int = 0) -> int:
-        """Tokens of all segments, with a turn of `added` tokens after `parent`."""
-        leaves = [turn for turn in self.turns if turn not in self._continued and turn is not parent]
-        return sum(leaf.length for leaf in leaves) + (parent.length if parent else 0) + added
+    def leaves(self) -> set[RecordedTurn]:
+        """The turns that count and that none which counts continues: each ends a segment."""
+        inner = {turn for counted in self.turns for turn in counted.path()[:-1]}
+        return set(self.turns) - inner
+
+    def num_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(leaf.length for leaf in self.leaves())
 
     def segments(self) -> Iterator[list[RecordedTurn]]:
         """Paths that between them hold every turn that counts, each ending in one; in the order in which they began,

@@ -75,8 +75,8 @@ class Session:
     def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
-        self._calls: dict[asyncio.Task[Answered], int] = {}
-        """Those under way, with the tokens that each may add."""
+        self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
+        """Those under way: the turn that each continues, and the tokens that it may add."""
         self._bad_calls = 0
         self._closed = False
         self.truncated = False
@@ -170,10 +170,11 @@ class Session:
         held, number = self._conversation.held(request.prefixes)
         parent, given, messages = await self._template.aside(self._prompt, request, held, number)
         prompt = [*(parent.tokens() if parent else ()), *given]
-        room = min(
-            self._limits.context - len(prompt),
-            self._limits.tokens - self._conversation.num_tokens(parent, len(given)) - sum(self._calls.values()),
-        )
+        others = [parent for parent, _ in self._calls.values()]
+        branches = parent and (parent in others or parent not in self._conversation.leaves())
+        added = len(prompt) if branches else len(given)
+        taken = self._conversation.num_tokens() + sum(tokens for _, tokens in self._calls.values())
+        room = min(self._limits.context - len(prompt), self._limits.tokens - taken - added)
         if room < 1:
             limits = f"a call has {self._limits.context} (rollout.max_sample_tokens), an episode {self._limits.tokens}"
             reason = f"this prompt of {len(prompt)} tokens leaves no room: {limits} (rollout.chat.max_tokens)"
@@ -181,7 +182,7 @@ class Session:
         wanted = min(max_tokens or self._limits.answer, self._limits.answer, room)
         call = asyncio.current_task()
         assert call in self._calls
-        self._calls[call] = len(given) + wanted
+        self._calls[call] = parent, added + wanted
         completion = await self._generate(prompt, max_tokens=wanted)
         ended = completion.finish == "stop" and completion.tokens[-1] in self._template.ends
         said = completion.tokens[:-1] if ended else completion.tokens
@@ -208,7 +209,7 @@ class Session:
     async def _in_time(self, call: Coroutine[Any, Any, Answered]) -> Answered:
         """The result of `call`, unless time runs out or the session is closed before."""
         calling = asyncio.create_task(call)
-        self._calls[calling] = 0
+        self._calls[calling] = None, 0
         try:
             await asyncio.wait({calling}, timeout=self._left_s())
             if not calling.done():

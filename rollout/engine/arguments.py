@@ -50,9 +50,8 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for, and for a parser of
-    `rollout.chat` that it does not have; none without vLLM. And one if a step may have fewer tokens than sequences,
-    with which vLLM would not start.
+    """A line for each key of `engine` (`rollout.engine`) that the installed vLLM has no field for; none without vLLM.
+    And one if a step may have fewer tokens than sequences, with which vLLM would not start.
 
     `configs.checks` judges the keys that Headrace sets or that have a key of their own in the run file.
     """
@@ -65,12 +64,6 @@ def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {known[close[0]]}?" if close else ""
             lines.append(f"rollout.engine.{key}: vLLM's AsyncEngineArgs has no such field{hint}")
-    for key, (package, table) in PARSERS.items():
-        name, parsers = getattr(config.rollout.chat, key), set(registered(package, table))
-        if name is not None and parsers and name not in parsers:
-            close = difflib.get_close_matches(name, parsers, 1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(parsers))}"
-            lines.append(f"rollout.chat.{key}: {name!r} is no parser of the installed vLLM; {hint}")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
         problem = f"rollout.engine.max_num_batched_tokens: {tokens} is less than max_num_seqs {most}"
@@ -91,6 +84,17 @@ def vllm_fields() -> Iterator[str]:
             for line in node.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                     yield line.target.id
+
+
+def unknown_parsers(config: Config) -> Iterator[str]:
+    """A line for each parser of `rollout.chat` that the installed vLLM does not have; none without vLLM."""
+    for key, (package, table) in PARSERS.items():
+        name = getattr(config.rollout.chat, key)
+        parsers = sorted(registered(package, table)) if name is not None else []
+        if parsers and name not in parsers:
+            close = difflib.get_close_matches(name, parsers, 1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(parsers)}"
+            yield f"rollout.chat.{key}: {name!r} is no parser of the installed vLLM; {hint}"
 
 
 def registered(package: str, table: str) -> Iterator[str]:

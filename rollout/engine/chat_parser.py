@@ -42,7 +42,12 @@ class VllmParser:
     def message(self, tokens: list[int], tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], int]:
         """See AnswerParser. Raises ChatRefused for tools that are not as OpenAI's API has them."""
         try:
-            request = ChatCompletionRequest(model="policy", messages=[{"role": "user", "content": ""}], tools=tools)
+            request = ChatCompletionRequest(
+                model="policy",
+                messages=[{"role": "user", "content": ""}],
+                tools=tools,
+                chat_template_kwargs=self._kwargs,
+            )
         except ValidationError as error:
             first = error.errors()[0]
             raise ChatRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

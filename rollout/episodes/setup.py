@@ -14,7 +14,7 @@ from configs.schema import Config
 from rollout.cage.user_task import UserTask
 from rollout.chat.session import ChatLimits, Sessions, TextParser
 from rollout.chat.template import ChatTemplate
-from rollout.engine.arguments import problems
+from rollout.engine.arguments import problems, unknown_parsers
 from rollout.episodes.episode import Episodes
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.sampler import Sampler
@@ -97,4 +97,5 @@ def open_sessions(config: Config, prompts: Prompts) -> Sessions:
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:
     """Check the run file for a server that reads these `files` too. Raises ConfigError with every contradiction."""
-    check(config, files=(*FILES, *files), further=problems(config.rollout.engine, config))
+    further = [*problems(config.rollout.engine, config), *unknown_parsers(config)]
+    check(config, files=(*FILES, *files), further=further)

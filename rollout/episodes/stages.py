@@ -43,7 +43,8 @@ class Stages:
     def stats(self) -> dict[str, float]:
         """Samples by stage, and for task and scoring the longest time in seconds that one has been there."""
         found = {stage: float(sum(samples for samples, _ in self._inside[stage].values())) for stage in STAGES}
-        found["task"] -= found["generating"]  # generation is called by the task
+        # generation is called by the task, and several at a time by one that talks in parallel
+        found["task"] = max(0.0, found["task"] - found["generating"])
         now = time.monotonic()
         if self._inside["scoring"]:
             found["scoring_s"] = now - min(since for _, since in self._inside["scoring"].values())

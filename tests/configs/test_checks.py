@@ -41,6 +41,20 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "the longest sample; set it to 2048 or more",
         ),
         (
+            ["rollout.chat.template_kwargs={tools: 1}"],
+            "rollout.chat.template_kwargs.tools: Headrace gives the template this argument; remove it",
+        ),
+        (
+            ["reward.function=task"],
+            "reward.function: task, but rollout.task single_turn scores nothing; name a task of your own that returns a "
+            "score, or a reward function",
+        ),
+        (
+            ["rollout.chat.max_tokens=10000000", "batch.groups=1"],
+            "buffer.max_message_mib: 256 is less than a group of batch.samples 8 x 10000000 tokens can take, 992 MiB; "
+            "set it to 992 or more",
+        ),
+        (
             ["rollout.max_sample_tokens=2047"],
             "rollout.max_sample_tokens: 2047 is less than data.max_prompt_tokens 1024 + sampling.max_tokens 1024 = "
             "2048; set it to 2048 or more, or shorten those",

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md and docs/tasks.md do what the pages say."""
+"""The examples of docs/rewards.md, docs/tasks.md and docs/chat.md do what the pages say."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,16 @@ from buffer.wire.protocol import WorkItem
 from configs.load import load
 from configs.schema import Config, RewardConfig
 from examples.countdown.make_model import make_tokenizer
+from rollout.cage.user_task import UserTask
 from rollout.episodes.episode import Episodes, Group
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
+from rollout.episodes.setup import open_sessions
 from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer, Reward, Score, Turn
 from rollout.tasks import load_task
 from tests.harness.fakes import FakeEngine, FakeRewards
+from tests.rollout.chat.chat_templates import chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ROW = {"problem": "What is 17 x 23?", "answer": "391"}
@@ -27,7 +30,7 @@ def example(page: str, language: str) -> str:
     return str(block)
 
 
-def run_file(page: str) -> Config:
+def run_file(page: str, *overrides: str) -> Config:
     """The quickstart with the keys that the page shows."""
     keys = yaml.safe_load(example(page, "yaml"))
     given = [
@@ -35,7 +38,7 @@ def run_file(page: str) -> Config:
         for section in keys
         for key in keys[section]
     ]
-    return load([str(ROOT / "examples/countdown/quickstart.yaml"), *given])
+    return load([str(ROOT / "examples/countdown/quickstart.yaml"), *given, *overrides])
 
 
 def reward(folder: Path) -> Reward:
@@ -102,3 +105,38 @@ async def test_the_task_ends_where_no_room_is_left(tmp_path: Path):
     outcome = await made.run(WorkItem(item=1, lease=1, version=0, problem=ROW))
     assert isinstance(outcome, Group)
     assert outcome.samples[0].answer == "<tool_call>17 23</tool_call>" and outcome.samples[0].finish == "length"
+
+
+class GuessModel:
+    """A policy that guesses 389, 390, 391 ..."""
+
+    def __init__(self) -> None:
+        self.tokenizer = chat_tokenizer("chatml")
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        guess = 389 + str(self.tokenizer.decode(prompt)).count("No. Try again.")
+        return self.tokenizer.encode(f"{guess}<|im_end|>", add_special_tokens=False)
+
+
+async def guessed(folder: Path, *overrides: str) -> Group:
+    """A group of the page's task in its workers, with the limits of the page's run file and `overrides`."""
+    (folder / "guess.py").write_text(example("chat.md", "python"))
+    config = run_file("chat.md", f"--rollout.task={folder}/guess.py:guess", "--data.max_prompt_tokens=100", *overrides)
+    model = GuessModel()
+    prompts = Prompts(model.tokenizer, config)
+    async with UserTask(config, open_sessions(config, prompts)) as task:
+        sampler = Sampler(FakeEngine(model.answer), prompts, 1.0, 64, 4096)  # type: ignore[arg-type]
+        outcome = await Episodes(prompts, task, sampler, None, 2).run(WorkItem(item=1, lease=1, version=0, problem=ROW))
+    assert isinstance(outcome, Group), outcome
+    return outcome
+
+
+async def test_the_chat_task_is_scored_by_itself(tmp_path: Path):
+    sample = (await guessed(tmp_path)).samples[0]
+    assert sample.reward == 0.8 and sample.metrics["guesses"] == 3.0 and sample.metrics["turns"] == 3.0
+    assert sample.finish == "stop" and sample.metrics["segments"] == 1.0
+
+
+async def test_the_chat_task_ends_with_its_turns(tmp_path: Path):
+    sample = (await guessed(tmp_path, "--rollout.chat.max_turns=2")).samples[0]
+    assert sample.reward == 0.0 and sample.finish == "length" and sample.metrics["truncated"] == 1.0

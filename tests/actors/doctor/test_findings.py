@@ -246,3 +246,18 @@ def test_the_table_agrees_with_what_is_installed() -> None:
     assert project["requires-python"] == f">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
     for name, (lowest, _) in TRIED.items():
         assert f"{name}>={lowest}" in project["dependencies"]
+
+
+def test_a_task_that_scores_its_episodes_needs_no_reward_function(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "async def guess(row, chat): return 1.0\nasync def odd(row, chat, more): return 1.0\n"
+    )
+    fine = config(tmp_path, f"rollout.task={tmp_path}/own.py:guess", "reward.function=task")
+    assert [line for line in judge(fine).refused if not line.startswith("model.path")] == []
+    odd = judge(config(tmp_path, f"rollout.task={tmp_path}/own.py:odd", "rollout.chat.tool_parser=hermis")).refused
+    assert any(
+        "own.py:odd cannot be called with (row, chat): missing a required argument: 'more'" in line for line in odd
+    )
+    assert any(line.endswith("'hermis' is no parser of the installed vLLM; did you mean hermes?") for line in odd)
+    alone = config(tmp_path, "reward.function=task")
+    assert any(line.startswith("reward.function: task, but rollout.task single_turn") for line in judge(alone).refused)

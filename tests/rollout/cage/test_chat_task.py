@@ -133,13 +133,14 @@ async def test_wrong_messages_and_missing_scores_fail_the_group_in_words(tmp_pat
 async def test_a_sample_whose_worker_dies_begins_again(tmp_path: Path):
     """The first episode of all ends the worker, and with it the other; both are played again from the beginning."""
     mark = tmp_path / "died"
-    dies = GUESS.replace(
-        "    messages = [",
-        f'    import os, pathlib\n    mark = pathlib.Path("{mark}")\n    messages = [',
-    ).replace(
-        "        if row",
-        "        if turn == 1 and not mark.exists():\n            mark.touch()\n            os._exit(3)\n        if row",
-    )
+    ends = f"""
+        import os, pathlib
+        mark = pathlib.Path("{mark}")
+        if turn == 1 and not mark.exists():
+            mark.touch()
+            os._exit(3)
+"""
+    dies = GUESS.replace("        if row", f"{ends}        if row")
     outcome, _, _ = await play(dies, tmp_path, attempts=2)
     assert isinstance(outcome, Group)
     assert [sample.metrics["turns"] for sample in outcome.samples] == [3.0, 3.0]
@@ -158,7 +159,13 @@ async def test_an_engine_s_error_is_no_score_whatever_the_function_makes_of_it(t
         return Guesser.answer(policy, prompt)
 
     policy.engine.answer = fail
-    swallows = "async def guess(row, chat):\n    try:\n        return await _guess(row, chat)\n    except Exception:\n        return 0.5\n"
+    swallows = """
+async def guess(row, chat):
+    try:
+        return await _guess(row, chat)
+    except Exception:
+        return 0.5
+"""
     source = GUESS.replace("def guess", "def _guess") + swallows
     outcome, _, _ = await play(source, tmp_path, attempts=1, policy=policy)
     assert isinstance(outcome, Failure) and outcome.kind == "engine" and "vLLM failed" in outcome.reason

@@ -70,6 +70,15 @@ async def test_the_tokens_of_all_segments_are_limited_whatever_runs_beside():
     check_against_log(trajectory, made.engine.log, set(range(len(made.engine.log))))
 
 
+async def test_branches_side_by_side_count_what_they_share_each():
+    made = answering(ChatLimits(context=300, answer=20, turns=99, tokens=300), "ab 12 " * 20)
+    messages = await more(made, HI)
+    outcomes = await asyncio.gather(*(made.session.chat(messages) for _ in range(6)), return_exceptions=True)
+    assert any(isinstance(outcome, ChatRefused) for outcome in outcomes)
+    trajectory = made.session.recorded(None).trajectory
+    assert 200 < len(trajectory.tokens) <= 300 and len(trajectory.starts) > 1
+
+
 async def test_a_shared_beginning_counts_once_for_each_segment():
     made = answering(ChatLimits(context=100, answer=20, turns=99, tokens=1000))
     messages = await more(made, HI)

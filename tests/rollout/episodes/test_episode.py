@@ -231,13 +231,13 @@ async def test_a_failed_sample_is_tried_again_from_its_beginning():
         trajectory = Trajectory(problem.prompt)
         seen.append(trajectory)
         trajectory.take(await generate(trajectory.tokens))
-        if trajectory in seen[:2]:
+        if trajectory is seen[0]:
             raise KeyError("the tool server is gone")
         return trajectory
 
     made = Episodes(FakePrompts(), fails_first, fake_sampler(answering("2.")), FakeRewards(), 3, sample_attempts=2)
     outcome = await made.run(item())
-    assert isinstance(outcome, Group) and len(outcome.samples) == 3 and len(seen) == 5
+    assert isinstance(outcome, Group) and len(outcome.samples) == 3 and len(seen) == 4
 
 
 @pytest.mark.parametrize(

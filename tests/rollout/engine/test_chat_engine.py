@@ -1,0 +1,164 @@
+"""Chat on the real vLLM: what was recorded of a conversation is what an independent forward pass computes, and a policy
+loaded between two turns changes the versions, not the history in the prefix cache.
+"""
+
+import asyncio
+import gc
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from vllm import SamplingParams
+
+from configs.schema import Config
+from rollout.chat.session import ChatLimits, Session, Sessions, TextParser
+from rollout.chat.template import ChatTemplate
+from rollout.engine.vllm_engine import Engine
+from rollout.episodes.prompts import Prompts
+from rollout.episodes.sampler import Sampler
+from rollout.tasks import Problem
+from rollout.tasks.trajectory import Trajectory
+from tests.rollout.chat.chat_templates import chat_tokenizer
+from tests.rollout.chat.scripted import segments
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+VOCABULARY = 320
+
+
+def make_model(folder: Any) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).float()
+    model.save_pretrained(folder)
+    chat_tokenizer("chatml").save_pretrained(folder)
+    return model.eval()
+
+
+def make_config(folder: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "train.parquet", "max_prompt_tokens": 100},
+            "reward": {"function": "countdown"},
+            "sampling": {"max_tokens": 40},
+            "rollout": {"device": "cpu", "max_sample_tokens": 900, "engine": {"kv_cache_memory_bytes": 64 << 20}},
+        }
+    )
+
+
+@torch.no_grad()
+def scores(model: Any, tokens: list[int]) -> list[float]:
+    """Log-probabilities of `tokens[1:]` by transformers."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+async def talk(session: Session, turns: int, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for turn in range(turns):
+        asked = [*messages, user(turn)]
+        messages = [*asked, (await session.chat(asked)).message]
+    return messages
+
+
+def user(turn: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"{turn} What is 12 times {turn}? " * 3}
+
+
+async def cached(engine: Engine, tokens: list[int], salt: str) -> int:
+    """How many of these tokens vLLM has in its prefix cache under this salt."""
+    found = 0
+    parameters = SamplingParams(max_tokens=1, detokenize=False)
+    async for output in engine._llm.generate({"prompt_token_ids": tokens, "cache_salt": salt}, parameters, f"c{salt}"):
+        found = output.num_cached_tokens
+    return found
+
+
+async def play(folder: Any) -> SimpleNamespace:
+    seen, config, model = SimpleNamespace(), make_config(folder), make_model(folder)
+    engine = await Engine.start(config, seed=1)
+    try:
+        await load(engine, folder, 3)
+        prompts = Prompts(chat_tokenizer("chatml"), config)
+        template = ChatTemplate(prompts)
+        sampler = Sampler(engine, prompts, 1.0, 40, 900)
+        sessions = Sessions(template, TextParser(template), ChatLimits(900, 40, 64, 4000))
+        problem = Problem({}, [], prompts.tokenizer, 900)
+        salt = engine.salt
+
+        session = sessions.open(sampler.generate_for(problem, salt))
+        messages = await talk(session, 4, [])
+        await asyncio.gather(*(session.chat([*messages[:2], user(9)]) for _ in range(2)))  # branches
+        seen.still = session.recorded(None).trajectory
+        seen.scores = [scores(model, [seen.still.tokens[at] for at in segment]) for segment in segments(seen.still)]
+
+        session = sessions.open(sampler.generate_for(problem, salt))
+        messages = await talk(session, 2, [])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape))
+        model.save_pretrained(folder / "next")
+        await load(engine, folder / "next", 4)
+        held = session.recorded(None).trajectory.tokens
+        await talk(session, 1, messages)
+        seen.swapped = session.recorded(None).trajectory
+        seen.cached = await cached(engine, held, salt), await cached(engine, held, engine.salt)
+        seen.held = len(held)
+
+        session = sessions.open(sampler.generate_for(problem, engine.salt))
+        await talk(session, 2, [])
+        seen.anew = session.recorded(None).trajectory
+        seen.anew_scores = scores(model, seen.anew.tokens)
+    finally:
+        await engine.close()
+    return seen
+
+
+async def load(engine: Engine, folder: Any, version: int) -> None:
+    """A policy from a folder, as the weights wire would load it."""
+    await engine.load_folder(folder)
+    await engine.collective("rl_stamp", version, timeout_s=60)
+    engine.version = version
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    os.environ["VLLM_CPU_CI_ENV"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
+        happened = asyncio.run(play(tmp_path_factory.mktemp("model")))
+        gc.collect()
+    return happened
+
+
+def largest_difference(trajectory: Trajectory, segment: range, theirs: list[float]) -> float:
+    """Of the sampled tokens' log-probabilities."""
+    pairs = [(trajectory.logprobs[at], theirs[at - segment.start - 1]) for at in segment if trajectory.sampled[at]]
+    return max(abs(ours - other) for ours, other in pairs)
+
+
+def test_recorded_log_probabilities_are_those_of_a_forward_pass_over_each_segment(seen: SimpleNamespace):
+    places = segments(seen.still)
+    assert len(places) == 3 and sum(seen.still.sampled) >= 4 + 2
+    for segment, theirs in zip(places, seen.scores, strict=True):
+        assert largest_difference(seen.still, segment, theirs) < 1e-3
+    assert {version for version in seen.still.versions if version >= 0} == {3}
+
+
+def test_a_policy_loaded_between_two_turns_samples_the_next_one_on_the_cached_history(seen: SimpleNamespace):
+    versions = [version for version in seen.swapped.versions if version >= 0]
+    assert set(versions) == {3, 4} and versions == sorted(versions) and len(seen.swapped.starts) == 1
+    under_the_group_s_salt, under_the_new_one = seen.cached
+    assert under_the_group_s_salt >= seen.held // 2 and under_the_new_one == 0
+
+
+def test_a_new_group_uses_nothing_that_the_old_policy_computed(seen: SimpleNamespace):
+    assert {version for version in seen.anew.versions if version >= 0} == {4}
+    assert largest_difference(seen.anew, range(len(seen.anew.tokens)), seen.anew_scores) < 1e-3
