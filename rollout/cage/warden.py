@@ -151,7 +151,7 @@ class Warden:
             os.waitpid(ended.si_pid, 0)
         if now < self._scan_at:
             return
-        children, warden = children_of_all(), os.getpid()
+        began, children, warden = time.thread_time(), children_of_all(), os.getpid()
         if self.state[APART]:
             for orphan in set(children.get(warden, [])) - {self.worker}:  # its guard was killed
                 kill_below(orphan, children)
@@ -159,7 +159,7 @@ class Warden:
             self._processes = {guard: [guard, *below(guard, children)] for guard in guards} | {0: [self.worker]}
         else:
             self._processes = {0: below(warden, children)}
-        self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.monotonic() - now)
+        self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.thread_time() - began)
 
     def _warn(self, guard: int, number: signal.Signals) -> None:
         """Have a guard end its episode."""

@@ -1,7 +1,9 @@
 """Agents by URL as a rollout server runs them: recorded, scored, limited, and gone with their episode."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -11,12 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from buffer.wire.protocol import WorkItem
+from configs.checks import check
+from configs.load import load
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.errors import EngineDead, EngineError
-from tests.harness.calculator import REWARDS, ROWS, CalculatingEngine, calculator
+from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator
 from tests.rollout.agents.test_programs import wards
 
 OPENAI = """
@@ -173,3 +178,26 @@ async def test_an_agent_that_is_killed_is_tried_again(tmp_path: Path):
         engine.gate.set()
         group = await asyncio.wait_for(playing, 30)
     assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [0.0, 0.0]  # it says 5, not 4
+
+
+def blocks(language: str) -> list[str]:
+    """Those of docs/agents.md."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs/agents.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+async def test_the_page_s_agent_plays(tmp_path: Path):
+    (example,) = blocks("python")
+    (tmp_path / "agent.py").write_text(example)
+    async with played(tmp_path, f"{tmp_path}/agent.py:solve") as (_, episodes, _):
+        right = await episodes.attempt({"problem": "2+2=", "answer": "5"})
+        wrong = await episodes.attempt({"problem": "2+2=", "answer": "4"})
+    assert [(sample.reward, sample.metrics["turns_needed"]) for sample in right.samples] == [(1.0, 1.0)] * 2
+    assert [(sample.reward, sample.metrics["turns"]) for sample in wrong.samples] == [(0.0, 3.0)] * 2
+
+
+def test_the_page_s_run_files_can_be_loaded():
+    for block in blocks("yaml"):
+        keys = yaml.safe_load(block)
+        given = [f"--{section}.{key}={json.dumps(value)}" for section in keys for key, value in keys[section].items()]
+        check(load([str(ROOT / "examples/countdown/quickstart.yaml"), "--learner.tokens_per_microbatch=auto",
+                    "--rollout.engine={}", *given]), files=())  # fmt: skip

@@ -190,7 +190,7 @@ async def test_several_agents_are_refused(python: Any, tmp_path: Path):
 
 async def test_a_python_without_verifiers_is_refused(tmp_path: Path):
     setup, _, _ = calculator(tmp_path, "environment", *keys(Path(sys.executable), "wordle"))
-    with pytest.raises(ValueError, match="rollout.environment.id: wordle: verifiers cannot be imported by "):
+    with pytest.raises(ValueError, match=r"rollout.environment.id: wordle: verifiers cannot be imported by "):
         async with setup:
             pass
 

@@ -59,10 +59,19 @@ async def concurrent(row, base_url, api_key):
     return {"score": 1.0, "extra": 2}
 
 
+async def talking(row, chat):
+    """The same as a task that sends messages; it shares its worker with others."""
+    await chat([{"role": "user", "content": "2+2="}])
+    if row["how"] == "wait":
+        await asyncio.sleep(600)
+    if row["how"] == "bad messages":
+        await chat("hello")
+    return WAYS[row["how"]](row, None)
+
+
 def fork_bomb(row, base_url):
-    for _ in range(600):
-        if os.fork() == 0:
-            time.sleep(600)
+    for _ in range(9):
+        os.fork()
     time.sleep(600)
 
 
@@ -84,6 +93,12 @@ def leave_child(row, base_url):
     while not os.path.exists(row["file"]) or not open(row["file"]).read():  # noqa: SIM115
         time.sleep(0.01)
     return 1.0
+
+
+def leave_and_loop(row, base_url):
+    leave_child(row, base_url)
+    while True:
+        time.sleep(1)
 
 
 def leave_socket(row, base_url):
@@ -213,6 +228,7 @@ WAYS = {
     "socket": leave_socket,
     "thread": leave_thread,
     "child": leave_child,
+    "leave and loop": leave_and_loop,
     "hog": hog,
     "recurse": recurse,
     "later": answer_later,

@@ -18,8 +18,6 @@ class Calculator(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
         print("an environment may print")
         asked = said(messages)[1:]
-        if state["info"].get("die"):
-            os._exit(7)
         if state["info"].get("fail"):
             raise vf.InfraError("the sandbox is gone")
         return [{"role": "user", "content": str(eval(asked))}]
@@ -35,7 +33,7 @@ def right(completion, answer):
 
 
 def load_environment(how=""):
-    """`how`: `die` or `fail` in the middle of an episode; `group`: score groups; `raise`, `exit`: while it is loaded."""
+    """`how`: `fail` in the middle of an episode; `group`: score groups; `raise`, `exit`: while it is loaded."""
     if how == "raise":
         raise KeyError("data")
     if how == "exit":
