@@ -4,8 +4,9 @@
 reads the training problems only; the model never sees the held-out ones. Takes about a minute on one thread. The same
 arguments give the same weights, and an existing model is kept.
 
-The warm start is corrupted on purpose, to leave reinforcement learning something to do: episodes that guess instead of
-asking, that ask for another number than the problem's, that stop at the value in between, that answer without tags.
+The warm start is corrupted on purpose, to leave reinforcement learning something to do: 60 % of the episodes guess
+instead of asking the calculator, and some of the rest ask for another number than the problem's, stop at the value in
+between, or answer without tags.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 """Each message is closed by the token that ends an answer."""
-GUESSED, MISREAD, STOPPED, UNTAGGED = 0.25, 0.2, 0.2, 0.25
+GUESSED, MISREAD, STOPPED, UNTAGGED = 0.6, 0.1, 0.1, 0.15
 """Shares of the corruptions, each of the episodes that come to it."""
 
 
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problems", type=Path, required=True, help="train.parquet of make_problems")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400, help=f"steps of the warm start, {BATCH} episodes each")
+    parser.add_argument("--steps", type=int, default=600, help=f"steps of the warm start, {BATCH} episodes each")
     args = parser.parse_args(argv)
     if not args.problems.is_file():
         remedy = "write it with python -m examples.calculator.make_problems"

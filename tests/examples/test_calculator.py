@@ -90,7 +90,7 @@ def test_a_chat_extends_token_by_token():
     assert len(tokenizer.encode("<calc>17*6</calc>", add_special_tokens=False)) == 6
 
 
-def test_the_warm_start_shows_whole_episodes_a_third_of_them_right_and_none_that_is_held_out():
+def test_the_warm_start_shows_whole_episodes_a_quarter_of_them_right_and_none_that_is_held_out():
     parts = problems.split(0, 200)
     answers = {row["problem"]: row["answer"] for row in parts["train"]}
     right = 0
@@ -100,7 +100,7 @@ def test_the_warm_start_shows_whole_episodes_a_third_of_them_right_and_none_that
         right += score(said[-1], answers[given[0]])  # a KeyError for one that is held out
         assert given[1:] == [calculate(each) for each in said[:-1]]
         assert not CALL.fullmatch(said[-1]) and len(said) <= TURNS
-    assert 0.3 < right / 2000 < 0.42
+    assert 0.23 < right / 2000 < 0.33
 
 
 def test_the_run_files_fit_the_model_and_its_episodes(tmp_path: Path):
