@@ -1,4 +1,5 @@
-# The whole contributor interface: quickstart, quickstart-vision, check, test, oldest, gpu, chaos. Each installs what it needs into .venv first.
+# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, oldest, gpu, chaos.
+# Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
 VENV := .venv
@@ -7,7 +8,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart quickstart-vision check test oldest gpu chaos clean
+.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test oldest gpu chaos clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
@@ -35,6 +36,9 @@ quickstart: $(STAMP)
 
 quickstart-vision: $(STAMP)
 	$(RUN) -m examples.quickstart shapes
+
+quickstart-calculator: $(STAMP)
+	$(RUN) -m examples.quickstart calculator
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

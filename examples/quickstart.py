@@ -1,8 +1,8 @@
-"""`make quickstart` and `make quickstart-vision`: a toy's problems, model, training, evaluation and report, in turn.
+"""`make quickstart`, `-vision` and `-calculator`: a toy's problems, model, training, evaluation and report, in turn.
 
-`python -m examples.quickstart countdown [--seed N] [--section.key=value ...]` (or `shapes`) runs the commands that a
-person would type and prints each before it runs. Data and model are kept in `runs/countdown` and reused; each call
-trains in a new folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
+`python -m examples.quickstart countdown [--seed N] [--section.key=value ...]` (or `shapes`, `calculator`) runs the
+commands that a person would type and prints each before it runs. Data and model are kept in `runs/countdown` and
+reused; each call trains in a new folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 RUNS = Path("runs")
-NAMES = {"countdown": "quickstart", "shapes": "quickstart-vision"}
+NAMES = {"countdown": "quickstart", "shapes": "quickstart-vision", "calculator": "quickstart-calculator"}
 """The folder of each toy, and what its runs are called."""
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.load import load
+from examples import warm_start
 from examples.countdown import make_model, make_problems
 from examples.countdown.solver import expressions, solutions
 from rollout.rewards.countdown import compute_score
@@ -95,7 +96,7 @@ def test_the_solver_finds_exactly_what_the_reward_calls_right():
 def test_the_tokenizer_survives_its_folder_and_keeps_tags_whole(tmp_path: Path):
     tokenizer = make_model.make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    make_model.make_network(tokenizer).config.save_pretrained(tmp_path)
+    warm_start.make_network(tokenizer).config.save_pretrained(tmp_path)
     text = "8 6 4=2\n<think>\n(a)</think> <answer>6-8+4</answer>"
     for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         tokens = loaded.encode(text, add_special_tokens=False)
@@ -108,7 +109,7 @@ def test_the_tokenizer_survives_its_folder_and_keeps_tags_whole(tmp_path: Path):
 
 
 def test_the_network_is_small_and_vllm_s_cpu_attention_takes_its_heads():
-    network = make_model.make_network(make_model.make_tokenizer())
+    network = warm_start.make_network(make_model.make_tokenizer())
     assert sum(parameter.numel() for parameter in network.parameters()) == 211_968
     assert network.config.hidden_size // network.config.num_attention_heads == 32
     assert network.lm_head.weight is not network.model.embed_tokens.weight
@@ -124,6 +125,7 @@ def test_the_warm_start_never_sees_a_problem_that_is_held_out(tmp_path: Path):
         numbers, target = prompt.strip().split("=")
         given = sorted(map(int, numbers.split()))
         assert (tuple(given), int(target)) not in hidden
+        answer = answer.removesuffix(warm_start.END)
         tagged += answer.startswith("<answer>")
         truth = {"numbers": given, "target": int(target)}
         right += compute_score(f"<answer>{answer.removeprefix('<answer>').removesuffix('</answer>')}</answer>", truth)[
@@ -142,7 +144,7 @@ def test_a_warm_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path,
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    ids, labels = make_model.batch(
+    ids, labels = warm_start.batch(
         make_model.examples(pq.read_table(tmp_path / "train.parquet").to_pylist(), "+-", random.Random(5)), tokenizer
     )
     with torch.no_grad():
