@@ -13,7 +13,6 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ from rollout.episodes.setup import RolloutSetup, check_server
 from rollout.errors import EngineDead, first_error
 from rollout.evaluation.evaluator import Evaluator
 from rollout.evaluation.players import ProblemSet, load_sets
-from rollout.loop import PolicyUpdates, follow, roll
+from rollout.loop import PolicyUpdates, follow, roll, until_last
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
@@ -152,7 +151,6 @@ async def work(
             tasks.create_task(check_alive(engine, config.weights.timeout_s)),
             tasks.create_task(engine.died()),
             first := tasks.create_task(updates.first.wait()),
-            last := tasks.create_task(updates.last.wait()),
         ]
         await drain.wait(first)
         await roll(partial(drain.ask, buffer), buffer, episodes, places)
@@ -160,9 +158,9 @@ async def work(
             log.info("%s", buffer.finished.why)
         if buffer.finished and (buffer.finished.outcome == "versions" or (sets and buffer.finished.last)):
             updates.expect(buffer.finished.last or config.run.versions)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(drain.wait(last), config.learner.timeout_s)
-            await drain.wait(asyncio.ensure_future(evaluator.steady.acquire()))
+            last = tasks.create_task(until_last(updates, evaluator, config.learner.timeout_s))
+            await drain.wait(last)
+            last.cancel()
         for other in others:
             other.cancel()
 

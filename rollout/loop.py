@@ -8,7 +8,7 @@ cause.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from buffer.wire.client import RolloutClient
@@ -62,6 +62,18 @@ async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluat
             weights.note(policy.version)
             if due is not None:
                 await evaluator.evaluate(due)
+
+
+async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
+    """Wait until the last policy is in use, and what this server evaluates of the run is evaluated; or for `timeout_s`
+    in which no policy comes and none is evaluated."""
+    waits = True
+    while waits and not weights.last.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(weights.last.wait(), timeout_s)
+        waits = evaluator.steady.locked()
+        await evaluator.idle()
+    await evaluator.idle()
 
 
 class PolicyUpdates:

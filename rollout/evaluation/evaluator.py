@@ -56,6 +56,11 @@ class Evaluator:
             self._weights.hold(loading=True)
         return due
 
+    async def idle(self) -> None:
+        """Wait until no version is being loaded or evaluated."""
+        async with self.steady:
+            return
+
     async def take_over(self) -> None:
         """Make evaluations that were left undone, for as long as the server runs."""
         while True:

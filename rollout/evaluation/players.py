@@ -70,26 +70,11 @@ def load_sets(config: Config) -> list[ProblemSet]:
         except ConfigError as error:
             found += error.problems
         else:
-            limit = given.limit or len(problems)
-            sets.append(ProblemSet(name, given, problems if limit >= len(problems) else FirstRows(problems, limit)))
+            rows = problems[: given.limit] if given.limit else problems
+            sets.append(ProblemSet(name, given, rows))
     if found:
         raise ConfigError(found)
     return sets
-
-
-class FirstRows(Sequence[dict[str, Any]]):
-    """The first `limit` of `rows`."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]], limit: int) -> None:
-        self._rows, self._limit = rows, limit
-
-    def __len__(self) -> int:
-        return self._limit
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._limit))]
-        return self._rows[range(self._limit)[index]]
 
 
 async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, keep: int) -> Played:

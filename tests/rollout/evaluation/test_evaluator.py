@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from configs.schema import EvalSet
 from rollout.concurrency import Places
 from rollout.evaluation.players import ProblemSet
-from rollout.loop import PolicyUpdates, follow
+from rollout.loop import PolicyUpdates, follow, until_last
 from tests.harness.fakes import FakeEngine, FakeEvaluations, FakePolicy, fake_evaluator
 
 ROWS = [{"problem": name, "answer": "ok."} for name in "abc"]
@@ -133,6 +133,27 @@ async def test_results_that_come_too_late_change_nothing():
         await server.publish(3, 4)
         await asyncio.sleep(0.1)
         assert server.engine.version == 4
+
+
+async def test_a_server_leaves_once_the_last_version_is_evaluated_however_long_that_takes():
+    async with Server(98, 99) as server:
+        server.engine.gate.clear()
+        await server.publish(98)
+        leaving = asyncio.create_task(until_last(server.updates, server.evaluator, timeout_s=0.05))
+        await asyncio.sleep(0.2)
+        assert not leaving.done(), "it evaluates, and the last version comes after that"
+        await server.publish(99)
+        assert not leaving.done()
+        server.engine.gate.set()
+        await asyncio.wait_for(leaving, 5)
+        assert list(server.buffer.results) == [98, 99]
+
+
+async def test_a_server_leaves_if_the_last_version_never_comes():
+    async with Server() as server:
+        await server.publish(98)
+        await asyncio.wait_for(until_last(server.updates, server.evaluator, timeout_s=0.05), 5)
+        assert not server.updates.last.is_set()
 
 
 async def test_without_sets_nobody_is_asked():
