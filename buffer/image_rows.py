@@ -5,6 +5,7 @@ are compressed as a whole: they are copied, a few rows at a time, to a temporary
 can be had at once and none of them takes memory.
 """
 
+import errno
 import mmap
 import os
 import stat
@@ -18,6 +19,13 @@ from buffer.images import ImageError, source_size
 IMAGES, MARK = "images", "<image>"
 """The column of images, and what stands in a row's text where one of them goes."""
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
+LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors of a read that stay until a person mends them. All others may end by themselves, as a file share comes back.
+"""
+
+
+class ImageUnavailable(ImageError):
+    """An image file that cannot be read now, and perhaps soon."""
 
 
 class ImagePlace(NamedTuple):
@@ -32,7 +40,7 @@ class ImagePlace(NamedTuple):
 
 class ImageFiles(Sequence[bytes]):
     """The encoded images of one row. Each is read when it is asked for, which raises ImageError, in one line, for a
-    file that is gone or another since the start."""
+    file that is gone or another since the start, and ImageUnavailable while its file share is away."""
 
     def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
         self._places, self._copy = places, copy
@@ -150,12 +158,13 @@ class ImageRows:
 
 
 def read_file(path: str) -> tuple[bytes, int]:
-    """The bytes of an image file, and when it was written, in nanoseconds. Raises ImageError."""
+    """The bytes of an image file, and when it was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
     try:
         with open(path, "rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
     except OSError as error:
-        raise ImageError(f"{path}: {error.strerror}; bring the image back") from None
+        kind = ImageError if error.errno in LASTING else ImageUnavailable
+        raise kind(f"{path}: {error.strerror}; bring the image back") from None
 
 
 def num_slots(text: Any) -> int:

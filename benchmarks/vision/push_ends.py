@@ -141,7 +141,7 @@ async def server_probes(engine: Any, config: Config) -> dict[str, list[float]]:
     """The server's log-probabilities of the probes, and those behind another picture of the same size."""
     text, tokens, (start, picture) = probes_of(config)
     other = Picture(255 - picture.pixels, picture.format)
-    behind = start + picture.num_tokens - 1
+    behind = start + picture.num_tokens  # as the sender's probe is cut (`learner/weights/probe.py`)
     return {
         "text": await engine.probe(text),
         "picture": (await engine.probe(tokens, [SeenImage(start, picture)]))[behind:],
