@@ -279,8 +279,10 @@ def _problems(kind: str, loc: str, value: Any, merged: MergedTree) -> dict[str, 
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     if isinstance(whole, dict) and set(whole) == {TIMES}:
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
-    shown = show(whole) if value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
-    return {name: f"{name}: {shown} is not {keys()[name].type}{merged.where(name)}{quote}"}
+    shown, wanted = show(whole), keys()[name].type
+    if value != whole:  # an entry of a list
+        shown, wanted = f"{show(value)} in {shown}", wanted.partition(", each ")[2] or wanted
+    return {name: f"{name}: {shown} is not {wanted}{merged.where(name)}{quote}"}
 
 
 def _literal(value: Any) -> Any:
