@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
 
-from buffer.images import ImageError, source_size
+from buffer.images import ImageError, counted, source_size
 
 IMAGES, MARK = "images", "<image>"
 """The column of images, and what stands in a row's text where one of them goes."""
@@ -64,7 +64,7 @@ class ImageFiles(Sequence[bytes]):
     def __repr__(self) -> str:
         """In words, as the buffer's file has them. Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
         words = [f"{place.size:,} bytes{f' of {place.path}' if place.path else ''}" for place in self._places]
-        return f"{len(words)} image{'s' * (len(words) != 1)}: {'; '.join(words)}"
+        return f"{counted(len(words), 'image')}: {'; '.join(words)}"
 
     def _read(self, place: ImagePlace) -> bytes:
         if not place.path:
@@ -100,7 +100,8 @@ class ImageRows:
                 if places:
                     self._places[row] = places
                 if num_slots(text) != len(places) and not mismatch:
-                    mismatch = f"row {row}: {num_slots(text)} {MARK} in its text, but {len(places)} images; correct it"
+                    has = f"{num_slots(text)} {MARK} in its text, but {counted(len(places), 'image')}"
+                    mismatch = f"row {row}: {has}; correct it"
             draft.flush()
             if draft.tell():
                 self._copy = mmap.mmap(draft.fileno(), 0, prot=mmap.PROT_READ)

@@ -95,7 +95,7 @@ def test_a_text_file_may_speak_of_images(tmp_path):
 
 
 WRONG = {
-    "too few": ([{"path": "a.png"}], "row 1: 2 <image> in its text, but 1 images"),
+    "too few": ([{"path": "a.png"}], "row 1: 2 <image> in its text, but 1 image"),
     "none": ([], "row 1: 2 <image> in its text, but 0 images"),
     "too many": ([{"path": "a.png"}] * 3, "row 1: 3 images, data.max_images is 2"),
     "gone": (
