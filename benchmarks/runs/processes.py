@@ -66,7 +66,7 @@ def data_of(shape: str, work: Path, folder: Path) -> dict[str, Any]:
     section: dict[str, Any] = {"chat_template": "none", "max_prompt_tokens": prompt_of(shape)}
     if shape in SEEING:
         tokens, (_, most) = SEEING[shape]["photos"], SEEING[shape]["pixels"]
-        section["max_pixels"] = min(most, DataConfig.model_fields["max_pixels"].default)
+        section |= {"max_pixels": min(most, DataConfig.model_fields["max_pixels"].default), "max_images": 1}
         form = ImageFormat.of(str(folder), DataConfig(train=work, **section))
         assert form is not None
         file = work / f"{shape}.parquet"

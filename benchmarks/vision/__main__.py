@@ -63,11 +63,12 @@ class VisionBenchmark:
         return {"rows": [vars(row) for row in benchmark.rows()], "failed": list(benchmark.failed.values())}
 
     def frozen(self) -> Any:
-        """Pushes both ways."""
-        args = self.args
-        return pushes.measure_pushes(
-            self.shape, self.case, args.updates, args.gap, args.work / "frozen", args.engine, args.budget_s
+        """Pushes both ways; the first one stays where the second fails."""
+        args, found = self.args, self.found.setdefault("frozen", {})
+        pushes.measure_pushes(
+            self.shape, self.case, args.updates, args.gap, args.work / "frozen", args.engine, args.budget_s, found
         )
+        return found
 
     def loading(self) -> Any:
         """vLLM's model alone, in a process of its own."""
@@ -148,7 +149,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--freeze", type=lambda text: text.split(","), default=[], help="model.freeze of the run")
     parser.add_argument("--seconds", type=float, default=40.0, help="of the server's measurement")
     parser.add_argument("--waves", type=int, default=6, help="requests for each sequence of bare generate")
-    parser.add_argument("--start-s", type=float, default=200.0, help="longest start of a contender of `server`")
+    parser.add_argument("--start-s", type=float, default=280.0, help="longest start of a contender of `server`")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="of `server`")
     parser.add_argument("--gpus", type=int, choices=(1, 2, 4), default=min(2, max(1, gpus)))
     parser.add_argument("--side-by-side", type=int, default=1, help="0: bare calls one after the other")

@@ -89,16 +89,22 @@ def differences(server: dict[str, list[float]], learner: dict[str, list[float]])
 
 
 def measure_pushes(
-    shape: str, case: SeeingCase, updates: int, gap_s: float, work: Path, engine: dict[str, Any], budget_s: float
-) -> dict[str, Any]:
-    """Both ways, one after the other. Raises TimeoutError beyond `budget_s`."""
-    until, found = time.monotonic() + budget_s, dict[str, Any]()
+    shape: str,
+    case: SeeingCase,
+    updates: int,
+    gap_s: float,
+    work: Path,
+    engine: dict[str, Any],
+    budget_s: float,
+    found: dict[str, Any],
+) -> None:
+    """Both ways, one after the other, into `found`. Raises TimeoutError beyond `budget_s`."""
+    until = time.monotonic() + budget_s
     for way, freeze in WAYS.items():
         progress(f"pushes, {WORDS[way]}: logs in {work / way}")
         config = config_of(shape, case, freeze, work, engine)
         run = push(config, case, updates, gap_s, work / way)
         found[way] = asyncio.run(asyncio.wait_for(run, max(1.0, until - time.monotonic())))
-    return found
 
 
 def rows_of(found: dict[str, Any], shape: str) -> list[ResultRow]:
