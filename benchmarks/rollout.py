@@ -59,6 +59,7 @@ class ServerCase:
     groups: int
     mean: float = 0.0
     targets: dict[str, float] = field(default_factory=dict)
+    samples: int = SAMPLES
 
 
 CASES = {
@@ -74,8 +75,9 @@ FRONT_SHARE = 0.10
 class ServerBenchmark:
     """One case: runs its contenders and keeps what they found, or why they failed."""
 
-    def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.case, self.args = name, CASES[name], args
+    def __init__(self, name: str, args: argparse.Namespace, case: ServerCase | None = None) -> None:
+        """`case`: that of this name by default."""
+        self.name, self.case, self.args = name, case or CASES[name], args
         self.found: dict[str, dict[str, float]] = {}
         self.failed: dict[str, str] = {}
         self.work: Path = args.work.resolve() / name
@@ -87,9 +89,9 @@ class ServerBenchmark:
         return run_file(
             self.work, fresh, self.case.shape,
             sampling={"max_tokens": length},
-            batch={"groups": self.case.groups, "samples": SAMPLES, "max_staleness": STALENESS},
-            rollout={**sequences(running, SAMPLES), "heartbeat_s": 1.0,
-                     "engine": engine_keys(self.case.length, self.args.engine, shared=self.args.gpus == 1)},
+            batch={"groups": self.case.groups, "samples": self.case.samples, "max_staleness": STALENESS},
+            rollout={**sequences(running, self.case.samples), "heartbeat_s": 1.0,
+                     "engine": engine_keys(self.case.length, self.args.engine, self.args.gpus == 1, self.case.shape)},
             learner={"tokens_per_microbatch": 16384},
         )  # fmt: skip
 
@@ -167,7 +169,8 @@ class ServerBenchmark:
         yield ResultRow("tokens/s of a server in full operation", server["rate"], "1/s", case=label)
         for contender, peer in list(self.found.items()):
             if contender != "server":
-                against = f"{CONTENDERS[contender]} (limit {self.case.targets.get(contender, 0):g})"
+                least = self.case.targets.get(contender)
+                against = CONTENDERS[contender] + (f" (limit {least:g})" if least else "")
                 yield ResultRow(
                     "tokens/s of the server", server["rate"], "1/s", CONTENDERS[contender], peer["rate"], label
                 )
@@ -193,6 +196,24 @@ def steady_samples(run: Processes) -> int:
     return sum(batch["samples"] for batch in run.records("batches.jsonl") if batch["steady"])
 
 
+def measure(benchmark: ServerBenchmark) -> Iterator[None]:
+    """Run the contenders of a case that are wanted; yields when one has ended."""
+    args, wanted = benchmark.args, benchmark.args.contenders.split(",")
+    mine = [name for name in CONTENDERS if name in wanted and name in ("server", *benchmark.case.targets)]
+    servers = [name for name in mine if name in ("server", "fixed")]
+    bare = [name for name in mine if name not in servers]
+    at_a_time = 2 if args.side_by_side and args.gpus > 1 else 1
+    first = 2 if args.side_by_side and args.gpus == 4 else 0
+    with ThreadPoolExecutor(1) as lane, ThreadPoolExecutor(at_a_time) as peers:
+        running = [lane.submit(benchmark.run, name, None) for name in servers]
+        if not first:
+            wait(running)
+        running += [peers.submit(benchmark.run, name, first + at % at_a_time) for at, name in enumerate(bare)]
+        for contender in running:
+            contender.result()
+            yield
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="speck,speck-tail", help=f"of {', '.join(CASES)}")
@@ -216,21 +237,9 @@ def main() -> int:
     def rows() -> list[dict[str, Any]]:
         return [row.line() for benchmark in benchmarks for row in benchmark.rows()]
 
-    wanted = args.contenders.split(",")
     for benchmark in benchmarks:
-        mine = [name for name in CONTENDERS if name in wanted and name in ("server", *benchmark.case.targets)]
-        servers = [name for name in mine if name in ("server", "fixed")]
-        bare = [name for name in mine if name not in servers]
-        at_a_time = 2 if args.side_by_side and args.gpus > 1 else 1
-        first = 2 if args.side_by_side and args.gpus == 4 else 0
-        with ThreadPoolExecutor(1) as lane, ThreadPoolExecutor(at_a_time) as peers:
-            running = [lane.submit(benchmark.run, name, None) for name in servers]
-            if not first:
-                wait(running)
-            running += [peers.submit(benchmark.run, name, first + at % at_a_time) for at, name in enumerate(bare)]
-            for contender in running:
-                contender.result()
-                write(args.out, "rollout", rows(), show=False)
+        for _ in measure(benchmark):
+            write(args.out, "rollout", rows(), show=False)
     write(args.out, "rollout", rows())
     return 1 if any(benchmark.failed for benchmark in benchmarks) else 0
 

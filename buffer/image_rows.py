@@ -5,6 +5,7 @@ are compressed as a whole: they are copied, a few rows at a time, to a temporary
 can be had at once and none of them takes memory.
 """
 
+import errno
 import mmap
 import os
 import stat
@@ -14,11 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
 
-from buffer.images import ImageError, source_size
+from buffer.images import ImageError, counted, source_size
 
 IMAGES, MARK = "images", "<image>"
 """The column of images, and what stands in a row's text where one of them goes."""
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
+LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors of a read that stay until a person mends them. All others may end by themselves, as a file share comes back.
+"""
+
+
+class ImageUnavailable(ImageError):
+    """An image file that cannot be read now, and perhaps soon."""
 
 
 class ImagePlace(NamedTuple):
@@ -33,7 +41,7 @@ class ImagePlace(NamedTuple):
 
 class ImageFiles(Sequence[bytes]):
     """The encoded images of one row. Each is read when it is asked for, which raises ImageError, in one line, for a
-    file that is gone or another since the start."""
+    file that is gone or another since the start, and ImageUnavailable while its file share is away."""
 
     def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
         self._places, self._copy = places, copy
@@ -57,7 +65,7 @@ class ImageFiles(Sequence[bytes]):
     def __repr__(self) -> str:
         """In words, as the buffer's file has them. Example: `2 images: 31,022 bytes; 8,310 bytes of photos/7.jpg`."""
         words = [f"{place.size:,} bytes{f' of {place.path}' if place.path else ''}" for place in self._places]
-        return f"{len(words)} image{'s' * (len(words) != 1)}: {'; '.join(words)}"
+        return f"{counted(len(words), 'image')}: {'; '.join(words)}"
 
     def _read(self, place: ImagePlace) -> bytes:
         if not place.path:
@@ -93,7 +101,8 @@ class ImageRows:
                 if places:
                     self._places[row] = places
                 if num_slots(text) != len(places) and not mismatch:
-                    mismatch = f"row {row}: {num_slots(text)} {MARK} in its text, but {len(places)} images; correct it"
+                    has = f"{num_slots(text)} {MARK} in its text, but {counted(len(places), 'image')}"
+                    mismatch = f"row {row}: {has}; correct it"
             draft.flush()
             if draft.tell():
                 self._copy = mmap.mmap(draft.fileno(), 0, prot=mmap.PROT_READ)
@@ -172,12 +181,13 @@ class JoinedImages:
 
 
 def read_file(path: str) -> tuple[bytes, int]:
-    """The bytes of an image file, and when it was written, in nanoseconds. Raises ImageError."""
+    """The bytes of an image file, and when it was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
     try:
         with open(path, "rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
     except OSError as error:
-        raise ImageError(f"{path}: {error.strerror}; bring the image back") from None
+        kind = ImageError if error.errno in LASTING else ImageUnavailable
+        raise kind(f"{path}: {error.strerror}; bring the image back") from None
 
 
 def num_slots(text: Any) -> int:

@@ -216,6 +216,11 @@ def source_size(data: bytes) -> tuple[int, int]:
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
+def counted(number: int, noun: str) -> str:
+    """Example: `counted(1, "image")` is `1 image`, `counted(1000, "row")` is `1,000 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values for which height and width change places."""
 

@@ -309,9 +309,11 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
     quote = f"; put it in quotes: '{value}'" if kind == "string_type" and isinstance(value, int | float) else ""
     if isinstance(whole, dict) and set(whole) == {TIMES}:
         whole = value = whole[TIMES][0]  # as it was written, under the old name of the key
-    shown = show(whole) if value is whole or value == whole else f"{show(value)} in {show(whole)}"  # an entry of a list
+    shown, wanted = show(whole), keys()[name].type
+    if value is not whole and value != whole:  # an entry of a list
+        shown, wanted = f"{show(value)} in {shown}", wanted.partition(", each ")[2] or wanted
     said = merged.where(where) or merged.where(above)
-    return {where: f"{where}: {shown} is not {keys()[name].type}{said}{quote}"}
+    return {where: f"{where}: {shown} is not {wanted}{said}{quote}"}
 
 
 def _literal(value: Any) -> Any:

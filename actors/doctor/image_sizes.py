@@ -6,7 +6,7 @@ Called by `run_file.py`. Of the images that `ImageRows` looked at the headers ar
 from typing import TYPE_CHECKING
 
 from actors.doctor.trial import Judgement
-from buffer.images import ImageError
+from buffer.images import ImageError, counted
 from configs.data.sources import told
 from configs.load import ConfigError
 from configs.schema import Config
@@ -31,7 +31,7 @@ def judge_images(judgement: Judgement, config: Config, problems: "Problems", key
             broken.append(str(error))
         else:
             shown.append((height * width, tokens, f"{width:,} x {height:,} ({tokens:,} tokens)"))
-    looked_at = f"{len(shown) + len(broken):,} images looked at"
+    looked_at = f"{counted(len(shown) + len(broken), 'image')} looked at"
     if not shown:
         raise ConfigError([f"{where}: none of the {looked_at} can be shown to the model, such as {broken[0]}"])
     if broken:
@@ -39,7 +39,7 @@ def judge_images(judgement: Judgement, config: Config, problems: "Problems", key
         judgement.warnings.append(f"{where}: {share}, such as {broken[0]}")
     shown.sort()
     smallest, median, largest = (shown[place][2] for place in (0, len(shown) // 2, -1))
-    rows = f"{len(problems.images.num_bytes()):,} of {len(problems):,} rows have some"
+    rows = f"{len(problems.images.num_bytes()):,} of {counted(len(problems), 'row')} have some"
     judgement.facts.append(f"images of data.{key}: {rows}; smallest {smallest}, median {median}, largest {largest}")
     longest, budget = max(tokens for _, tokens, _ in shown), config.rollout.engine.get("max_num_batched_tokens")
     if isinstance(budget, int) and budget < longest:

@@ -1,16 +1,20 @@
 """The weights that a run starts from: `python -m benchmarks.runs.models SHAPE FOLDER MEAN` writes them.
 
 Random, of full size, and with a known length of answers: at each token an answer ends with probability 1 / MEAN, never
-for 0 (`benchmarks/weights/known.py`). On a GPU if there is one; takes seconds for 1.5B, most of them for the disk.
+for 0 (`benchmarks/weights/known.py`). Those of a model that sees stay random in all parts, so that the probe's picture
+tells right weights from wrong ones: its answers run to their full length, because the token that ends one is as likely
+as each of the tens of thousands of others. On a GPU if there is one; takes seconds for 1.5B, most of them for the disk.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.weights.known import end_answers
+from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import END, folder_of
 
 
@@ -22,8 +26,10 @@ def weights_of(shape: str, work: Path, mean: float) -> Path:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        end_answers(model.named_parameters(), END, config.vocab_size, mean)
+            auto: Any = AutoModelForImageTextToText if shape in SEEING else AutoModelForCausalLM
+            model = auto.from_config(config, dtype=torch.bfloat16)
+        if shape not in SEEING:
+            end_answers(model.named_parameters(), END, config.vocab_size, mean)
         model.save_pretrained(folder)
         done.touch()
     return folder

@@ -26,15 +26,20 @@ import torch
 import yaml
 
 from actors.watch.run_state import ask
+from benchmarks.runs.photos import write_photos
+from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import LETTERS, folder_of
 from benchmarks.weights.table import progress
+from buffer.images import ImageFormat
 from buffer.wire.protocol import State
 from configs.entrypoint import PARENT, die_with_parent
 from configs.load import load
-from configs.schema import Config, RolloutConfig
+from configs.schema import Config, DataConfig, RolloutConfig
 
 PROMPT_TOKENS = 128
 PROBLEMS = 4096
+PHOTOS, TEXT_ONLY = 512, 8
+"""Rows for a model that sees; every so many of them have no image."""
 FIRST_GPU = int(os.environ.get("FIRST_GPU", "0"))
 """Lets several benchmarks run at the same time, each on GPUs of its own."""
 
@@ -45,22 +50,41 @@ def sequences(number: int, samples: int) -> dict[str, Any]:
     return {"sequences": number} if by_sequence else {"groups_in_flight": max(1, number // samples)}
 
 
-def engine_keys(length: int, given: Mapping[str, Any], shared: bool = False) -> dict[str, Any]:
+def engine_keys(length: int, given: Mapping[str, Any], shared: bool = False, shape: str = "") -> dict[str, Any]:
     """`rollout.engine` for answers of at most `length`; room for a staging copy, and for a learner if it shares."""
     memory = {"gpu_memory_utilization": 0.4 if shared else 0.7} if torch.cuda.is_available() else {}
-    return {"max_model_len": length + PROMPT_TOKENS, **memory, **given}
+    return {"max_model_len": length + prompt_of(shape), **memory, **given}
+
+
+def prompt_of(shape: str) -> int:
+    """Tokens of the longest prompt: for a model that sees, those of an image and their two marks too."""
+    return PROMPT_TOKENS + (SEEING[shape]["photos"][1] * 9 // 8 + 2 if shape in SEEING else 0)
+
+
+def data_of(shape: str, work: Path, folder: Path) -> dict[str, Any]:
+    """Write the problems for `shape`, whose model is in `folder`; returns the section `data`."""
+    section: dict[str, Any] = {"chat_template": "none", "max_prompt_tokens": prompt_of(shape)}
+    if shape in SEEING:
+        tokens, (_, most) = SEEING[shape]["photos"], SEEING[shape]["pixels"]
+        section |= {"max_pixels": min(most, DataConfig.model_fields["max_pixels"].default), "max_images": 1}
+        form = ImageFormat.of(str(folder), DataConfig(train=work, **section))
+        assert form is not None
+        file = work / f"{shape}.parquet"
+        write_photos(file, form, PHOTOS, tokens, LETTERS, PROMPT_TOKENS, TEXT_ONLY)
+    else:
+        file, draw = work / f"{shape}.jsonl", random.Random(0)
+        rows = ("".join(draw.choices(LETTERS, k=PROMPT_TOKENS)) for _ in range(PROBLEMS))
+        file.write_text("".join(json.dumps({"problem": row, "answer": ""}) + "\n" for row in rows))
+    return section | {"train": str(file)}
 
 
 def run_file(work: Path, name: str, shape: str, **sections: Mapping[str, Any]) -> Path:
     """Write problems and the run file of run `name` below `work`; returns the run file. `sections` override."""
     folder = folder_of(shape, work)
-    problems, draw = work / f"{shape}.jsonl", random.Random(0)
-    rows = ("".join(draw.choices(LETTERS, k=PROMPT_TOKENS)) for _ in range(PROBLEMS))
-    problems.write_text("".join(json.dumps({"problem": row, "answer": ""}) + "\n" for row in rows))
     config: dict[str, dict[str, Any]] = {
         "run": {"name": name, "folder": str(work), "versions": 1_000_000},
         "model": {"path": str(folder)},
-        "data": {"train": str(problems), "chat_template": "none", "max_prompt_tokens": PROMPT_TOKENS},
+        "data": data_of(shape, work, folder),
         "reward": {"function": f"{Path(__file__).with_name('reward.py')}:compute_score", "workers": 2},
         "learner": {"lr": 1e-12, "checkpoint_every": 1_000_000},
         "weights": {"probe_tolerance": 0.2},

@@ -23,7 +23,8 @@ FAST = {"compile": True, "activation_checkpointing": "none", "tokens_per_microba
 
 def trained_run(
     work: Path, name: str, shape: str, mean_length: float, length: int, running: int, groups: int, samples: int,
-    engine: dict[str, Any], learner: dict[str, Any],
+    engine: dict[str, Any], learner: dict[str, Any], model_keys: dict[str, Any] | None = None,
+    weights: dict[str, Any] | None = None,
 ) -> Processes:  # fmt: skip
     """A run whose learner starts from weights of `models.py`; its server and learner have a GPU each, if there are."""
     progress(f"{name}: weights of {shape}")
@@ -31,11 +32,16 @@ def trained_run(
     given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]
     model = subprocess.run(given, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
     config: dict[str, dict[str, Any]] = {
-        "model": {"path": model},
+        "model": {"path": model, **(model_keys or {})},
         "sampling": {"max_tokens": length},
         "batch": {"groups": groups, "samples": samples},
-        "rollout": {**sequences(running, samples), "engine": engine_keys(length, engine), "heartbeat_s": 1.0},
+        "rollout": {
+            **sequences(running, samples),
+            "engine": engine_keys(length, engine, shape=shape),
+            "heartbeat_s": 1.0,
+        },
         "learner": {**(FAST if gpus else {}), **learner},
+        "weights": weights or {},
     }
     file = run_file(work, name, shape, **config)
     on_gpus = gpus >= FIRST_GPU + 2

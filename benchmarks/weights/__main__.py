@@ -32,6 +32,7 @@ ENGINE = {
         "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 64, 128, 192, 256, 264],
     },
 }  # fmt: skip
+ENDS = "benchmarks.weights.ends"
 TIMEOUT_S, START_S = 60.0, 240.0
 SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
 """For ends that share GPUs: NCCL refuses two ranks on one GPU unless they claim to be on two hosts (NCCL_HOSTID); it
@@ -45,7 +46,9 @@ class End:
         self.process, self.log = process, log
 
     @classmethod
-    async def start(cls, role: str, given: dict[str, Any], gpus: list[int], log: Path, **env: str) -> "End":
+    async def start(
+        cls, role: str, given: dict[str, Any], gpus: list[int], log: Path, module: str = ENDS, **env: str
+    ) -> "End":
         first = int(os.environ.get("FIRST_GPU", "0"))  # lets two cases run at the same time
         seen = {
             "CUDA_VISIBLE_DEVICES": ",".join(str(first + gpu) for gpu in gpus),
@@ -53,7 +56,7 @@ class End:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "MASTER_ADDR": "127.0.0.1",
         }
-        argv = (sys.executable, "-m", "benchmarks.weights.ends", role, json.dumps(given))
+        argv = (sys.executable, "-m", module, role, json.dumps(given))
         with open(log, "ab") as file:
             process = await asyncio.create_subprocess_exec(
                 *argv,

@@ -23,6 +23,7 @@ import uvloop
 
 from benchmarks.weights.known import mark, show
 from benchmarks.weights.traffic import AWAY_S, WINDOW_S, Lag, RequestTraffic, vocabulary_of
+from buffer.images import ImageFormat
 from configs.schema import Config
 
 PEER_PORT = int(os.environ.get("PEER_PORT", "29611"))
@@ -136,9 +137,13 @@ def synchronize() -> None:
 class Serving:
     """A rollout server under load: the real engine and receiver, with policies loaded as in `rollout.loop.follow`."""
 
-    def __init__(self, engine: Any, config: Config, name: str, running: int, length: int) -> None:
-        self.engine, self.config, self.name = engine, config, name
-        self.traffic = RequestTraffic(engine, vocabulary_of(config.model.path), running, length)
+    def __init__(
+        self, engine: Any, config: Config, name: str, traffic: RequestTraffic, form: ImageFormat | None = None
+    ) -> None:
+        """`form`: how the model sees images."""
+        self.engine, self.config, self.name, self.traffic, self.form = engine, config, name, traffic, form
+        self.idle_until = 1
+        """The last version that is loaded into an idle engine."""
         self.lag, self.first, self.busy = Lag(), asyncio.Event(), 0.0
         self.events: list[dict[str, Any]] = []
         self.steps_s: list[float] = []
@@ -155,7 +160,8 @@ class Serving:
                 await asyncio.Event().wait()
             return address
 
-        policies: AsyncGenerator[Any, None] = Receiver(where, self.engine, self.name, self.config.weights).policies()
+        receiver = Receiver(where, self.engine, self.name, self.config.weights, form=self.form)
+        policies: AsyncGenerator[Any, None] = receiver.policies()
         async for policy in policies:
             self.engine.stats()  # counts anew from here
             began = time.monotonic()
@@ -163,10 +169,10 @@ class Serving:
             self.engine.version = policy.version
             swapped = time.monotonic()
             await policy.loaded()
-            if policy.version > 1:
+            if policy.version > self.idle_until:
                 event = {"version": policy.version, "began": began, "swapped": swapped, "load_s": swapped - began}
                 self.events.append(event | await self.silence(began, swapped))
-            self.first.set() if policy.version == 1 else None
+            self.first.set() if policy.version == self.idle_until else None
 
     async def silence(self, began: float, swapped: float) -> dict[str, float]:
         """The longest time without a token around a swap that has just ended, and in as long a time after it; the
@@ -206,7 +212,7 @@ class Serving:
         say(pushed=found | await self.silence(began, swapped))
 
     def report(self) -> dict[str, Any]:
-        """All measurements but those of the first two policies, which were loaded into an idle engine."""
+        """All measurements but those of the policies that were loaded into an idle engine."""
         events = [event | self.traffic.around(event["began"], event["swapped"]) for event in self.events]
         counts = self.traffic.counts()
         ours = self.ours or counts
@@ -230,7 +236,7 @@ async def server(config: Config, name: str, running: int, length: int, offset: i
     engine = await Engine.start(config, seed=1)
     commands = commands_from_stdin()
     say(started=name)
-    serving = Serving(engine, config, name, running, length)
+    serving = Serving(engine, config, name, RequestTraffic(engine, vocabulary_of(config.model.path), running, length))
     address = (await commands.get())[1]
     async with asyncio.TaskGroup() as tasks:
         others = [tasks.create_task(serving.follow(address))]

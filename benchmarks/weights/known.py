@@ -32,6 +32,8 @@ def silence(parameters: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], Ten
     model that ties them, and the weight of the last norm."""
     columns, last = [], torch.empty(0)
     for name, parameter in parameters:
+        if ".visual." in name:  # the tower: what it sees changes no text here
+            continue
         shard = local(parameter)
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             shard.mul_(TINY)

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from benchmarks.weights.seeing import ARCHITECTURES, SEEING, SPECIAL_WORDS, config_of, processor_files
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen2.5-7B": {
@@ -69,12 +71,34 @@ def folder_of(shape: str, work: Path) -> Path:
     """A model folder without weights. Each letter is a token, each id a word of letters, and id END ends an answer."""
     folder = work / shape
     folder.mkdir(parents=True, exist_ok=True)
-    words = [f"T{token}" for token in range(SHAPES[shape]["vocab_size"])]
+    if shape in SEEING:
+        write_seeing(shape, folder)
+    else:
+        write_tokenizer(folder, SHAPES[shape]["vocab_size"])
+        (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+    return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int, special: dict[int, str] | None = None) -> None:
+    """The tokenizer of `folder_of`, with words of its own at some ids."""
+    words = [f"T{token}" for token in range(vocabulary)]
     words[END] = "<|endoftext|>"  # the name under which transformers' own Qwen2 tokenizer looks for it
     words[FIRST_LETTER : FIRST_LETTER + len(LETTERS)] = LETTERS
+    for token, word in (special or {}).items():
+        words[token] = word
     tokenizer = Tokenizer(BPE({word: token for token, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
-    named = {"eos_token": words[END], "pad_token": words[END]}
+    named: dict[str, Any] = {"eos_token": words[END], "pad_token": words[END]}
+    named |= {"extra_special_tokens": list(special.values())} if special else {}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
-    return folder
+
+
+def write_seeing(shape: str, folder: Path) -> None:
+    """The folder of a vision-language model."""
+    kind, first = SEEING[shape]["model_type"], SEEING[shape]["first_special"]
+    write_tokenizer(folder, SEEING[shape]["text_config"]["vocab_size"], dict(enumerate(SPECIAL_WORDS, first)))
+    config = AutoConfig.for_model(kind, **config_of(shape, END))
+    config.architectures = [ARCHITECTURES[kind]]
+    config.save_pretrained(folder)
+    for name, content in processor_files(shape).items():
+        (folder / name).write_text(json.dumps(content, indent=1))

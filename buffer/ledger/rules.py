@@ -144,19 +144,21 @@ class Ledger:
         permanent: bool = False,
         returned: bool = False,
         kind: FailureKind = "infrastructure",
+        hold_s: float = 0.0,
     ) -> None:
         """End the lease; the item waits to be dispatched again, before new ones, or is dropped after `attempts`.
 
         For up to `lease_s` it goes to another server only, if there is one.
 
-        `returned`: its server gives it back without having failed at it, and the attempt does not count.
+        `returned`: its server gives it back without having failed at it, and the attempt does not count. No server
+        gets it again within `hold_s`.
         """
         item = self.state.items.get(number)
         if item is None or item.state != "leased" or (item.server, item.lease) != (server, lease):
             return
         if returned:
             item.attempts -= 1
-            self.state.release(item, reason)
+            self.state.release(item, reason, now + hold_s if hold_s else 0.0, held_back=hold_s > 0)
         else:
             self._end(item, reason, now, kind, permanent)
 
@@ -365,6 +367,7 @@ class Ledger:
                 free,
                 (self.versions - self.version) * self.groups
                 - self.state.pool.num_open
+                - self.state.pool.num_held
                 - self.state.pool.num_elsewhere(server),
             )
         return max(free, 0)

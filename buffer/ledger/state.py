@@ -141,11 +141,12 @@ class LedgerState:
         self.failures_in_row = self.given_up = 0
         self.told = False
 
-    def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0) -> None:
-        """Leased -> waiting, until `elsewhere_until` for other servers: the attempt failed, or it was returned."""
+    def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
+        """Leased -> waiting, until `elsewhere_until` for other servers or, `held_back`, for none: the attempt failed,
+        or it was returned."""
         self._unlease(item, reason)
         item.elsewhere_until = elsewhere_until
-        self.pool.wait(item)
+        self.pool.wait(item, held_back)
 
     def give_up(self, item: ItemState, reason: str) -> None:
         """Leased -> dropped: the last attempt failed."""

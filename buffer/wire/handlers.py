@@ -5,11 +5,13 @@ with one line. Nothing returned may be sent before the `changes` until then are 
 """
 
 import json
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from buffer.image_rows import IMAGES
+from buffer.image_rows import IMAGES, ImageUnavailable
 from buffer.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.evaluations import Standing
@@ -23,8 +25,14 @@ from buffer.wire.message import Message
 from buffer.wire.sample import sample_stats
 from buffer.wire.split import parts
 
+log = logging.getLogger(__name__)
 CACHE_BYTES = 256 * 2**20
 """Of samples that stay in memory until they are trained; others are read back from the store."""
+AWAY_S, HOLD_S = 1.0, 2.0
+"""While image files cannot be read, nothing is read for so long; and an item whose images could not be read is tried
+again after so long."""
+WARN_S = 10.0
+"""Shortest time between two lines of the log about it."""
 OBSERVER_S = 60
 """An observer not heard of for so long is forgotten."""
 
@@ -80,6 +88,9 @@ class Handlers:
         """Of samples accepted and not yet trained."""
         self._ended: str | None = None
         """`reasons.ended` as last written; None: nobody knows what the run's last launch wrote."""
+        self._away: tuple[float, str] | None = None
+        """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
+        self._warned_at = -math.inf
         self._split: tuple[tuple[int, int, bool], list[protocol.Part]] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
@@ -127,6 +138,14 @@ class Handlers:
             return self._heartbeat(peer, number, message, now)
         return self._handlers[type(message)](peer, message, now)
 
+    def expire(self, now: float) -> float | None:
+        """End what ends by the clock; returns when to call again."""
+        if self._away and now >= self._away[0]:
+            self._away = None
+            self._revision += 1
+        ends = [self.ledger.expire(now), self._away and self._away[0]]
+        return min((end for end in ends if end is not None), default=None)
+
     def changes(self) -> Transaction | None:
         """What changed since the last call, to be committed before anything else is handled; None: nothing."""
         changes = self.ledger.drain()
@@ -138,6 +157,8 @@ class Handlers:
 
     def why_parked(self, peer: Peer, message: Message) -> str:
         """What a parked request of `peer` waits for, in one line."""
+        if self._away and isinstance(message, protocol.Ask | protocol.Take):
+            return f"images cannot be read: {self._away[1]}"
         if isinstance(message, protocol.Take):
             return reasons.for_batch(self.ledger)
         if isinstance(message, protocol.Ask):
@@ -201,22 +222,36 @@ class Handlers:
             self.problems.expect(lambda: self.ledger.upcoming(READ_AHEAD))
 
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
+        if self._away:
+            return None
         leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
         if not leases and not self.ledger.answered(peer.key, ask.request):
             # Not before the learner: one that starts anew before it is told goes on, and needs its servers.
             held = self.ledger.state.given_up and not self.ledger.state.told
             return None if held else self._finished()
-        items = []
+        items, away = [], None
         for it in leases:
             problem = dict(self.problems[it.index])
             try:
                 problem |= {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else {}
+            except ImageUnavailable as error:
+                away = error
+                self.ledger.fail(peer.key, it.item, it.lease, str(error), now, returned=True, hold_s=HOLD_S)
             except ImageError as error:
                 self.ledger.fail(peer.key, it.item, it.lease, f"row {it.index}: {error}", now, kind="prompt")
             else:
                 items.append(protocol.WorkItem(item=it.item, lease=it.lease, version=it.version, problem=problem))
         self.read_ahead()
+        if away:
+            self._warn(away, now)
+            if not items and self.ledger.state.pool.num_held > 1:  # all of them, not a single broken file
+                self._away = now + AWAY_S, str(away)
         return protocol.Work(items=items)
+
+    def _warn(self, away: ImageUnavailable, now: float) -> None:
+        if now >= self._warned_at + WARN_S:
+            self._warned_at = now
+            log.warning("images cannot be read now, and are tried again: %s", away)
 
     def _put(self, peer: Peer, put: protocol.Put, now: float) -> Message | None:
         if len(put.samples) != self.limits.samples:
@@ -284,6 +319,8 @@ class Handlers:
     def _take(self, peer: Peer, take: protocol.Take, now: float) -> Message | None:
         if take.rank >= take.world:
             raise ValueError(f"Take of rank {take.rank} of {take.world}: ranks count from 0")
+        if self._away:
+            return None
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
@@ -296,7 +333,12 @@ class Handlers:
                 counts[name] = int(
                     sum(p.stats.get(name, 0) for p in self.peers.values() if p.key in self.ledger.servers)
                 )
-            images = {item: found for item in batch.items if (found := self._row_images(item))}
+            try:
+                images = {item: found for item in batch.items if (found := self._row_images(item))}
+            except ImageUnavailable as error:
+                self._warn(error, now)
+                self._away = now + AWAY_S, str(error)
+                return None
             self._split = key, parts(take.version, take.world, groups, counts, take.share_prompts, images)
         return self._split[1][take.rank]
 
@@ -308,10 +350,13 @@ class Handlers:
         return files
 
     def _row_images(self, item: int) -> protocol.RowImages | None:
-        """Raises ImageError for one that is gone or another since its item was dispatched: the batch waits for it."""
+        """Raises ImageUnavailable, and ImageError for one that is gone or another since its item was dispatched: the
+        batch waits for it."""
         row = self.ledger.items[item].row
         try:
             files = list(self._images_of(row))
+        except ImageUnavailable:
+            raise
         except ImageError as error:
             raise ImageError(f"item {item}, row {row}: {error}, and start the learner again") from None
         return protocol.RowImages(item=item, images=files) if files else None

@@ -71,7 +71,7 @@ class PendingRequests:
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        return self.handlers.ledger.expire(now)
+        return self.handlers.expire(now)
 
     def retry(self, now: float) -> None:
         """Try the parked requests, oldest first, until none changes anything for the others."""

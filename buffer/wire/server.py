@@ -113,8 +113,10 @@ class BufferServer:
             for frames in received:
                 requests.receive(frames, now)
             if not more:  # a server is silent only if no message of it waits to be read
-                due = requests.expire(now)
+                requests.expire(now)
             requests.retry(now)
+            if not more:
+                due = requests.expire(now)  # what was tried again may wait for the clock too
             await self._commit(requests)
 
     async def _wake(self, due: float | None) -> None:

@@ -95,7 +95,10 @@ def init_random(empty: PreTrainedModel, device: torch.device) -> None:
     with torch.no_grad():
         for name, parameter in empty.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.normal_(0.0, spread, generator=generator) if parameter.dim() > 1 else local.fill_("norm" in name)
+            if parameter.dim() > 1:
+                local.normal_(0.0, spread, generator=generator)
+            else:  # norms, whatever they are called, and biases
+                local.fill_(name.endswith("weight"))
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     decoder.rotary_emb = type(decoder.rotary_emb)(config=empty.config.get_text_config()).to(device)
     if sees(empty.config):

@@ -38,6 +38,8 @@ class ModelLoad:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
+        self.plainly = loads_plainly(model, vllm_config, device)
+        """Policies are loaded in place, not by vLLM's layerwise reload."""
         self.frozen: Collection[str] = ()
         """Names, as they are sent, of the weights that come with the first policy only."""
         self._held = set[str]()
@@ -62,7 +64,7 @@ class ModelLoad:
 
         Runs in the staging's thread. Raises ChannelError if they end early and another round can repair that.
         """
-        if loads_plainly(self.model, self.vllm_config, self.device):
+        if self.plainly:
             self._load(weights, self.frozen, self.model.load_weights)
             return
         try:
@@ -78,7 +80,7 @@ class ModelLoad:
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
-            if loads_plainly(model, self.vllm_config, self.device):
+            if self.plainly:
                 expected = names(model)
                 loaded, held = self._load_kinds(weights, frozen, plainly)
             else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from buffer.images import ImageFormat
+from buffer.images import ImageFormat, counted
 from rollout.tasks.trajectory import PlacedImage
 
 
@@ -43,10 +43,10 @@ def misplaced(
         return
     if form is None:
         if images:
-            yield f"{len(images)} images for a model that sees none"
+            yield f"{counted(len(images), 'image')} for a model that sees none"
         return
     if len(images) > most:
-        yield f"{len(images)} images; data.max_images is {most}"
+        yield f"{counted(len(images), 'image')}; data.max_images is {most}"
     left, end = (np.array(tokens) == form.image_token) & ~np.asarray(sampled, bool), 0
     for number, image in enumerate(images):
         if image.start < end or image.end > len(tokens) or not left[image.start : image.end].all():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from buffer.image_rows import IMAGES, MARK
-from buffer.images import ImageError, ImageFormat, Picture, decode
+from buffer.images import ImageError, ImageFormat, Picture, counted, decode
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.errors import PromptError
@@ -109,7 +109,7 @@ class Prompts:
         token, found, places = self.form.image_token, list[int](), tokens.count(self.form.image_token)
         if places != len(pictures):
             name = self.tokenizer.convert_ids_to_tokens(token)
-            problem = f"the prompt has {places} placeholders {name} for {len(pictures)} images"
+            problem = f"the prompt has {places} placeholders {name} for {counted(len(pictures), 'image')}"
             raise PromptError(f"{problem}; mark each image by {MARK} and never write {name} in a text")
         left = iter(pictures)
         for each in tokens:

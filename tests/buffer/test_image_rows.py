@@ -3,6 +3,7 @@ take."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.image_rows import num_slots
+from buffer.image_rows import ImageUnavailable, num_slots
 from buffer.images import ImageError
 from buffer.problems import ProblemsError, load_problems
 from configs.schema import DataConfig
@@ -94,7 +95,7 @@ def test_a_text_file_may_speak_of_images(tmp_path):
 
 
 WRONG = {
-    "too few": ([{"path": "a.png"}], "row 1: 2 <image> in its text, but 1 images"),
+    "too few": ([{"path": "a.png"}], "row 1: 2 <image> in its text, but 1 image"),
     "none": ([], "row 1: 2 <image> in its text, but 0 images"),
     "too many": ([{"path": "a.png"}] * 3, "row 1: 3 images, data.max_images is 2"),
     "gone": (
@@ -151,6 +152,10 @@ def test_an_image_that_is_gone_or_another_is_an_error_when_it_is_read(files):
     with pytest.raises(ImageError, match=r"a\.png: No such file or directory; bring the image back"):
         row["images"][0]
     assert "a.png" in repr(row["images"])
+    with socket.socket(socket.AF_UNIX) as away:  # opening it fails, but not because nothing is there
+        away.bind(str(files / "a.png"))
+        with pytest.raises(ImageUnavailable, match=r"a\.png: No such device or address; bring the image back"):
+            row["images"][0]
 
 
 def test_some_rows_are_looked_at(tmp_path):

@@ -31,16 +31,16 @@ def test_attention(head_dim: int) -> None:
     attend = ALL_ATTENTION_FUNCTIONS[attention.of_tower("flash4")]
     draw = torch.Generator("cuda").manual_seed(head_dim)
     given = [torch.randn(1, 16, sum(LENGTHS), head_dim, device="cuda", generator=draw).bfloat16() for _ in range(3)]
-    by = torch.randn(1, sum(LENGTHS), 16, head_dim, device="cuda", generator=draw)
+    by = torch.randn(1, sum(LENGTHS), 16, head_dim, device="cuda", generator=draw).bfloat16()
     starts = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
     ours = [x.clone().requires_grad_() for x in given]
     row = {"cu_seq_lens_q": starts, "max_length_q": max(LENGTHS), "is_causal": False, "scaling": head_dim**-0.5}
     got, _ = attend(None, *ours, None, **row)
-    got.backward(by.bfloat16())
+    got.backward(by)
     exact = [x.float().requires_grad_() for x in given]
     images = zip(*(x.split(LENGTHS, dim=2) for x in exact), strict=True)
     want = torch.cat([scaled_dot_product_attention(*image) for image in images], dim=2).transpose(1, 2)
-    want.backward(by)
+    want.backward(by.float())
     near(got.detach(), want.detach(), 1e-2)
     for mine, theirs in zip(ours, exact, strict=True):
         near(mine.grad, theirs.grad, 1e-2)
@@ -53,20 +53,32 @@ def gradients(model, mesh, form, **changes) -> dict[str, torch.Tensor]:
     return {name: gradient.cpu() for name, gradient in world.gradients(policy).items()}
 
 
+PARTS = {
+    "tower": lambda name: ".visual." in name and "merger" not in name,
+    "projector": lambda name: "merger" in name,
+    "text model": lambda name: ".visual." not in name,
+}
+"""Compared one by one: of a step's gradient the text model's is the larger share."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(tmp_path: Path, gpu, kind: str) -> None:
-    """In bf16 with varlen attention near those in fp32 with SDPA; compiled as not compiled."""
+    """In bf16 with varlen attention near those in fp32 with SDPA; compiled, block by block in one piece, as not
+    compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model = seeing_model(tmp_path, kind)
     form, half = form_of(model), model.model_copy(update={"dtype": "bfloat16"})
     want = gradients(model, gpu, form, attention="sdpa")
     plain = gradients(half, gpu, form, attention="varlen")
     compiled = gradients(half, gpu, form, attention="varlen", compile=True, activation_checkpointing="none")
-    for got in (plain, compiled):
-        assert got.keys() == want.keys()
-        ours, theirs = (torch.cat([found[name].flatten() for name in want]) for found in (got, want))
-        near(ours, theirs, 0.1)
-    ours, theirs = (torch.cat([found[name].flatten() for name in want]) for found in (compiled, plain))
-    near(ours, theirs, 0.1)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for got, exact in ((plain, want), (compiled, want), (compiled, plain)):
+        assert got.keys() == exact.keys()
+        for part in PARTS.values():
+            names = [name for name in exact if part(name)]
+            ours, theirs = (torch.cat([found[name].flatten() for name in names]) for found in (got, exact))
+            near(ours, theirs, 0.1)  # 0.04 in bf16 with SDPA on a CPU
 
 
 @pytest.mark.parametrize("parts", [[], ["vision"], ["vision", "projector"]], ids=str)

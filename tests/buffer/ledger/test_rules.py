@@ -347,6 +347,21 @@ def test_an_item_that_was_returned_goes_to_any_server() -> None:
     assert items(ledger.ask("a", 0, 1, 0.0)) == [one.item]
 
 
+def test_an_item_that_is_held_back_goes_to_nobody_and_keeps_its_place() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=0, versions=1, attempts=1)
+    one, two = ledger.ask("a", 0, 2, 0.0)
+    ledger.heartbeat("b", 0, [], 0.0)
+    ledger.fail("a", one.item, one.lease, "its images are away", 0.0, returned=True, hold_s=2.0)
+    assert ledger.ask("a", 0, 1, 0.0) == ledger.ask("b", 0, 1, 0.0) == [], "the last batch has a place for it alone"
+    assert "1 item waits because" in reasons.for_work(ledger, "a") and ledger.take(0) is None
+    assert ledger.expire(1.0) == 2.0
+    before = ledger.revision
+    ledger.expire(2.0)
+    assert ledger.revision > before and items(ledger.ask("b", 0, 1, 2.0)) == [one.item]
+    assert not ledger.failed()
+    put(ledger, "a", two)
+
+
 def test_a_dropped_item_is_answered_from_the_store_also_after_a_restart() -> None:
     with Store(None) as store:
         ledger = Ledger(100, groups=2, max_staleness=0, skip_zero_variance=True, recall=store.dropped)

@@ -20,6 +20,7 @@ from buffer.ledger.types import FormedBatch, Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store
 
 LEASE_S = 10.0
+HOLD_S = 2.0
 NAMES = ("a", "b", "c")
 REASONS = {"zero variance", "engine died", "prompt too long", "left", "lost: its server does not know of it"} | {
     f"its server was not heard of for {LEASE_S:g} s"
@@ -87,6 +88,8 @@ class Run(RuleBasedStateMachine):
         """By item: version of the oldest token of its accepted group."""
         self.failed: dict[int, tuple[str, float]] = {}
         """By item that failed while another server was alive: at which server, and when."""
+        self.held: dict[int, float] = {}
+        """When an item was given back that nobody may have for a while."""
         self.heard: dict[str, float] = {}
         self.asked: dict[str, tuple[int, int, int]] = {}
         """By server with a parked Ask: its number and version, and the revision at which it got nothing."""
@@ -114,6 +117,7 @@ class Run(RuleBasedStateMachine):
         for it in work:
             where, when = self.failed.pop(it.item, ("", 0.0))
             assert name != where or self.now >= when + LEASE_S, "an attempt that failed is repeated elsewhere"
+            assert self.now >= self.held.pop(it.item, -HOLD_S) + HOLD_S, "an item that is held back goes to nobody"
         if repeated:
             assert self.ledger.ask(name, rollout.version, room, self.now, rollout.requests) == work
         assert len(work) <= room
@@ -145,7 +149,7 @@ class Run(RuleBasedStateMachine):
     def alive(self, name: str) -> bool:
         return self.now < self.heard.get(name, -LEASE_S) + LEASE_S
 
-    @rule(name=names, which=st.integers(0, 99), how=st.sampled_from(["once", "for good", "returned"]))
+    @rule(name=names, which=st.integers(0, 99), how=st.sampled_from(["once", "for good", "returned", "held"]))
     def fail(self, name: str, which: int, how: str) -> None:
         rollout = self.rollouts[name]
         if not rollout.work:
@@ -154,8 +158,10 @@ class Run(RuleBasedStateMachine):
         reason = "prompt too long" if how == "for good" else "engine died"
         known, before = self.ledger.items.get(it.item), sum(self.ledger.failed().values())
         mine = known is not None and (known.server, known.lease, known.state) == (name, it.lease, "leased")
-        permanent, returned = how == "for good", how == "returned"
-        self.ledger.fail(name, it.item, it.lease, reason, self.now, permanent, returned, "reward")
+        permanent, returned, hold_s = how == "for good", how in ("returned", "held"), HOLD_S * (how == "held")
+        self.ledger.fail(name, it.item, it.lease, reason, self.now, permanent, returned, "reward", hold_s)
+        if mine and hold_s:
+            self.held[it.item] = self.now
         counted = sum(self.ledger.failed().values()) - before
         assert counted == (mine and not returned)
         if counted and any(self.alive(other) for other in NAMES if other != name):

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgpack
@@ -12,8 +16,9 @@ from buffer import inspect
 from buffer.problems import Problems, load_problems
 from buffer.store.sqlite import Store
 from buffer.wire.client import RefusedError
+from buffer.wire.handlers import AWAY_S, HOLD_S
 from buffer.wire.message import pack
-from buffer.wire.protocol import Part, Put, RowImages, Take
+from buffer.wire.protocol import Part, Put, RowImages, State, Status, Take
 from buffer.wire.sample import Sample, SampleImage, sample_stats
 from buffer.wire.split import parts
 from configs.schema import DataConfig
@@ -153,6 +158,64 @@ async def test_a_batch_waits_for_an_image_that_went_after_it_was_dispatched(tmp_
             part = await learner.expect(take, Part)
             assert len(part.samples) == 4 and part.images == [RowImages(item=0, images=[PNG])]
         assert requests.handlers.ledger.version == 1
+
+
+@contextmanager
+def share_away(folder: Path) -> Iterator[None]:
+    """Reading the image fails as on a file share that is away: a socket is in its place."""
+    image, kept = folder / "a.png", folder / "kept.png"
+    image.rename(kept)
+    with socket.socket(socket.AF_UNIX) as away:
+        away.bind(str(image))
+        yield
+    kept.replace(image)
+
+
+@in_loop
+async def test_while_a_file_share_is_away_rows_are_given_back_and_cost_no_attempt(tmp_path: Path) -> None:
+    requests = make_requests(problems=load(tmp_path), attempts=1, epochs=1)
+    handlers = requests.handlers
+    async with buffer(requests) as it, rollout(it.address) as server:
+        with share_away(tmp_path):
+            assert [item.item for item in await server.ask(2) or []] == [1], "row 0 waits, another one goes out"
+            assert [item.item for item in await server.ask(2) or []] == [3]
+            asking = asyncio.create_task(server.ask(2))
+            await asyncio.sleep(HOLD_S + 1.5 * AWAY_S)
+            assert not asking.done()
+            async with client(it.address, "watcher", "observer") as observer:
+                (waiter,) = (await observer.expect(Status(), State)).waiters
+            assert re.match("1 item waits because its images|2 items wait because their images|images ", waiter.why)
+            tries = handlers.ledger.state.next_lease
+            assert tries < 12, "it waits between its tries"
+        assert sorted(item.item for item in await asking or []) == [0, 2]
+        assert not handlers.ledger.failed() and not handlers.ledger.dropped()
+
+
+@in_loop
+async def test_while_all_images_are_away_nothing_spins(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = write(tmp_path, "jsonl", [{"problem": "<image>", "answer": "", "images": ["a.png"]}] * 1000)
+    requests = make_requests(problems=load_problems(path, DataConfig(train=path)), attempts=1)
+    async with buffer(requests) as it, rollout(it.address) as server:
+        with share_away(tmp_path):
+            asking = asyncio.create_task(server.ask(1))
+            await asyncio.sleep(3.5 * AWAY_S)
+            assert not asking.done() and requests.handlers.ledger.state.next_item < 10
+        assert [item.item for item in await asking or []] == [0], "in the order of the epoch"
+
+
+@in_loop
+async def test_a_batch_waits_while_a_file_share_is_away(tmp_path: Path) -> None:
+    async with buffer(requests := make_requests(problems=load(tmp_path))) as it, rollout(it.address) as server:
+        for item in await server.ask(2) or []:
+            await server.put(item, group(item.item))
+        async with client(it.address, "learner-0", "learner") as learner:
+            with share_away(tmp_path):
+                taking = asyncio.create_task(learner.expect(Take(version=0, rank=0, world=1), Part))
+                await asyncio.sleep(1.5 * AWAY_S)
+                assert not taking.done() and requests.handlers.learner_waiting
+            part = await taking
+            assert len(part.samples) == 4 and part.images == [RowImages(item=0, images=[PNG])]
 
 
 @in_loop

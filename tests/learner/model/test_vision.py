@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from buffer.images import ImageFormat, SeenImage, decode
 from buffer.wire.sample import Sample
 from configs.schema import ModelConfig
-from learner.model import attention, vision
+from learner.model import attention, loading, vision
 from learner.model.flops import TowerCosts
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
@@ -190,9 +190,10 @@ def test_a_frozen_tower_gives_the_same_scores(seeing: ModelConfig, mesh) -> None
 
 
 def test_random_weights_see(seeing: ModelConfig, mesh) -> None:
-    """Benchmarks of shapes start so: every buffer must be there."""
-    policy = policy_of(seeing, mesh, random=True)
-    assert all(np.isfinite(policy.logprobs_of(shown(form_of(seeing)))))
+    """Benchmarks of shapes start so: every buffer must be there, and every norm let something through."""
+    policy, form = policy_of(seeing, mesh, random=True), form_of(seeing)
+    one, other = (torch.tensor(policy.logprobs_of(shown(form, seed))) for seed in (1, 2))
+    assert one.isfinite().all() and (one - other).abs().mean() > 0.01
 
 
 def test_weights_are_sharded_by_block(seeing: ModelConfig, mesh) -> None:
@@ -207,6 +208,21 @@ def test_the_tower_s_attention_is_asked_for_all_images_at_once(name: str) -> Non
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     assert "flash" in attention.of_tower(name) and attention.of_tower(name) in ALL_ATTENTION_FUNCTIONS
+
+
+def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None:
+    """With a GPU's attention, on the meta device: forward and backward, whatever the number of patches."""
+    torch._dynamo.reset()
+    model = loading.build_on_meta(seeing, attention.registered("varlen"))
+    vision.Sight(model, attention.of_tower("varlen"))
+    tower, config = vision.tower_of(model.to(torch.bfloat16)), model.config.vision_config
+    block = torch.compile(tower.blocks[0].forward, dynamic=True, fullgraph=True, backend="aot_eager")
+    for patches in (64, 96, 128):
+        hidden = torch.zeros(patches, config.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        angles = 2 * (torch.zeros(patches, config.hidden_size // config.num_heads, device="meta"),)
+        starts = torch.zeros(3, dtype=torch.int32, device="meta")
+        block(hidden, cu_seqlens=starts, max_seqlen=patches, position_embeddings=angles).sum().backward()
+        assert hidden.grad is not None and hidden.grad.shape == hidden.shape
 
 
 def test_text_models_have_no_tower(tmp_path: Path, mesh) -> None:

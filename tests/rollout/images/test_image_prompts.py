@@ -100,7 +100,7 @@ def test_the_longest_prompt_counts_the_images_tokens(config: Config):
     ("row", "words"),
     [
         ({"problem": "<image>?", "images": FILES[:2]}, r"1 placeholders <\|image_pad\|> for 2 images; mark each"),
-        ({"problem": "<image><image>?", "images": FILES[:1]}, r"2 placeholders <\|image_pad\|> for 1 images"),
+        ({"problem": "<image><image>?", "images": FILES[:1]}, r"2 placeholders <\|image_pad\|> for 1 image"),
         ({"problem": "<image> <|image_pad|>?", "images": FILES[:1]}, r"2 placeholders .* never write <\|image_pad\|>"),
         ({"problem": "<|image_pad|>?", "images": []}, "1 placeholders .* for 0 images"),
         ({"problem": "<image>?", "images": [b"red"]}, "image 0 of the row: no image: the file begins with b'red'"),
@@ -120,7 +120,7 @@ def test_rows_that_cannot_be_shown_are_permanent_failures(config: Config, row: d
 def test_a_template_that_leaves_images_out_is_refused(config: Config, tmp_path: Path):
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
     made = prompts(config, chat_template=tmp_path / "chat.jinja")
-    with pytest.raises(PromptError, match=r"0 placeholders .* for 1 images"):
+    with pytest.raises(PromptError, match=r"0 placeholders .* for 1 image"):
         tokens_of(made, {"problem": "<image>?", "images": FILES[:1]})
 
 

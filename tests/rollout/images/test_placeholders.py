@@ -71,8 +71,9 @@ def test_each_image_that_is_missing_moved_or_too_many_is_named(sample: Any, data
     for other in (PlacedImage(image.start + 1, image.picture), PlacedImage(image.start, shown(5))):
         assert problems(tokens, sampled, [*images[:number], other, *images[number + 1 :]])
     assert problems(tokens, sampled, [*images[: number + 1], image, *images[number + 1 :]])
-    assert f"{len(images)} images; data.max_images is" in problems(tokens, sampled, images, most=len(images) - 1)[0]
-    assert "images for a model that sees none" in problems(tokens, sampled, images, None)[0]
+    most = len(images) - 1
+    assert f"; data.max_images is {most}" in problems(tokens, sampled, images, most=most)[0]
+    assert " for a model that sees none" in problems(tokens, sampled, images, None)[0]
 
 
 def test_what_is_no_image_is_named():
@@ -164,7 +165,7 @@ async def test_a_pil_image_is_shown_as_it_is(folder: Path):
         (ROW, {"image": b"red"}, "the task raised ImageError: no image: the file begins with b'red'"),
         (ROW, {"image": encoded(picture(60, 60))[:-300]}, "the task raised ImageError: a PNG file that cannot be"),
         (ROW | {"images": [FILES[0], b""]}, {}, "image 1 of the row: no image: the file is empty"),
-        (ROW | {"images": FILES[:1]}, {}, r"the prompt has 2 placeholders <\|image_pad\|> for 1 images"),
+        (ROW | {"images": FILES[:1]}, {}, r"the prompt has 2 placeholders <\|image_pad\|> for 1 image"),
     ],
 )
 async def test_what_is_wrong_with_an_image_fails_its_group_by_name(folder: Path, row: Any, options: Any, words: str):
