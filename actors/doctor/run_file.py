@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from actors.doctor.host import find_gpus
@@ -23,7 +24,7 @@ from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
 from buffer.store.lock import InUse, lock_of, locked
 from configs.checks import check, existing
-from configs.data.sources import Source, needs_truth, parts_of, problems_with, told
+from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
@@ -86,6 +87,9 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
             if key == "train":
                 rows, judgement.rows = rows_to_try(problems), len(problems)
                 judgement.facts += shares(source, problems.shares)
+    if isinstance(config.data.eval, Path) and judgement.rows and not list(problems_with(config.data.eval)):
+        shared = shared_entries(config.data.train, config.data.eval)
+        judgement.warnings += [f"data.eval: {line}" for line in shared]
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)

@@ -137,6 +137,23 @@ def problems_with(source: Source) -> Iterator[str]:
             yield f"{part.path}: {error}"
 
 
+def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
+    """A line for each set of reasoning-gym in `held_out` that shares entries with one in `train`. Both must be
+    readable."""
+    known = [found for part in parts_of(train) if (found := generated(part.path))]
+    for part in parts_of(held_out):
+        theirs = generated(part.path)
+        for ours in known if theirs else ():
+            assert theirs is not None
+            seed = ours.config["seed"]
+            alike = ours == theirs._replace(config=theirs.config | {"size": ours.size, "seed": seed})
+            last = min(seed + ours.size, theirs.config["seed"] + theirs.size)
+            shared = last - max(seed, theirs.config["seed"])
+            if alike and shared > 0:
+                why = f"entry i is drawn from seed + i; set seed={seed + ours.size} or more"
+                yield f"{part.path}: {shared:,} of its {theirs.size:,} entries are in data.train too: {why}"
+
+
 def needs_truth(config: Config) -> bool:
     """Whether rows must have a ground truth: not where the reward never asks for one. That is so for TRUTHLESS, and for
     a function of a user that names none of READS_TRUTH, as far as its file tells."""

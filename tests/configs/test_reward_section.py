@@ -58,15 +58,18 @@ def test_a_run_file_of_before_has_the_fingerprint_of_before():
         ),
         (
             "[3]",
-            "reward.function: 3 in [3] is not text or a list, each a map of function, weight, kwargs, name (--reward.function)",
+            "reward.function: 3 in [3] is not a map of function, weight, kwargs, "
+            "name (--reward.function)",
         ),
         (
             "[]",
-            "reward.function: [] is not text or a list, each a map of function, weight, kwargs, name (--reward.function)",
+            "reward.function: [] is not text or a list, each a map of function, weight, kwargs, "
+            "name (--reward.function)",
         ),
         (
             "5",
-            "reward.function: 5 is not text or a list, each a map of function, weight, kwargs, name (--reward.function)",
+            "reward.function: 5 is not text or a list, each a map of function, weight, kwargs, "
+            "name (--reward.function)",
         ),
         ("[{function: a, weight: .nan}]", "reward.function.0.weight: NaN is not a number (--reward.function)"),
         ("[{function: a, name: x y}]", 'reward.function.0.name: "x y" is not text matching '),
