@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from actors.doctor.host import find_gpus
@@ -87,9 +86,8 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
             if key == "train":
                 rows, judgement.rows = rows_to_try(problems), len(problems)
                 judgement.facts += shares(source, problems.shares)
-    if isinstance(config.data.eval, Path) and judgement.rows and not list(problems_with(config.data.eval)):
-        shared = shared_entries(config.data.train, config.data.eval)
-        judgement.warnings += [f"data.eval: {line}" for line in shared]
+            elif judgement.rows:
+                judgement.warnings += [f"data.{key}: {line}" for line in shared_entries(config.data.train, source)]
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)

@@ -58,8 +58,7 @@ def test_a_run_file_of_before_has_the_fingerprint_of_before():
         ),
         (
             "[3]",
-            "reward.function: 3 in [3] is not a map of function, weight, kwargs, "
-            "name (--reward.function)",
+            "reward.function: 3 in [3] is not a map of function, weight, kwargs, name (--reward.function)",
         ),
         (
             "[]",

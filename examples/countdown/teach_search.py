@@ -1,6 +1,6 @@
 """Show a real model how Countdown is searched: a short supervised start from the solver's traces, before any reward.
 
-`python -m examples.countdown.warm_start --model FOLDER --problems DIR/train.parquet --out FOLDER` trains all weights on
+`python -m examples.countdown.teach_search --model FOLDER --problems DIR/train.parquet --out FOLDER` trains all weights on
 traces of the training problems and writes a Hugging Face folder. It never sees the held-out problems. Takes about a
 minute on an H200 for SmolLM2-135M; the same arguments give the same traces, and an existing folder is kept.
 
@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from examples.countdown.make_model import IGNORED
 from examples.countdown.solver import expressions
 from examples.kept import is_kept
+from examples.warm_start import IGNORED
 from rollout.rewards.countdown import evaluate
 
 PATIENCE = (1, 1, 1, 1, 2, 2, 3, 4, 6, 8)
@@ -131,7 +131,7 @@ def write(args: argparse.Namespace) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; a wrong one exits with code 2."""
-    parser = argparse.ArgumentParser(prog="python -m examples.countdown.warm_start", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.countdown.teach_search", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of the model to begin with")
     parser.add_argument("--problems", type=Path, required=True, help="train.parquet of make_problems")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model that is made")
