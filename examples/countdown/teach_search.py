@@ -1,7 +1,7 @@
 """Show a real model how Countdown is searched: a short supervised start from the solver's traces, before any reward.
 
-`python -m examples.countdown.teach_search --model FOLDER --problems DIR/train.parquet --out FOLDER` trains all weights on
-traces of the training problems and writes a Hugging Face folder. It never sees the held-out problems. Takes about a
+`python -m examples.countdown.teach_search --model FOLDER --problems DIR/train.parquet --out FOLDER` trains all weights
+on traces of the training problems and writes a Hugging Face folder. It never sees the held-out problems. Takes about a
 minute on an H200 for SmolLM2-135M; the same arguments give the same traces, and an existing folder is kept.
 
 A trace tries expressions in random order and says what each equals. It is cut short on purpose: most traces give up
