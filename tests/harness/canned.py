@@ -13,6 +13,7 @@ from buffer.wire.protocol import (
     Finished,
     Hello,
     Refused,
+    Results,
     Rewind,
     Rewound,
     Take,
@@ -65,6 +66,8 @@ class Canned:
     def _answer(self, message: Message) -> Message | None:
         if isinstance(message, Hello):
             return Welcome(max_message=1 << 20)
+        if isinstance(message, Results):
+            return Ack()
         if isinstance(message, Rewind):
             return Rewound(replay=0)
         if isinstance(message, Trained):
