@@ -87,7 +87,7 @@ async def run(config: Config) -> None:
             for change in changed:
                 log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, problems), store, problems, limits)
-            handlers.read_ahead()
+            problems.listen(server.wake)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             if handlers.ledger.finished():
                 log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")

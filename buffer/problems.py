@@ -7,6 +7,7 @@ the rows of sets. Rows may have `images`, which are not held in memory (`image_r
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from typing import Any, overload
@@ -40,19 +41,35 @@ class Problems(Sequence[dict[str, Any]]):
         digest: str,
         images: ImageRows | JoinedImages | None = None,
         shares: Sequence[tuple[int, float]] = (),
-        expect: Callable[[Iterable[int]], None] | None = None,
+        made: JoinedRows | None = None,
     ) -> None:
         self._number, self._text, self.images = number, row, images
         self.digest = digest
         """SHA-256 of the file, or of the digests of several."""
         self.shares = shares
         """Rows and weight of each source, in order; empty where they have no weights."""
-        self._expect = expect
+        self._made, self.num_made = made, 0
 
     def expect(self, rows: Callable[[], Iterable[int]]) -> None:
         """Have these rows made, if they have to be: they will be asked for soon."""
-        if self._expect:
-            self._expect(rows())
+        if self._made:
+            self._made.expect(rows())
+
+    def num_ready(self, rows: Callable[[], Sequence[int]]) -> int | None:
+        """How many of these rows, from the first on, can be had at once; None: all, and those that follow."""
+        if not self._made or not (asked := rows()):
+            return None
+        return sum(1 for _ in takewhile(self._made.is_ready, asked))
+
+    def listen(self, on_made: Callable[[], object]) -> None:
+        """Call `on_made`, from a thread, when a row was made and `num_made` has moved."""
+
+        def count() -> None:
+            self.num_made += 1
+            on_made()
+
+        for part in self._made.made if self._made else ():
+            part.on_made = count
 
     def _row(self, index: int) -> dict[str, Any]:
         files = self.images and self.images.of(index)
@@ -96,7 +113,7 @@ def load_problems(
     rows = JoinedRows(parts)
     shares = [(sum(part.rows.number for part in found), weight) for weight, found in sources if weight is not None]
     images = _images(rows, data, room)
-    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows.expect if rows.are_made else None)
+    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows if rows.made else None)
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:

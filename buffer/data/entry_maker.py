@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
@@ -116,6 +116,8 @@ class GeneratedRows:
     def __init__(self, made: GeneratedSet) -> None:
         self.set, self._config = made, json.dumps(made.config, sort_keys=True)
         self._rows: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
+        self.on_made: Callable[[], object] = lambda: None
+        """Called by a thread whenever a row is made."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
         """Of the package: another one may make other entries."""
 
@@ -127,8 +129,14 @@ class GeneratedRows:
         while len(self._rows) > KEPT:
             self._rows.popitem(last=False)
 
+    def is_made(self, index: int) -> bool:
+        """Whether nobody has to wait for this row."""
+        return index in self._rows and self._rows[index].done()
+
     def _ask(self, index: int, ahead: bool = False) -> "Future[dict[str, Any]]":
-        return entry_maker().ask("row", self.set.name, self._config, index, ahead=ahead)
+        answer = entry_maker().ask("row", self.set.name, self._config, index, ahead=ahead)
+        answer.add_done_callback(lambda _: self.on_made())
+        return answer
 
     def __call__(self, index: int) -> dict[str, Any]:
         """A row; one that cannot be made has `unmade`, the reason, in place of its problem."""

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ class SourcePart(NamedTuple):
     rows: FileRows
     digest: str
     """SHA-256 of the file, in hexadecimal; of a set, of its name, config and package."""
-    expect: Callable[[Iterable[int]], None] | None = None
-    """Of rows that are made when they are asked for, or expected."""
+    made: GeneratedRows | None = None
+    """Rows that are made when they are asked for, or expected."""
 
 
 def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) -> list[SourcePart]:
@@ -65,7 +65,7 @@ def _generated(source: MixedSource, found: GeneratedSet, where: str) -> SourcePa
         raise ProblemsError(f"{where}: {error}; correct it") from None
     text = json.dumps([found.name, found.config, rows.version], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return SourcePart(source.path, where, FileRows(found.size, rows, None), digest, rows.expect)
+    return SourcePart(source.path, where, FileRows(found.size, rows, None), digest, rows)
 
 
 def _require_alike(first: SourcePart, part: SourcePart) -> None:
@@ -106,10 +106,16 @@ class JoinedRows:
     def expect(self, rows: Iterable[int]) -> None:
         """These rows will be asked for soon."""
         for part, found in groupby(map(self._place, rows), lambda place: place[0]):
-            if expect := self.parts[part].expect:
-                expect(row for _, row in found)
+            if made := self.parts[part].made:
+                made.expect(row for _, row in found)
+
+    def is_ready(self, index: int) -> bool:
+        """Whether nobody has to wait for this row."""
+        part, row = self._place(index)
+        made = self.parts[part].made
+        return made is None or made.is_made(row)
 
     @property
-    def are_made(self) -> bool:
-        """Whether any rows have to be made."""
-        return any(part.expect for part in self.parts)
+    def made(self) -> list[GeneratedRows]:
+        """The parts whose rows have to be made."""
+        return [part.made for part in self.parts if part.made]

@@ -101,7 +101,8 @@ class Handlers:
     @property
     def revision(self) -> int:
         """Moves whenever something changed that a parked request may wait for."""
-        return self.ledger.revision + self._revision
+        made = self.problems.num_made if isinstance(self.problems, Problems) else 0
+        return self.ledger.revision + self._revision + made
 
     def set_learner_waiting(self, waiting: bool) -> None:
         """Whether a Take is parked."""
@@ -216,15 +217,19 @@ class Handlers:
             return None
         return protocol.WeightsAddress(address=self.weights)
 
-    def read_ahead(self) -> None:
-        """Have the next rows made, where rows must be made, so that an Ask need not wait for one."""
-        if isinstance(self.problems, Problems):
-            self.problems.expect(lambda: self.ledger.upcoming(READ_AHEAD))
+    def _room(self, ask: protocol.Ask) -> int:
+        """How many rows may be dispatched: where rows have to be made, an Ask waits for them, and the buffer does not.
+        The next ones are made meanwhile."""
+        if not isinstance(self.problems, Problems):
+            return ask.room
+        self.problems.expect(lambda: self.ledger.upcoming(READ_AHEAD))
+        ready = self.problems.num_ready(lambda: self.ledger.upcoming(ask.room))
+        return ask.room if ready is None else min(ask.room, ready)
 
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
         if self._away:
             return None
-        leases = self.ledger.ask(peer.key, ask.version, ask.room, now, ask.request)
+        leases = self.ledger.ask(peer.key, ask.version, self._room(ask), now, ask.request)
         if not leases and not self.ledger.answered(peer.key, ask.request):
             # Not before the learner: one that starts anew before it is told goes on, and needs its servers.
             held = self.ledger.state.given_up and not self.ledger.state.told
@@ -241,7 +246,6 @@ class Handlers:
                 self.ledger.fail(peer.key, it.item, it.lease, f"row {it.index}: {error}", now, kind="prompt")
             else:
                 items.append(protocol.WorkItem(item=it.item, lease=it.lease, version=it.version, problem=problem))
-        self.read_ahead()
         if away:
             self._warn(away, now)
             if not items and self.ledger.state.pool.num_held > 1:  # all of them, not a single broken file

@@ -12,6 +12,7 @@ import errno
 import logging
 import sqlite3
 import time
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -61,6 +62,9 @@ class BufferServer:
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         """The same socket for calls that do not wait: a future for each message would cost more than the message."""
         self._auth: AsyncioAuthenticator | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._polling: asyncio.Future[Any] | None = None
+        self._news = False
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -106,6 +110,7 @@ class BufferServer:
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
         due: float | None = None
+        self._loop = asyncio.get_running_loop()
         while True:
             await self._wake(due)
             received, more = self._receive()
@@ -124,7 +129,30 @@ class BufferServer:
         if self._plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
         wait_s = None if due is None else max(0.0, due - time.monotonic())
-        await self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
+        if not self.has_news():
+            polling = self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
+            self._polling = asyncio.ensure_future(polling)
+            try:
+                await self._polling
+            except asyncio.CancelledError:
+                cancelled = asyncio.current_task()
+                if not self.has_news() or (cancelled and cancelled.cancelling()):
+                    raise
+        self._news = False
+
+    def wake(self) -> None:
+        """Have pending requests tried again, if `revision` has moved. May be called from any thread."""
+        if self._loop and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_news)
+
+    def has_news(self) -> bool:
+        """Whether `wake` was called since the last wait."""
+        return self._news
+
+    def _on_news(self) -> None:
+        self._news = True
+        if self._polling:
+            self._polling.cancel()
 
     def _receive(self) -> tuple[list[list[Frame]], bool]:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""

@@ -158,7 +158,8 @@ def test_an_entry_that_cannot_be_made_is_a_row_with_the_reason() -> None:
 
 def test_another_process_is_started_where_one_has_died() -> None:
     rows = problems("reasoning_gym:gcd?size=9&seed=1")
-    (child,) = [each for each in psutil.Process().children() if "buffer.data.entries" in each.cmdline()]
+    assert entry_maker()._process is not None
+    child = psutil.Process(entry_maker()._process.pid)
     child.suspend()
     waiting = entry_maker().ask("row", "gcd", '{"seed": 1, "size": 9}', 5)
     rows.expect(lambda: [6])
