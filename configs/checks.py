@@ -257,7 +257,7 @@ def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
         yield f"rollout.agent.command: {command[0]}: no such program here (from {Path.cwd()}); correct it"
     for name in ("id", "python"):
         if (task == "environment") != ((value := getattr(environment, name)) is not None):
-            yield f"rollout.environment.{name}: {value}, but rollout.task is {task}; set both, or neither"
+            yield f"rollout.environment.{name}: {value or 'null'}, but rollout.task is {task}; set both, or neither"
     python = environment.python
     if python and "rollout.environment.python" in files and not (python.is_file() and os.access(python, os.X_OK)):
         remedy = "make that Python's virtual environment, or correct the path"

@@ -38,7 +38,7 @@ class UrlEpisodes:
             except CagedError as error:
                 if session.error:
                     raise session.error from error
-                if self._hosted and error.origin == "died":  # of which episode, nobody knows
+                if self._hosted and error.origin in ("died", "unloadable"):  # which episode did it, nobody knows
                     error.kind = "infrastructure"
                 if not session.truncated or error.origin in MADE_BY_AGENT:
                     raise

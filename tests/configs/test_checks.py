@@ -46,8 +46,28 @@ def refused(*overrides: str, **facts: object) -> list[str]:
         ),
         (
             ["reward.function=task"],
-            "reward.function: task, but rollout.task single_turn scores nothing; name a task of your own that returns a "
-            "score, or a reward function",
+            "reward.function: task, but rollout.task single_turn scores nothing; name a task of your own that returns "
+            "a score, or a reward function",
+        ),
+        (
+            ["rollout.task=agent"],
+            "rollout.agent.command: empty, but rollout.task is agent; set both, or neither",
+        ),
+        (
+            ["rollout.agent.command=[node, agent.js]"],
+            "rollout.agent.command: node agent.js, but rollout.task is single_turn; set both, or neither",
+        ),
+        (
+            ["rollout.task=environment", "rollout.environment.id=wordle"],
+            "rollout.environment.python: null, but rollout.task is environment; set both, or neither",
+        ),
+        (
+            ["rollout.environment.id=wordle"],
+            "rollout.environment.id: wordle, but rollout.task is single_turn; set both, or neither",
+        ),
+        (
+            ["rollout.chat.host=0.0.0.0"],
+            "rollout.chat.host: 0.0.0.0 is no address that agents can call; set rollout.chat.public_url",
         ),
         (
             ["rollout.chat.max_tokens=10000000", "batch.groups=1"],
@@ -293,6 +313,18 @@ def test_a_broken_template_is_refused_with_its_line(tmp_path: Path) -> None:
     check(config(override), files=("data.format_prompt",))
     template.write_text("{% if %}")
     check(config(override), files=())
+
+
+def test_programs_that_are_not_here_are_named(tmp_path: Path) -> None:
+    agent = ("rollout.task=agent", "rollout.agent.command=[no-such-program, x]")
+    (line,) = refused(*agent, files=("rollout.agent.command",))
+    assert line.startswith("rollout.agent.command: no-such-program: no such program here (from ")
+    python = tmp_path / "bin/python"
+    environment = ("rollout.task=environment", "rollout.environment.id=wordle", f"rollout.environment.python={python}")
+    (line,) = refused(*environment, files=("rollout.environment.python",))
+    assert line.startswith(f"rollout.environment.python: {python}: no such program (from ")
+    check(config(*agent), files=())
+    check(config(*environment), files=())
 
 
 def test_a_chat_template_is_a_file_or_none(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ async def play(episodes: Episodes, row: dict[str, Any], places: asyncio.Semaphor
 def test_a_run_goes_on_whatever_its_episodes_do(
     function: str, ways: dict[str, str | None], at_once: int, tmp_path: Path
 ):
-    keys = ["--rollout.task_timeout_s=20", "--rollout.task_memory_gib=0.75", "--rollout.sample_attempts=1"]
+    keys = ["--rollout.task_timeout_s=40", "--rollout.task_memory_gib=0.75", "--rollout.sample_attempts=1"]
 
     async def run() -> tuple[dict[str, Group | Failure], list[Group | Failure], int]:
         setup, episodes, _ = calculator(tmp_path, f"{USER}:{function}", *keys, "--rollout.task_workers=2")

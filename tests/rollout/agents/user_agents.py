@@ -212,7 +212,7 @@ def removed_folder(row, base_url):
 WAYS = {
     "fine": lambda row, url: {"score": 1.0, "extra": 2},
     "ask": lambda row, url: {"score": float(ask(url) == "4")},
-    "loop": lambda row, url: list(iter(int, 1)),
+    "loop": lambda row, url: all(iter(lambda: True, False)),
     "bomb": fork_bomb,
     "segfault": lambda row, url: ctypes.string_at(0),
     "sys.exit": lambda row, url: sys.exit(3),
