@@ -31,8 +31,9 @@ SENT = ("row", "prompt", "max_tokens")
 """What travels of a problem; the worker makes the rest of it."""
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
-OWN_PROCESSES, SAMPLE_PROCESSES = 256, 8
-"""Most processes that a worker may have for itself, and for each sample that a server may have at a time."""
+OWN_PROCESSES, SAMPLE_PROCESSES, HOSTED_PROCESSES = 256, 1, 8
+"""Most processes that a worker may have for itself, and for each sample that a server may have at a time: of an `async`
+function, and of an environment, whose agents are programs."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
 """What travels of a trajectory. The server judges it, in `rollout/episodes/sampler.py`, like that of any other task."""
 
@@ -107,6 +108,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
     memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
     plain = config.model_dump(mode="json")
     sampling = {"max_tokens": config.sampling.max_tokens}
+    each = HOSTED_PROCESSES if rollout.task == "environment" else SAMPLE_PROCESSES
     name, loader, arguments = {
         "agent": (command_name(agent.command), "programs:load_command", [agent.command, memory]),
         "environment": (
@@ -124,7 +126,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
         prefix="rollout.task_",
         episodes=True,
         log=f"{log}-task" if log else None,
-        max_processes=OWN_PROCESSES + SAMPLE_PROCESSES * max_sequences(config, cpu=False),
+        max_processes=OWN_PROCESSES + each * max_sequences(config, cpu=False),
     )
 
 

@@ -13,6 +13,7 @@ brake for allocations that are faster than the watch, each process has RLIMIT_DA
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import resource
@@ -29,6 +30,8 @@ from rollout.cage.frames import encode, unpacker
 
 TAIL_BYTES = 4096
 """Last output kept for failures."""
+PIPE_BYTES = 2**20
+"""Output that waits for the warden: a program that prints much is not slowed down by it."""
 LOG_BYTES = 2**20
 """Size above which a log file is rotated; one old file is kept."""
 WATCH_S = 0.2
@@ -76,6 +79,8 @@ class Warden:
         self._poll = select.poll()
         self._ended = os.pidfd_open(worker)
         os.set_blocking(capture, False)
+        with suppress(OSError):  # a user may have so many large pipes
+            fcntl.fcntl(capture, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         for fd in (self._ended, capture, status.fileno()):
             self._poll.register(fd, select.POLLIN)
         signal.signal(signal.SIGTERM, self._on_term)

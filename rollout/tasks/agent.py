@@ -50,6 +50,7 @@ class UrlEpisodes:
     async def _result(self, door: Door, row: dict[str, Any]) -> Any:
         """What the agent returned. Raises CagedError, and what `door.over` has."""
         call = asyncio.ensure_future(self._cage.call(row, door.url, door.key))
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # if the door was faster, it decides
         try:
             await asyncio.wait({call, door.over}, return_when=asyncio.FIRST_COMPLETED)
             return door.over.result() if door.over.done() else call.result()
