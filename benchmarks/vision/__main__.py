@@ -58,9 +58,13 @@ class VisionBenchmark:
         case = ServerCase(self.shape, self.case.running, self.case.length, 4, targets=dict.fromkeys(BARE, 0.0),
                           samples=self.case.samples)  # fmt: skip
         benchmark = ServerBenchmark("server", self.args, case)
+        found: dict[str, Any] = {"rows": [], "failed": []}
         for _ in measure(benchmark):
             progress(f"server: {', '.join([*benchmark.found, *benchmark.failed])} done")
-        return {"rows": [vars(row) for row in benchmark.rows()], "failed": list(benchmark.failed.values())}
+            rows = [vars(row) for row in list(benchmark.rows())]
+            self.found["server"] = found = {"rows": rows, "failed": list(benchmark.failed.values())}
+            self.keep("server")  # the contenders together may take longer than their machine is lent
+        return found
 
     def frozen(self) -> Any:
         """Pushes both ways; the first one stays where the second fails."""
@@ -97,9 +101,13 @@ class VisionBenchmark:
             progress(f"{part} failed: {self.failed[part]}")
         progress(f"{part}: {time.monotonic() - began:.0f} s")
         if part in self.found:
-            kept = {"shape": self.shape, "part": part, "found": self.found[part], "measured": measured_here()}
-            self.hardware = kept["measured"]
-            file_of(self.args.out, part).write_text(json.dumps(kept, indent=1))
+            self.keep(part)
+
+    def keep(self, part: str) -> None:
+        """Write what a part found so far to its file."""
+        self.hardware = measured_here()
+        kept = {"shape": self.shape, "part": part, "found": self.found[part], "measured": self.hardware}
+        file_of(self.args.out, part).write_text(json.dumps(kept, indent=1))
 
     def failures_within(self, part: str) -> list[str]:
         """Of contenders of a part that went on without them."""

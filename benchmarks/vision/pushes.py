@@ -104,7 +104,11 @@ def measure_pushes(
         progress(f"pushes, {WORDS[way]}: logs in {work / way}")
         config = config_of(shape, case, freeze, work, engine)
         run = push(config, case, updates, gap_s, work / way)
-        found[way] = asyncio.run(asyncio.wait_for(run, max(1.0, until - time.monotonic())))
+        try:
+            found[way] = asyncio.run(asyncio.wait_for(run, max(1.0, until - time.monotonic())))
+        except TimeoutError as error:
+            late = str(error) or f"not within {budget_s:.0f} s, see {work / way}; raise --budget-s"
+            raise TimeoutError(f"pushes, {WORDS[way]}: {late}") from None
 
 
 def rows_of(found: dict[str, Any], shape: str) -> list[ResultRow]:
