@@ -7,6 +7,7 @@ engine's tokens only.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,7 +133,7 @@ class Sampler:
         if not free and (trajectory.start != len(problem.prompt) or prompt != problem.prompt):
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
         sampled = np.array(trajectory.sampled)
-        if not np.isin(sampled, (0, 1)).all() or sampled[: trajectory.start].any():
+        if not ((sampled == 0) | (sampled == 1)).all() or sampled[: trajectory.start].any():
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
@@ -158,7 +159,7 @@ class Sampler:
         ordered = starts == sorted({int(start) for start in starts}) and starts[:1] == [0] and starts[-1] < number
         if not ordered or any(trajectory.sampled[start] for start in starts):
             yield f"starts are {starts!r:.100}: segments begin at 0, in order, each with a token that was given"
-        longest = max(np.diff([*starts, number]))
+        longest = max(end - start for start, end in pairwise([*starts, number]))
         if longest > self.longest:
             what = "it" if len(starts) == 1 else "a segment of it"
             yield f"{what} has {longest} tokens, and a sample at most {self.longest}; {LONGER}"
