@@ -91,10 +91,10 @@ def test_the_outcome_is_added_to_the_reward_of_the_last_turn():
     problem = sampler.problem(ROW)
     trajectory = made(problem)
     trajectory.take(Completion([50], [-0.5], [2], "stop"))
-    plain = sampler.check(problem, trajectory).sample(Score(1.0), "text")
+    plain = sampler.check(problem, trajectory).trajectory.sample(Score(1.0), "text")
     assert (plain.reward, plain.turn_rewards, plain.starts) == (1.0, [], [0])
     trajectory.turn_rewards = [np.float32(0.5), 1]
-    sample = sampler.check(problem, trajectory).sample(Score(0.25), "text")
+    sample = sampler.check(problem, trajectory).trajectory.sample(Score(0.25), "text")
     assert (sample.reward, sample.turn_rewards) == (1.75, [0.5, 1.25])
     trajectory.starts = [0, 6]
     assert trajectory.sample(Score(0.25), "text").starts == [0, 6]
