@@ -24,6 +24,8 @@ def load_reward(config: RewardConfig) -> Reward:
     """The reward of the run. Raises ValueError, in one line, for a wrong name, file, function or argument."""
     name = config.function
     function = REWARDS[name] if name in REWARDS else load_function("reward.function", name)
+    if function is reasoning.compute_score:
+        reasoning.start()
     return Reward(name, function, config.kwargs)
 
 
