@@ -123,7 +123,7 @@ def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
     try:
         return VERBS[verb](*arguments)
     except TakesTooLong:
-        return {"error": f"{verb} {' '.join(map(str, arguments[:3]))} took longer than {ENTRY_S} s"}
+        return {"error": f"{' '.join(map(str, [verb, *arguments[:3]]))} took longer than {ENTRY_S} s"}
     except Exception as error:  # the outermost boundary of a request: a set's code may raise anything
         who = "" if isinstance(error, RequestError) else f"{verb} {arguments[:1]}: {type(error).__name__}: "
         return {"error": " ".join(f"{who}{error}".split())[:500]}
