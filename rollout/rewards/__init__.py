@@ -37,6 +37,8 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
     several = not isinstance(config.function, str)
     key, name = f"reward.function[{number}]" if several else "reward", part.function
     function = REWARDS[name] if name in REWARDS else load_function(key if several else f"{key}.function", name)
+    if function is reasoning.compute_score:
+        reasoning.start()
     own = {"url": config.urls, "model": config.model} if part.uses_servers else {}
     reward = Reward(name, function, own | part.kwargs, key)
     made: object = reward.function

@@ -11,6 +11,11 @@ from typing import Any
 from buffer.data.entry_maker import entry_maker
 
 
+def start() -> None:
+    """Start the process that scores, while a worker has time for it: not in the first call. Raises ValueError."""
+    entry_maker().ask("start").result()
+
+
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
     """The set's score of the text in the last `<answer>`, as reasoning-gym reads it; without one, or with one at which
     the set's own code raises, its score of no answer, and `formed` is 0.

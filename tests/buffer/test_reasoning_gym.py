@@ -183,3 +183,23 @@ time.sleep(600)
         finally:
             os.kill(parent.pid, signal.SIGKILL)
     child.wait(10)
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    """In a process of its own, which has a second for each request: a set that catches all it can does not end it."""
+    code = """
+import signal, time
+from buffer.data import entries
+def endless():
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass
+entries.VERBS |= {"endless": endless, "nothing": dict}
+entries.ENTRY_S = 1
+signal.signal(signal.SIGALRM, entries.late)
+print(entries.answered("endless", []), entries.answered("nothing", []))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "{'error': 'endless took longer than 1 s'} {}"
