@@ -282,7 +282,7 @@ def reward(trial: Trial, config: Config, rows: Rows) -> None:
 def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:
     """Ask a reward function for empty answers to `rows`: what it does with them refuses nothing."""
     from rollout.rewards.convention import Answer
-    from rollout.rewards.http_model import HttpModel
+    from rollout.rewards.models.http_model import HttpModel
 
     name = function.name
     asked = f"reward.function: {name}, asked for the reward of an empty answer,"
