@@ -272,8 +272,8 @@ def memory_limit(function: CagedFunction) -> str:
 
 
 def held_bytes(processes: list[int], limit: float, settled: bool) -> int:
-    """Bytes that the processes hold together; what forks share counts once where that decides. To read that of a process
-    that forks just now takes seconds on a busy machine: until they have `settled`, those of the largest one count."""
+    """Bytes that the processes hold together; what forks share counts once where that decides. To read it of a process
+    that forks just now takes seconds on a busy machine: until they have `settled`, only the largest one counts."""
     held = [anonymous_bytes(pid) for pid in processes]
     if not 0 < limit < sum(held) or len(held) < 2:
         return sum(held)
