@@ -13,7 +13,6 @@ brake for allocations that are faster than the watch, each process has RLIMIT_DA
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
 import resource
@@ -30,8 +29,6 @@ from rollout.cage.frames import encode, unpacker
 
 TAIL_BYTES = 4096
 """Last output kept for failures."""
-PIPE_BYTES = 2**20
-"""Output that waits for the warden: a program that prints much is not slowed down by it."""
 LOG_BYTES = 2**20
 """Size above which a log file is rotated; one old file is kept."""
 WATCH_S = 0.2
@@ -79,8 +76,6 @@ class Warden:
         self._poll = select.poll()
         self._ended = os.pidfd_open(worker)
         os.set_blocking(capture, False)
-        with suppress(OSError):  # a user may have so many large pipes
-            fcntl.fcntl(capture, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         for fd in (self._ended, capture, status.fileno()):
             self._poll.register(fd, select.POLLIN)
         signal.signal(signal.SIGTERM, self._on_term)
@@ -202,10 +197,11 @@ class Warden:
     def _log(self, data: bytes) -> None:
         if path := self.function.log:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            if os.path.exists(path) and os.path.getsize(path) > LOG_BYTES:
-                os.replace(path, f"{path}.1")
             with open(path, "ab") as log:
                 log.write(data)
+                full = log.tell() > LOG_BYTES
+            if full:
+                os.replace(path, f"{path}.1")
 
     def _output(self) -> str:
         return self._tail.decode(errors="replace")
