@@ -1,0 +1,167 @@
+"""Does a real model learn? Countdown with two and three numbers, held-out problems before, during and after.
+
+`python -m benchmarks.learns --model SMOLLM2` (two GPUs: one serves, one learns; about nine minutes for
+SmolLM2-135M-Instruct) makes problems, teaches the model for `--teach` steps how they are searched
+(`examples/countdown/teach_search.py`), and trains it by the real processes with `examples/countdown/smollm2.yaml`,
+evaluating greedily on problems that neither saw. `--staleness 0` and `16` repeat the run with the same seed and another
+bound on age; what was made before is kept. The run ends after `--versions`, or with what it has after `--budget-s`.
+The peer is a public log of TinyZero on Countdown (solved share at its versions 52, 92 and 170), whose model is larger
+and whose problems are harder: it says what a curve of this kind looks like, not who is better.
+`--model TOY --toy` is the small form for CPU, with the quickstart's model.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+
+from benchmarks.runs.processes import Died, Processes, free_port
+from benchmarks.weights.table import ResultRow, progress, write
+
+TINYZERO = {52: 0.036, 92: 0.089, 170: 0.119}
+"""Solved share by version, from a public log."""
+WINDOW = 10
+"""Versions that a point of the curve is the mean of."""
+HELD_OUT = 256
+PROBLEMS_MADE = ("--numbers", "2", "3", "--largest", "20", "--target", "40", "--operations", "+-*", "--eval", "500")
+TOY_PROBLEMS = ("--numbers", "2", "3", "--largest", "9", "--target", "20", "--operations", "+-", "--eval", "60")
+TOY_RUN: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "float32"},
+    "data": {"max_prompt_tokens": 320},
+    "sampling": {"max_tokens": 64},
+    "batch": {"groups": 4, "samples": 4},
+    "learner": {"tokens_per_microbatch": 8192, "threads": 1},
+    "rollout": {"sequences": 32, "engine": {"max_model_len": 384, "kv_cache_memory_bytes": 256 * 2**20}},
+}
+
+
+def make(*words: str | Path) -> None:
+    """Run `python -m WORDS` and wait."""
+    progress(" ".join(map(str, words[:1])))
+    subprocess.run([sys.executable, "-m", *map(str, words)], check=True, stdout=sys.stderr)
+
+
+def prepare(args: argparse.Namespace) -> tuple[Path, Path]:
+    """The folders of the problems and of the model that was taught; those made before are kept."""
+    data, model = args.work / "problems", args.work / "taught"
+    wording = ("--prompt", "words", "--seed", str(args.seed))
+    if args.toy:
+        make("examples.countdown.make_problems", "--out", data, *TOY_PROBLEMS, *wording)
+        base = args.work / "toy"
+        make("examples.countdown.make_model", "--problems", data / "train.parquet", "--out", base, "--steps", "30")
+    else:
+        make("examples.countdown.make_problems", "--out", data, *PROBLEMS_MADE, "--count", "9000", *wording)
+        base = args.model
+    given = ["--model", base, "--problems", data / "train.parquet", "--out", model, "--steps", str(args.teach)]
+    make("examples.countdown.teach_search", *given, "--operations", "+-" if args.toy else "+-*")
+    return data, model
+
+
+def run_of(args: argparse.Namespace, data: Path, model: Path) -> Processes:
+    """The run's processes, not started yet."""
+    source = Path(__file__).parents[1] / "examples/countdown/smollm2.yaml"
+    config: dict[str, dict[str, Any]] = yaml.safe_load(source.read_text(encoding="utf-8"))
+    held_out = {"path": str(data / "eval.parquet"), "limit": HELD_OUT}
+    name = f"learns-{args.staleness}-{int(time.time())}"
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "folder": str(args.work), "versions": args.versions, "seed": args.seed},
+        "model": {"path": str(model)},
+        "data": {"train": str(data / "train.parquet"), "eval": {"held_out": held_out}},
+        "eval": {"every": args.every},
+        "batch": {"max_staleness": args.staleness},
+        "buffer": {"address": f"tcp://127.0.0.1:{free_port()}"},
+    }
+    for more in (changes, TOY_RUN if args.toy else {}):
+        for section, keys in more.items():
+            config[section] = {**config.get(section, {}), **keys}
+    file = args.work / name / "given.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    return Processes(file, {"rollout": None if args.toy else 0, "learner": None if args.toy else 1})
+
+
+def trained(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of versions, without those of evaluations."""
+    return [record for record in records if "eval/version" not in record]
+
+
+def solved_at(records: Sequence[dict[str, Any]], version: int) -> float | None:
+    """The share of sampled answers that solved their problem in the `WINDOW` versions up to `version`."""
+    known = [r["sample/solved"] for r in trained(records) if version - WINDOW < r["version"] <= version]
+    return mean(known) if known else None
+
+
+def rows_of(args: argparse.Namespace, records: Sequence[dict[str, Any]]) -> list[ResultRow]:
+    """The curve: sampled answers and held-out problems by version, age and speed."""
+    case, steps = f"max_staleness {args.staleness}", trained(records)
+    rows = []
+    last = steps[-1]["version"]
+    for version in sorted({WINDOW, *(v for v in TINYZERO if v <= last), last}):
+        if (share := solved_at(records, version)) is not None:
+            peer = TINYZERO.get(version)
+            against = "a public log of TinyZero" if peer is not None else ""
+            rows.append(
+                ResultRow(f"solved of sampled, {WINDOW} versions up to {version}", share, "", against, peer, case)
+            )
+    held_out = {r["eval/version"]: r["eval/held_out/mean@1"] for r in records if "eval/version" in r}
+    first = next(iter(held_out.values()), None)
+    for version, share in held_out.items():
+        rows.append(ResultRow(f"held out, greedy, pass@1 at version {version:g}", share, "", "before", first, case))
+    for key, what, unit in (
+        ("age/mean", "age", "versions"),
+        ("length/mean", "sampled tokens of an answer", ""),
+        ("time/version_s", "time of a version", "s"),
+    ):
+        rows.append(ResultRow(what, mean(step[key] for step in steps[WINDOW:] or steps), unit, case=case))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--toy", action="store_true", help="the small form for CPU")
+    parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--versions", type=int, default=300)
+    parser.add_argument("--every", type=int, default=20, help="versions between evaluations")
+    parser.add_argument("--teach", type=int, default=400, help="steps of the supervised start")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget-s", type=float, default=400.0, help="of the run; it ends with what it has")
+    parser.add_argument("--start-s", type=float, default=300.0)
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-learns"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "learns.json")
+    args = parser.parse_args()
+    if args.model is None and not args.toy:
+        parser.error("--model: name the folder of a model in Hugging Face format")
+    args.work = args.work.resolve()
+    args.work.mkdir(parents=True, exist_ok=True)
+    data, model = prepare(args)
+    failed = []
+    with run_of(args, data, model) as run:
+        for name in ("buffer", "rollout", "learner"):
+            run.start(name, name)
+        try:
+            run.wait("the first version", lambda: bool(trained(run.records())), args.start_s)
+            until = time.monotonic() + args.budget_s
+
+            def done() -> bool:
+                return bool(time.monotonic() > until or len(trained(run.records())) >= args.versions)
+
+            run.wait(f"version {args.versions}", done, args.budget_s + 60.0)
+        except (Died, TimeoutError) as error:
+            failed.append(ResultRow("FAILED", 0.0, "", f"{type(error).__name__}: {error}"))
+        records = run.records()
+    (args.out.with_suffix(f".{args.staleness}.raw.json")).write_text(json.dumps(records))
+    found = rows_of(args, records) if trained(records) else []
+    write(args.out, "learns", [row.line() for row in [*failed, *found]])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
