@@ -103,7 +103,7 @@ def rows_of(args: argparse.Namespace, records: Sequence[dict[str, Any]]) -> list
     case, steps = f"max_staleness {args.staleness}", trained(records)
     rows = []
     last = steps[-1]["version"]
-    for version in sorted({WINDOW, *(v for v in TINYZERO if v <= last), last}):
+    for version in sorted({min(WINDOW, last), *(v for v in TINYZERO if v <= last), last}):
         if (share := solved_at(records, version)) is not None:
             peer = TINYZERO.get(version)
             against = "a public log of TinyZero" if peer is not None else ""

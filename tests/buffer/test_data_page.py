@@ -44,12 +44,12 @@ def test_the_mixture_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert train.shares == [(2, 3.0), (10_000, 1.0)]
     assert [train[row]["problem"] for row in range(2)] == ["train-0", "train-1"]
     assert train[2]["extra_info"]["reasoning_gym"]["name"] == "leg_counting"
-    assert load_problems(config.data.eval, config.data, key="data.eval")[0]["problem"] == "test"
+    assert load_problems(config.data.sources()["eval"], config.data, key="data.eval")[0]["problem"] == "test"
 
 
 def test_the_sets_of_the_page_do_not_overlap() -> None:
     config = run_file(SETS)
     assert not needs_truth(config)
-    train, held_out = (load_problems(source, config.data) for source in (config.data.train, config.data.eval))
+    train, held_out = (load_problems(source, config.data) for source in config.data.sources().values())
     assert (len(train), len(held_out)) == (10_000, 200)
     assert json.dumps(train[0]["problem"]) != json.dumps(held_out[0]["problem"])
