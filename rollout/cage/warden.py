@@ -13,7 +13,6 @@ brake for allocations that are faster than the watch, each process has RLIMIT_DA
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
 import resource
@@ -30,8 +29,6 @@ from rollout.cage.frames import encode, unpacker
 
 TAIL_BYTES = 4096
 """Last output kept for failures."""
-PIPE_BYTES = 2**20
-"""Output that waits for the warden: a program that prints much is not slowed down by it."""
 LOG_BYTES = 2**20
 """Size above which a log file is rotated; one old file is kept."""
 WATCH_S = 0.2
@@ -79,14 +76,14 @@ class Warden:
         self._poll = select.poll()
         self._ended = os.pidfd_open(worker)
         os.set_blocking(capture, False)
-        with suppress(OSError):  # a user may have so many large pipes
-            fcntl.fcntl(capture, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         for fd in (self._ended, capture, status.fileno()):
             self._poll.register(fd, select.POLLIN)
         signal.signal(signal.SIGTERM, self._on_term)
         self._measure_at = self._scan_at = 0.0
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
+        self._settled: set[int] = set()
+        """Of these, where no process came or went between the last two looks."""
 
     def _on_term(self, *_: object) -> None:
         self._orphaned = True
@@ -138,9 +135,9 @@ class Warden:
         self._measure_at = now + WATCH_S
         self._look(now)
         for guard, processes in list(self._processes.items()):
-            if len(processes) > (MAX_PROCESSES if guard else function.max_processes):  # their memory takes long to read
+            if len(processes) > (MAX_PROCESSES if guard else function.max_processes):
                 number, end = TOO_MANY, ("died", TOO_MANY_PROCESSES)
-            elif held_bytes(processes, self.memory) > self.memory > 0:
+            elif held_bytes(processes, self.memory, guard in self._settled) > self.memory > 0:
                 how = f"used more memory than {memory_limit(function)}; {KILLED}"
                 number, end = OUT_OF_MEMORY, ("out_of_memory", how)
             else:
@@ -156,7 +153,7 @@ class Warden:
             os.waitpid(ended.si_pid, 0)
         if now < self._scan_at:
             return
-        began, children, warden = time.thread_time(), children_of_all(), os.getpid()
+        began, children, warden, before = time.thread_time(), children_of_all(), os.getpid(), self._processes
         if self.state[APART]:
             for orphan in set(children.get(warden, [])) - {self.worker}:  # its guard was killed
                 kill_below(orphan, children)
@@ -164,6 +161,7 @@ class Warden:
             self._processes = {guard: [guard, *below(guard, children)] for guard in guards} | {0: [self.worker]}
         else:
             self._processes = {0: below(warden, children)}
+        self._settled = {guard for guard, processes in self._processes.items() if before.get(guard) == processes}
         self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.thread_time() - began)
 
     def _warn(self, guard: int, number: signal.Signals) -> None:
@@ -269,10 +267,13 @@ def memory_limit(function: CagedFunction) -> str:
     return f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
 
 
-def held_bytes(processes: list[int], limit: float) -> int:
-    """Bytes that the processes hold together; what forks share counts once where that decides."""
-    held = sum(map(anonymous_bytes, processes))
-    return sum(map(proportional_bytes, processes)) if held > limit > 0 and len(processes) > 1 else held
+def held_bytes(processes: list[int], limit: float, settled: bool) -> int:
+    """Bytes that the processes hold together; what forks share counts once where that decides. To read it of a process
+    that forks just now takes seconds on a busy machine: until they have `settled`, only the largest one counts."""
+    held = [anonymous_bytes(pid) for pid in processes]
+    if not 0 < limit < sum(held) or len(held) < 2:
+        return sum(held)
+    return sum(map(proportional_bytes, processes)) if settled else max(held)
 
 
 def anonymous_bytes(pid: int) -> int:
