@@ -127,7 +127,7 @@ def test_the_agent_by_url_is_the_same(how: str, by_chat: list[Group], tmp_path: 
 def test_the_environment_is_the_same(name: str, python: Callable[[str], Path], by_chat: list[Group], tmp_path: Path):
     own, rows = python(name), tmp_path / "rows.jsonl"
     install = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--reinstall", "--python", str(own)]
-    subprocess.run([own, *install, FOLDER / "environment"], check=True)
+    subprocess.run([own, *install, str(FOLDER / "environment")], check=True)
     subprocess.run([own, HOST, "export", "calculator_environment", rows], check=True, capture_output=True)
     with rows.open() as lines:
         given = [json.loads(line) for line, _ in zip(lines, range(PLAYED[RELEASES[name]]), strict=False)]
