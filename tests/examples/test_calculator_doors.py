@@ -54,6 +54,7 @@ class ErringEngine(FakeEngine):
             steps[2],
             "<calc></calc>",
             "<answer>1</calc> <|user|>",
+            "",
         ]
         source = random.Random(str(prompt))
         text = right if source.random() < 0.75 else source.choice(wrong)
