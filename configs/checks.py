@@ -263,7 +263,9 @@ def _functions(config: Config, files: Collection[str]) -> Iterator[str]:
     rewards = [("reward.function", part.function) for part in config.reward.parts]
     for key, value in (*rewards, ("rollout.task", config.rollout.task)):
         file, _, function = value.rpartition(":")
-        if value not in BUILT_IN[key] and not file.endswith(".py"):
+        if value == "task" and not isinstance(config.reward.function, str):
+            yield "reward.function: task stands alone; remove it from the list, its score is the metric task_score"
+        elif value not in BUILT_IN[key] and not file.endswith(".py"):
             yield f"{key}: {value!r} is neither one of {', '.join(BUILT_IN[key])} nor path/to/file.py:function"
         elif file and key in files:
             yield from _defined(key, file, function)

@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.help import FACTORS, RENAMED_KEYS, show
+from configs.help import FACTORS, RENAMED_KEYS, keys, show
 from configs.load import ConfigError, load
 from configs.schema import Config
 
@@ -99,5 +99,10 @@ def written(run: Path) -> Settings | None:
     return settings(load([str(file)])) if file.exists() else None
 
 
-def _flat(tree: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    return ((f"{section}.{name}", value) for section, values in tree.items() for name, value in values.items())
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys in `tree` with their values, those of sections within sections too."""
+    for name, value in tree.items():
+        if (key := f"{above}{name}") in keys():
+            yield key, value
+        else:
+            yield from _flat(value, f"{key}.")

@@ -142,8 +142,7 @@ class RewardPart(Section):
     """One of several reward functions."""
 
     function: str
-    """A built-in reward or your own, as `path/to/file.py:function`; `task`: the task of `rollout.task` returns the
-    score itself."""
+    """A built-in reward or your own, as `path/to/file.py:function`."""
     weight: float = 1.0
     """What its result is multiplied by in the sum; 0 makes it a metric only."""
     kwargs: dict[str, Any] = {}

@@ -43,6 +43,7 @@ class Draining:
                 part = self.batches.take(version)
             self._waiting = False
         (begun,) = collectives.all_reduce_max(self._begun)
+        self._begun = bool(begun)  # a signal that another rank got ends this one's later waits as well
         return None if begun else part
 
     def trained(self, version: int, oldest_kept: int) -> None:

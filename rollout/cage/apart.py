@@ -69,16 +69,19 @@ async def run_apart(how: Apart, program: Program) -> bytes:
         finally:
             os._exit(1)
     theirs.close()
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    connecting = asyncio.ensure_future(asyncio.open_unix_connection(sock=ours))
     try:
+        reader, _ = await asyncio.shield(connecting)
         said = await reader.read()
     except asyncio.CancelledError:
+        reader, writer = await connecting
         writer.write_eof()
         with suppress(TimeoutError):
             await asyncio.wait_for(reader.read(), KILL_S + 1)
         raise
     finally:
-        writer.close()
+        if connecting.done() and not connecting.cancelled() and not connecting.exception():
+            connecting.result()[1].close()
         with suppress(ProcessLookupError):
             os.kill(guard, signal.SIGKILL)  # it has ended by itself, unless the program stopped it
         os.waitpid(guard, 0)

@@ -97,6 +97,8 @@ class UserTask:
             if not session.truncated:
                 raise EpisodeError(f"{self.function.name}: chat: {error}", origin="ChatRefused") from None
             result = CUT_SCORE
+        except CagedError as error:
+            raise session.error or error from error.__cause__
         finally:
             session.close()
         return session.recorded(result)
@@ -177,14 +179,19 @@ def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
 
 def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) -> Plain:
     """In a worker: the task `name`, as a function of plain values. Raises ValueError in one line."""
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     task = load_task(name)
     how = convention(name, task)
     if how == "base_url":
-        return agent_of(name, task, memory, frozenset(map(int, {*os.listdir("/proc/self/fd")} - {*before})))
+        return agent_of(name, task, memory, open_files() - before)
     play = load_conversation(task) if how == "chat" else load_episode(task, model, data)
     play.about = {"convention": how}  # type: ignore[attr-defined]
     return play
+
+
+def open_files() -> frozenset[int]:
+    """The files of this process, without the one by which they are listed: its number is free again afterwards."""
+    return frozenset(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:

@@ -120,6 +120,10 @@ class Conversation:
             if not below:
                 yield turn.path()
 
+    def trained(self) -> list[RecordedTurn]:
+        """The turns that count, in the order in which the trajectory has them."""
+        return list(dict.fromkeys(turn for path in self.segments() for turn in path if not turn.withdrawn))
+
     def trajectory(self) -> Trajectory:
         """All segments, one after another: each sampled token of a turn that counts is trained exactly once."""
         made, trained = Trajectory([]), set[RecordedTurn]()

@@ -86,7 +86,7 @@ def parsed_arguments(arguments: Any) -> Any:
         return {} if arguments is None else arguments
     try:
         found = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments
 

@@ -136,6 +136,10 @@ class Session:
         trajectory = self._conversation.trajectory()
         if self.truncated:
             trajectory.finish = "length"
+        given = result.get("turn_rewards") if isinstance(result, dict) else None
+        if isinstance(given, list | tuple) and len(given) == len(turns):  # told by answers, kept by segments
+            by_turn = dict(zip(turns, given, strict=True))
+            result = result | {"turn_rewards": [by_turn[turn] for turn in self._conversation.trained()]}
         recorded = Recorded.of(trajectory, result)
         trajectory.metrics |= {
             "turns": float(len(turns)),

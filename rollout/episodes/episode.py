@@ -132,7 +132,11 @@ class Episodes:
         if self.first:
             self.first.answer(recorded[0].trajectory, scores[0])
         made = zip(recorded, scores, answers, strict=True)
-        return [each.trajectory.sample(score, answer.text, problem.images) for each, score, answer in made]
+        try:
+            return [each.trajectory.sample(score, answer.text, problem.images) for each, score, answer in made]
+        except (ValueError, OverflowError) as error:  # a user's numbers and names end the attempt, not the server
+            reason = f"its sample cannot be stored: {' '.join(str(error).split())}"
+            raise EpisodeError(reason, origin=type(error).__name__) from error
 
     async def _scores(self, recorded: Sequence[Recorded], answers: Sequence[Answer]) -> list[Score]:
         """By the run's reward function, which makes the task's own score a metric; or by the task."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from buffer.images import ImageFormat
-from buffer.wire.sample import num_turns
+from buffer.wire.sample import num_turns, wrong_segments
 from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts
 from rollout.errors import EpisodeError
@@ -159,6 +159,8 @@ class Sampler:
         ordered = starts == sorted({int(start) for start in starts}) and starts[:1] == [0] and starts[-1] < number
         if not ordered or any(trajectory.sampled[start] for start in starts):
             yield f"starts are {starts!r:.100}: segments begin at 0, in order, each with a token that was given"
+        elif wrong := wrong_segments(starts, np.array(trajectory.sampled, bool)):
+            yield f"its {wrong}"
         longest = max(end - start for start, end in pairwise([*starts, number]))
         if longest > self.longest:
             what = "it" if len(starts) == 1 else "a segment of it"

@@ -18,10 +18,13 @@ ends when its input does.
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 KEY = "HEADRACE_AGENT_KEY"
@@ -31,6 +34,10 @@ EMPTY_ANSWER = "EmptyModelResponseError"
 """What verifiers calls an answer that is nothing but its end."""
 LONGEST_LINE = 2**26
 """Bytes of a request."""
+
+
+_raised: ContextVar[list[str]] = ContextVar("raised")
+"""What reward functions of the episode raised: the older API logs that and scores 0."""
 
 
 class RefusedEnvironment(Exception):
@@ -63,6 +70,7 @@ class ClassicEnvironment:
         self.environment = verifiers.load_environment(name, **arguments)
         if getattr(self.environment, "requires_group_rollouts", False):
             raise RefusedEnvironment(f"{name} scores a group of rollouts together, which is not supported")
+        note_errors(self.environment.rubric)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -75,7 +83,8 @@ class ClassicEnvironment:
         from verifiers.types import ClientConfig
 
         config = ClientConfig(client_type="openai_chat_completions", api_base_url=url, api_key_var=KEY)
-        client = resolve_client(config)
+        client, raised = resolve_client(config), list[str]()
+        _raised.set(raised)
         try:
             out = await self.environment.run_rollout(row, client, MODEL, sampling)
         finally:
@@ -83,6 +92,7 @@ class ClassicEnvironment:
         reward, error = out.get("reward"), out.get("error")
         if error is not None and EMPTY_ANSWER in text_of(error):  # the model's own fault, and the reward judges it
             error = None
+        error = error or next(iter(raised), None)
         return {
             "ok": error is None and reward is not None,
             "reward": reward,
@@ -153,6 +163,28 @@ class TasksetEnvironment:
         for task in self.environment.taskset:
             row = task.data.model_dump(mode="json", exclude_none=True)
             yield {"problem": shown(row.get("prompt")), "answer": row.get("answer", ""), "row": row}
+
+
+def note_errors(rubric: Any) -> None:
+    """Have the reward functions of a rubric, or of a group of them, note in `_raised` what they raise."""
+    for one in getattr(rubric, "rubrics", ()):
+        note_errors(one)
+    rubric.funcs = [noting(function) for function in rubric.funcs]
+
+
+def noting(function: Any) -> Any:
+    """The function, with the same signature."""
+
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            found = function(*args, **kwargs)
+            return await found if inspect.isawaitable(found) else found
+        except Exception as error:
+            _raised.get().append(f"its reward function {call.__name__} raised {type(error).__name__}: {error}")
+            raise
+
+    return call
 
 
 def load(name: str, arguments: dict[str, Any]) -> Environment:

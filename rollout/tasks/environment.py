@@ -22,6 +22,8 @@ from rollout.tasks.programs import Play, timed_by_server
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
 OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that would make the host's Python find our packages."""
+RESULT = ("score", "overall", "turn_rewards")
+"""Words of a result: a metric of such a name, one of a reward function `score`, must not take the reward's place."""
 LONGEST_LINE = 2**26
 """Bytes of an answer."""
 
@@ -40,7 +42,8 @@ def load_environment(environment: dict[str, Any], sampling: dict[str, Any]) -> P
         result = await relay.ask({"row": given, "url": base_url, "sampling": sampling})
         if not result.get("ok"):
             raise ToldError("environment", f"{name}: its episode failed: {result.get('error') or result.get('stop')}")
-        return {"score": result["reward"], **(result.get("metrics") or {})}
+        metrics = {name: value for name, value in (result.get("metrics") or {}).items() if name not in RESULT}
+        return {**metrics, "score": result["reward"]}
 
     return timed_by_server(play, apart=False)
 

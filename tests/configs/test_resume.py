@@ -61,6 +61,16 @@ def test_changes_are_told_and_fixed_keys_refused() -> None:
     assert changes(None, load(NEEDED)) == []
 
 
+def test_keys_of_a_section_within_a_section_change_one_by_one() -> None:
+    base = [*NEEDED, "--rollout.chat.max_turns=9"]
+    moved = load([*base, "--rollout.chat.port=5800", "--rollout.chat.public_url=https://tunnel.example"])
+    assert fingerprint(moved) == fingerprint(load(base)) != fingerprint(load(NEEDED))
+    before = settings(load(base))
+    assert [change.key for change in changes(before, moved)] == ["rollout.chat.port", "rollout.chat.public_url"]
+    with pytest.raises(ConfigError, match=r"rollout\.chat\.max_turns: 9 -> 64"):
+        changes(before, load(NEEDED))
+
+
 def test_settings_of_an_earlier_release() -> None:
     """It had no key batch.groups, and weights.timeout_s by its old name."""
     before = settings(load([*NEEDED, "--weights.timeout_s=7"]))
