@@ -1,12 +1,23 @@
-"""For all tests: one CPU thread per process, because many tests start several processes on few cores; and the same
-cases of each property in every run. `--hypothesis-profile explore` draws others.
+"""For all tests: one CPU thread per process, because many tests start several processes on few cores; the same cases of
+each property in every run, `--hypothesis-profile explore` draws others; and no process that makes entries of
+reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left.
 """
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def entries_are_made_no_more() -> Iterator[None]:
+    yield
+    if (made := sys.modules.get("buffer.data.entry_maker")) is not None:
+        made.entry_maker().close()
