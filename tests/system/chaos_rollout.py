@@ -46,6 +46,7 @@ class Engine:
         self.run, self.version, self.first, self.vocabulary = run, 0, asyncio.Event(), 128
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self.salt = ""
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -60,6 +61,7 @@ class Engine:
         temperature: float,
         stop_token_ids: Sequence[int] = (),
         images: Sequence[object] = (),
+        salt: str | None = None,
     ) -> Completion:
         equal = "".join(map(chr, prompt)).startswith(SAME)
         text = "x" * random.randrange(max_tokens - 3) + f"={1 if equal else random.randrange(10)}."
