@@ -181,6 +181,8 @@ def show(
     samples = dict(db.execute(SAMPLES, [item]).fetchall())
     if only is not None and only not in samples:
         raise LedgerError(f"--sample {only}: item {item} has the samples {', '.join(map(str, samples)) or 'of none'}")
+    if not samples and found[names.index("state")] == "trained":
+        yield "samples      removed with an older checkpoint; buffer.keep: all keeps those of later items"
     for idx in samples if only is None else [only]:
         yield ""
         data = samples[idx]

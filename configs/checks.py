@@ -280,6 +280,8 @@ def _rewards(config: Config) -> Iterator[str]:
         names = [part.metric for part in parts]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f"reward.function: {names.count(name)} entries are called {name}; give them a name each"
+        if not any(part.weight for part in parts):
+            yield "reward.function: every weight is 0, so all rewards are equal; give one of them another weight"
         if reward.kwargs:
             yield "reward.kwargs: several functions do not share them; write kwargs into the entries of reward.function"
     using = [part for part in parts if part.uses_servers]
@@ -332,6 +334,9 @@ def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
         yield f"rollout.environment.python: {python}: no such program (from {Path.cwd()}); {remedy}"
     if host in ("0.0.0.0", "::") and public is None:
         yield f"rollout.chat.host: {host} is no address that agents can call; set rollout.chat.public_url"
+    if config.rollout.chat.port and config.rollout.servers > 1:
+        remedy = "set it to 0, each then takes a free one, or rollout.servers to 1"
+        yield f"rollout.chat.port: {config.rollout.chat.port} for {config.rollout.servers} servers; {remedy}"
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:

@@ -296,7 +296,8 @@ def _problems(kind: str, place: tuple[int | str, ...], value: Any, merged: Merge
     """A pydantic error as lines for people, by dotted key; several for an unknown section."""
     loc, above = ".".join(map(str, place)), ".".join(map(str, place[:2]))
     if kind == "extra_forbidden":
-        wrong = list(_leaves(value, f"{loc}.")) if isinstance(value, dict) and value else [loc]
+        within = isinstance(value, dict) and value and len(place) < 3  # else it is a key of an entry
+        wrong = list(_leaves(value, f"{loc}.")) if within else [loc]
         return {key: f"{key}: no such key{merged.where(key) or merged.where(above)}; {suggest(key)}" for key in wrong}
     name = key_of(place)
     if kind == "missing":

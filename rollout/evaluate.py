@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     sets = chosen_sets(config, flags.models, flags.sets)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
     if flags.out:
-        data: Any = {each.name: each.given.path for each in sets}
+        data: Any = {each.name: str(each.given.path) for each in sets}
         report = {
             "data": data["eval"] if list(data) == ["eval"] else data,
             "problems": sum(len(each.rows) for each in sets),

@@ -9,10 +9,12 @@ session's answers. What a request may ask for is judged in `requested.py`.
 """
 
 import asyncio
+import errno
 import json
 import logging
 import re
 import secrets
+import socket
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -114,8 +116,11 @@ class ChatServer:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             await self._runner.cleanup()
-            remedy = "name another, or 0 for a free port"
-            raise ValueError(f"rollout.chat.port: {host} cannot listen on {port}: {error.strerror}; {remedy}") from None
+            key, remedy = "port", "name another, or 0 for a free port"
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                key, remedy = "host", "name an address of this machine"
+            reason = f"{host} cannot listen on {port}: {error.strerror}; {remedy}"
+            raise ValueError(f"rollout.chat.{key}: {reason}") from None
         port = self._runner.addresses[0][1]
         self.url = self.config.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if host not in LOOPBACK:

@@ -35,7 +35,7 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
     file, function or argument."""
     part = config.parts[number]
     several = not isinstance(config.function, str)
-    key, name = f"reward.function[{number}]" if several else "reward", part.function
+    key, name = f"reward.function.{number}" if several else "reward", part.function
     function = REWARDS[name] if name in REWARDS else load_function(key if several else f"{key}.function", name)
     if function is reasoning.compute_score:
         reasoning.start()

@@ -94,7 +94,7 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
 class Reward:
     """A reward function and its calling convention. Raises ValueError, in one line, for one that fits none.
 
-    `key`: where the run file names it, `reward`, or `reward.function[1]` for the second of several.
+    `key`: where the run file names it, `reward`, or `reward.function.1` for the second of several.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
@@ -132,7 +132,7 @@ class Reward:
 
     @property
     def _place(self) -> str:
-        return f"{self.key}{'' if '[' in self.key else '.function'} {self.name}"
+        return f"{self.key}{'.function' if self.key == 'reward' else ''} {self.name}"
 
     def _made(self, section: type[Section]) -> Callable[..., Any]:
         """The built-in reward with these `kwargs`."""

@@ -50,6 +50,18 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "a score, or a reward function",
         ),
         (
+            ["rollout.chat.port=5800", "rollout.servers=2"],
+            "rollout.chat.port: 5800 for 2 servers; set it to 0, each then takes a free one, or rollout.servers to 1",
+        ),
+        (
+            ["reward.function=[{function: task}, {function: math}]"],
+            "reward.function: task stands alone; remove it from the list, its score is the metric task_score",
+        ),
+        (
+            ["reward.function=[{function: math, weight: 0}]"],
+            "reward.function: every weight is 0, so all rewards are equal; give one of them another weight",
+        ),
+        (
             ["rollout.task=agent"],
             "rollout.agent.command: empty, but rollout.task is agent; set both, or neither",
         ),

@@ -183,6 +183,6 @@ async def test_one_part_that_fails_fails_the_group(file: Path):
 
 async def test_a_part_that_cannot_be_loaded_is_refused(file: Path):
     parts = [{"function": f"{file}:plain"}, {"function": "length", "kwargs": {"free": 1}}]
-    with pytest.raises(ValueError, match=r"reward.function\[1\] length: it needs cap; add reward.function\[1\].kwargs"):
+    with pytest.raises(ValueError, match=r"reward.function\.1 length: it needs cap; add reward.function\.1.kwargs"):
         async with RewardPool(RewardConfig(function=parts)):
             pass

@@ -113,7 +113,7 @@ def test_settings_that_are_missing_or_wrong_are_refused_by_name(function: str, k
 
 def test_of_several_the_entry_is_named():
     config = RewardConfig(function=[{"function": "math"}, {"function": "regex", "kwargs": {"pattern": 5}}])
-    with pytest.raises(ValueError, match=r"^reward.function\[1\].kwargs.pattern: 5: Input should be a valid pattern$"):
+    with pytest.raises(ValueError, match=r"^reward.function\.1.kwargs.pattern: 5: Input should be a valid pattern$"):
         load_reward(config, 1)
     assert load_reward(config, 0).name == "math"
 
