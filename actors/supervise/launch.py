@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
     if source:
         display.say(f"forked from {source}")
     code = keep(processes(config), display, partial(prepare, config, source))
+    if code > 128 and config.buffer.path:  # a signal
+        display.say(f"stopped; go on with: {PROG} {config.run.path / 'config.yaml'}")
     if not flags.no_report and code == DONE and display.records.path.exists():
         from actors.report import summary  # imports matplotlib
 
