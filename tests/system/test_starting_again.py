@@ -198,10 +198,11 @@ def test_a_live_run_keeps_its_settings(world: World) -> None:
             until(lambda: run.log("learner").count("restored version") == 1, launched, "restored learner")
             until(lambda: max(r["version"] for r in run.metrics()) > reached + 2, launched, "later version")
             launched.send_signal(signal.SIGINT)
-            launched.communicate(timeout=100)
+            said, _ = launched.communicate(timeout=100)
         finally:
             launched.kill()
     assert launched.returncode == 130
+    assert f"go on with: python -m actors launch {run.path / 'config.yaml'}" in said.replace("\n", "")
     code, _, err = world.launch("live", "--run.seed=3")
     assert code == 2 and err.startswith("run.seed: 0 -> 3")
 
