@@ -21,6 +21,11 @@ HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponse
 """Origins that are it where they tell of a 400."""
 
 
+BLOCKED_S = 3.0
+"""What agents that share a worker get above their time: who blocks it is found by the worker's warden before the time
+of the others is over, who wait for it and are not at fault."""
+
+
 class UrlEpisodes:
     """Plays episodes of agents, as a task."""
 
@@ -34,7 +39,8 @@ class UrlEpisodes:
         session, limit_s = self._sessions.open(generate), self.function.timeout_s
         limit = f"{self.function.prefix}timeout_s ({limit_s:g} s) outside of model calls"
         late = CagedError(f"{self.function.name} took longer than {limit}; it was ended", "timed_out")
-        with self.server.admit(session, limit_s, late) as door:
+        more_s = 0.0 if self._cage.about["apart"] else BLOCKED_S
+        with self.server.admit(session, limit_s + more_s, late) as door:
             try:
                 result = await self._result(door, problem.row)
             except CagedError as error:
@@ -57,7 +63,7 @@ class UrlEpisodes:
 
     async def _result(self, door: Door, row: dict[str, Any]) -> Any:
         """What the agent returned. Raises CagedError, and what `door.over` has."""
-        call = asyncio.ensure_future(self._cage.call(row, door.url, door.key))
+        call = asyncio.ensure_future(self._cage.call(row, door.url, door.key, on_worker=door.on_worker))
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # if the door was faster, it decides
         try:
             await asyncio.wait({call, door.over}, return_when=asyncio.FIRST_COMPLETED)

@@ -46,7 +46,7 @@ result = solve_apart(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_
 print("solved it")
 print(json.dumps(result))
 """
-HOSTILE = str(Path(__file__).parent / "user_agents.py")
+HOSTILE, HOSTILE_MODULE = str(Path(__file__).parent / "user_agents.py"), "tests.rollout.agents.user_agents"
 
 
 @asynccontextmanager
@@ -193,6 +193,32 @@ async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: 
         async with asyncio.timeout(10):
             while wards():
                 await asyncio.sleep(0.05)
+
+
+async def test_waiting_for_a_worker_is_not_the_agent_s_time(tmp_path: Path):
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(3)\nfrom {HOSTILE_MODULE} import plain\n")
+    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
+    async with played(tmp_path, f"{tmp_path}/slow.py:plain", *limits) as (_, episodes, _):
+        (warden,) = psutil.Process().children()
+        os.kill(warden.children()[0].pid, signal.SIGKILL)
+        group = await episodes.attempt({"problem": "1", "how": "fine"})
+    assert isinstance(group, Group), group
+
+
+async def test_who_waits_for_a_worker_that_another_blocks_is_returned(tmp_path: Path):
+    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
+    async with played(tmp_path, f"{HOSTILE}:concurrent", *limits) as (_, episodes, engine):
+        engine.gate.clear()
+        wait, block = (
+            asyncio.create_task(episodes.attempt({"problem": "1", "how": how})) for how in ("wait", "block")
+        )
+        async with asyncio.timeout(30):
+            while engine.running < 4:
+                await asyncio.sleep(0.01)
+        engine.gate.set()
+        beside, guilty = await asyncio.wait_for(asyncio.gather(wait, block), 30)
+    assert isinstance(guilty, Failure) and not guilty.returned and "rollout.task_timeout_s (2 s)" in guilty.reason
+    assert isinstance(beside, Failure) and beside.returned and "another episode ended the worker" in beside.reason
 
 
 async def test_a_lease_that_is_lost_takes_everything_along(tmp_path: Path):
