@@ -71,6 +71,9 @@ class CallOnServer:
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
         except Exception as error:  # handed to the episode, and to the caller of `call` if it is not handled there
+            if isinstance(error, ChatRefused):  # there may be many
+                error.__cause__ = error.__context__ = None
+                error.__traceback__ = None
             self.refused[request] = error
             reason, permanent = one_line(str(error) or type(error).__name__), getattr(error, "permanent", False)
             code = error.code if isinstance(error, ChatRefused) else ""

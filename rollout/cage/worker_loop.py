@@ -34,6 +34,9 @@ from rollout.cage.frames import encode, unpacker
 from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
 from rollout.errors import ChatRefused, EngineError, first_error
 
+FAILED_CALL_S = 1.0
+"""Most of an episode's own time that a failed call of `generate` costs. It costs what it took, so that no episode can
+go on for ever with calls that are refused; but `rollout.chat.timeout_s` may end one after many minutes."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 """The episode that this context belongs to."""
 
@@ -203,8 +206,14 @@ class EpisodeServer:
         episode.generating += 1
         if episode.generating == 1:
             episode.stop_clock()
+        asked = self.loop.time()
         try:
             return await answer
+        except Exception:
+            episode.left_s -= min(self.loop.time() - asked, FAILED_CALL_S)
+            if episode.left_s <= 0:
+                self._expire(episode)
+            raise
         finally:
             episode.generating -= 1
             if episode.generating == 0 and not episode.answered:

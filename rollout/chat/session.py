@@ -17,6 +17,8 @@ from rollout.chat.template import ChatTemplate, Tools
 from rollout.errors import ChatRefused, EngineDead, EpisodeError
 from rollout.tasks.trajectory import Generate, Recorded
 
+CALLS_PER_TURN = 4
+"""Calls that an episode may begin for each answer that it may have."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
 """A turn, its message, and how many of its tool calls cannot be made."""
 
@@ -30,6 +32,7 @@ class ChatLimits:
     answer: int
     """Longest answer in tokens: `sampling.max_tokens`."""
     turns: int
+    """Answers. Calls, with those that are refused or given up, are four times as many at most."""
     tokens: int
     """Over all segments."""
     timeout_s: float | None = None
@@ -77,7 +80,7 @@ class Session:
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
         """Those under way: the turn that each continues, and the tokens that it may add."""
-        self._bad_calls = 0
+        self._bad_calls = self._begun = 0
         self._closed = False
         self.truncated = False
         """Whether a limit has ended the episode."""
@@ -94,6 +97,10 @@ class Session:
         failures of the infrastructure. If cancelled, generation stops and nothing is recorded.
         """
         self._check_open()
+        self._begun += 1
+        if self._begun > CALLS_PER_TURN * self._limits.turns:
+            most = f"{CALLS_PER_TURN * self._limits.turns} calls ({CALLS_PER_TURN} times rollout.chat.max_turns)"
+            self._exhausted(f"this episode has had its {most}, with those that were refused or given up", "turns")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ChatRefused(f"max_tokens: {max_tokens!r:.40} is not a whole number >= 1")
         request = await self._template.aside(ChatRequest.read, messages, tools)

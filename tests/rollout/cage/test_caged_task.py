@@ -16,7 +16,7 @@ from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.user_task import UserTask, trajectory_of
 from rollout.episodes.episode import Episodes, Failure
-from rollout.errors import EpisodeError
+from rollout.errors import ChatRefused, EpisodeError
 from rollout.tasks.trajectory import Completion, Problem
 from tests.harness import fakes
 from tests.harness.fakes import FakePrompts, FakeRewards, fake_sampler
@@ -167,6 +167,15 @@ async def test_what_generate_raises_reaches_the_episode_and_the_caller():
             await task.run(problem(), refuse)
     async with caged("survives_refusal") as task:
         assert await task.run(problem(), refuse) == "too many tokens"
+
+
+async def test_a_refusal_after_a_long_time_is_not_the_episode_s_own():
+    async def refuse(tokens: list[int], **options: Any) -> None:
+        await asyncio.sleep(2.5)
+        raise ChatRefused("out of time", "time_exceeded")
+
+    async with caged("survives_refusal", timeout_s=2.0) as task:
+        assert await task.run(problem(), refuse) == "out of time"
 
 
 async def test_an_error_may_be_permanent():

@@ -50,6 +50,26 @@ async def test_turns_are_limited_and_what_was_said_is_scored():
     }  # fmt: skip
 
 
+async def test_calls_that_give_no_answer_are_limited_too():
+    made = answering(ChatLimits(context=4000, answer=200, turns=2, tokens=100_000))
+    await made.session.chat(HI)
+    made.engine.gate.clear()
+    for begun in range(2, 5):  # given up in the midst of an answer
+        asking = asyncio.create_task(made.session.chat(HI))
+        while made.engine.begun < begun:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+    made.engine.gate.set()
+    for _ in range(3):
+        assert (await refused(made, [])).code == "invalid_request_error"
+    assert not made.session.truncated
+    await made.session.chat(HI)
+    error = await refused(made, [])
+    assert error.code == "turns_exceeded" and "8 calls (4 times rollout.chat.max_turns)" in str(error)
+    assert made.session.recorded(None).trajectory.finish == "length"
+
+
 async def test_an_answer_ends_where_the_context_does_and_then_nothing_more_is_said():
     made = answering(ChatLimits(context=60, answer=200, turns=9, tokens=1000), "th" * 300)
     messages = await more(made, HI)
