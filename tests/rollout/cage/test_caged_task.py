@@ -197,6 +197,31 @@ async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
     assert first.cancelled()
 
 
+async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders():
+    engine = FakeEngine()
+    engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
+    async with caged("misbehaves") as task:
+        worker = await task.run(problem(how="pid"), FakeEngine().generate)
+        stubborn = asyncio.create_task(task.run(problem(how="refuse to be cancelled"), FakeEngine().generate))
+        beside = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
+        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.sleep(0.2)
+        stubborn.cancel()
+        error = await error_of(beside)
+        assert error.returned and "another episode ended the worker that both shared" in str(error)
+        assert await task.run(problem(how="pid"), FakeEngine().generate) != worker
+
+
+async def test_an_episode_that_swallows_its_end_once_is_told_again():
+    async with caged("misbehaves") as task:
+        worker = await task.run(problem(how="pid"), FakeEngine().generate)
+        stubborn = asyncio.create_task(task.run(problem(how="swallow once"), FakeEngine().generate))
+        await asyncio.sleep(0.5)
+        stubborn.cancel()
+        await asyncio.sleep(6)
+        assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
+
+
 async def test_an_episode_that_stops_waiting_stops_its_generation():
     engine = FakeEngine()
     engine.hold = asyncio.Event()

@@ -358,6 +358,10 @@ async def misbehaves(problem, generate):
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(600)
+    if how == "swallow once":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        await asyncio.sleep(600)
     if how == "object":
         return Evil()
     if how == "give up":
