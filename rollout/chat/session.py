@@ -54,11 +54,14 @@ class Reply:
 
 
 class AnswerParser(Protocol):
-    """Reads what was sampled as a message."""
+    """Reads what was sampled as a message. Its methods run in the template's thread."""
+
+    def check(self, tools: Tools) -> None:
+        """Before anything is sampled: raises ChatRefused for tools that `message` cannot take."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
         """The assistant's message of these tokens, without the one that ended it, and how many tool calls in it are
-        none that can be made. Runs in the template's thread."""
+        none that can be made."""
 
 
 class TextParser:
@@ -66,6 +69,9 @@ class TextParser:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._tokenizer = template.tokenizer
+
+    def check(self, tools: Tools) -> None:
+        """They are the template's alone."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
         """See AnswerParser."""
@@ -208,6 +214,7 @@ class Session:
     ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
         """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
         tokens to be given; and the request's messages with our reasoning in them. Runs in the template's thread."""
+        self._parser.check(request.tools)
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages
         new = request.messages[number:]

@@ -188,6 +188,31 @@ async def test_a_retry_drops_one_answer_and_not_that_of_another_who_asked_the_sa
     assert made.session.recorded(1).trajectory.metrics["turns"] == 4.0
 
 
+LONE = "a \ud83d b"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": LONE}], "messages[0].content: character 2 is a lone surrogate"),
+        ([{"role": "user", "content": [{"type": "text", "text": LONE}]}], "messages[0].content[0]: character 2 is"),
+        ([{"role": LONE, "content": "hi"}], "surrogates not allowed"),
+    ],
+)
+async def test_half_a_character_is_refused_before_anything_is_sampled(messages: Any, words: str):
+    made = answering()
+    error = await refused(made, messages)
+    assert error.code == "invalid_request_error" and words in str(error)
+    assert made.engine.begun == 0 and made.session.error is None
+    str(error).encode()
+
+
+async def test_tools_are_judged_before_anything_is_sampled():
+    made = answering()
+    assert "tools.0.function" in str(await refused(made, HI, tools=[{"type": "function"}]))
+    assert made.engine.begun == 0
+
+
 @pytest.mark.parametrize("max_tokens", [0, -1, 2.5, "7", True])
 async def test_max_tokens_is_a_whole_number(max_tokens: Any):
     assert "max_tokens" in str(await refused(answering(), HI, max_tokens=max_tokens))
