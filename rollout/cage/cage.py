@@ -30,7 +30,7 @@ class CallOnServer:
         number: int,
         arguments: tuple[Any, ...],
         generate: Callable[..., Awaitable[Any]] | None,
-        on_worker: Callable[[bool], None],
+        on_worker: Callable[[bool], object],
     ) -> None:
         self.number, self.arguments, self.generate, self.on_worker = number, arguments, generate, on_worker
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
@@ -125,7 +125,7 @@ class Cage:
         self,
         *arguments: Any,
         generate: Callable[..., Awaitable[Any]] | None = None,
-        on_worker: Callable[[bool], None] = bool,
+        on_worker: Callable[[bool], object] = bool,
     ) -> Any:
         """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
         not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed. `on_worker` is

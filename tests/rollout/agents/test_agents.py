@@ -209,9 +209,7 @@ async def test_who_waits_for_a_worker_that_another_blocks_is_returned(tmp_path: 
     limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
     async with played(tmp_path, f"{HOSTILE}:concurrent", *limits) as (_, episodes, engine):
         engine.gate.clear()
-        wait, block = (
-            asyncio.create_task(episodes.attempt({"problem": "1", "how": how})) for how in ("wait", "block")
-        )
+        wait, block = (asyncio.create_task(episodes.attempt({"problem": "1", "how": how})) for how in ("wait", "block"))
         async with asyncio.timeout(30):
             while engine.running < 4:
                 await asyncio.sleep(0.01)

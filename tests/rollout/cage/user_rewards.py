@@ -171,11 +171,15 @@ def children_leak_beside_others_that_come_and_go():
             kept = b"x" * (200 * 2**20)
             time.sleep(600)
             os._exit(len(kept))
+    last = 0
     while True:
-        if os.fork() == 0:
-            time.sleep(0.02)
-            os._exit(0)
-        os.wait()
+        if (new := os.fork()) == 0:
+            time.sleep(600)
+        if last:
+            os.kill(last, signal.SIGKILL)
+            os.waitpid(last, 0)
+        last = new
+        time.sleep(0.02)
 
 
 def prints(mib):
