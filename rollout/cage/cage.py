@@ -25,8 +25,14 @@ MAX_BACKOFF_S = 30.0
 class CallOnServer:
     """A call or episode as the server sees it; `done`: its "ended" message, or the end of its worker."""
 
-    def __init__(self, number: int, arguments: tuple[Any, ...], generate: Callable[..., Awaitable[Any]] | None) -> None:
-        self.number, self.arguments, self.generate = number, arguments, generate
+    def __init__(
+        self,
+        number: int,
+        arguments: tuple[Any, ...],
+        generate: Callable[..., Awaitable[Any]] | None,
+        on_worker: Callable[[bool], object],
+    ) -> None:
+        self.number, self.arguments, self.generate, self.on_worker = number, arguments, generate, on_worker
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
@@ -41,6 +47,7 @@ class CallOnServer:
         worker.calls[self.number] = self
         self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
         worker.send(["call", self.number, self.arguments])
+        self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
         """Take a message of the worker; False for one that is none."""
@@ -64,6 +71,9 @@ class CallOnServer:
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
         except Exception as error:  # handed to the episode, and to the caller of `call` if it is not handled there
+            if isinstance(error, ChatRefused):  # there may be many
+                error.__cause__ = error.__context__ = None
+                error.__traceback__ = None
             self.refused[request] = error
             reason, permanent = one_line(str(error) or type(error).__name__), getattr(error, "permanent", False)
             code = error.code if isinstance(error, ChatRefused) else ""
@@ -111,15 +121,21 @@ class Cage:
         self._fail_queue("was not called: its workers have ended", "died")
         await asyncio.gather(*self._keeping)
 
-    async def call(self, *arguments: Any, generate: Callable[..., Awaitable[Any]] | None = None) -> Any:
+    async def call(
+        self,
+        *arguments: Any,
+        generate: Callable[..., Awaitable[Any]] | None = None,
+        on_worker: Callable[[bool], object] = bool,
+    ) -> Any:
         """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
-        not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed."""
+        not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed. `on_worker` is
+        told that a worker has the call now (True), or lost it before it began (False)."""
         try:
             encode(arguments)
         except (TypeError, ValueError, OverflowError) as error:
             reason = one_line(f"{self.function.name}: its arguments cannot be sent: {error}")
             raise CagedError(reason, "unanswerable") from error
-        call = CallOnServer(next(self._numbers), arguments, generate)
+        call = CallOnServer(next(self._numbers), arguments, generate, on_worker)
         self._submit(call)
         try:
             outcome = await call.done
@@ -231,6 +247,7 @@ class Cage:
             if call.done.done():
                 continue
             if call.place > end.started and call.attempts < ATTEMPTS:
+                call.on_worker(False)
                 self._submit(call)
             else:
                 call.done.set_result(end)

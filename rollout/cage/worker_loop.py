@@ -32,8 +32,14 @@ from rollout.cage import CagedFunction
 from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
 from rollout.cage.frames import encode, unpacker
 from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
+from rollout.cage.worker_process import GRACE_S
 from rollout.errors import ChatRefused, EngineError, first_error
 
+CANCEL_AGAIN_S = 1.0
+"""Interval at which an episode that is to end, and swallows that, is told so again."""
+FAILED_CALL_S = 1.0
+"""Most of an episode's own time that a failed call of `generate` costs. It costs what it took, so that no episode can
+go on for ever with calls that are refused; but `rollout.chat.timeout_s` may end one after many minutes."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 """The episode that this context belongs to."""
 
@@ -151,7 +157,7 @@ class EpisodeServer:
         elif verb == "cancel":
             if number in self.episodes:
                 self.episodes[number].answered = True
-                self.episodes[number].task.cancel()
+                self._cancel(self.episodes[number], self.loop.time() + GRACE_S)
         elif request is not None and not request.done():
             if verb == "generated":
                 request.set_result(value)
@@ -171,7 +177,19 @@ class EpisodeServer:
     def _expire(self, episode: RunningEpisode) -> None:
         how = f"{self.function.name} took longer than {self.function.prefix}timeout_s ({self.function.timeout_s:g} s)"
         self._answer(episode, encode(["ended", episode.number, "timed_out", how, "", False, 0]))
+        self._cancel(episode, self.loop.time() + GRACE_S)
+
+    def _cancel(self, episode: RunningEpisode, until: float) -> None:
+        """Have users' code end; where it does not until then, the worker ends, by the fault of this episode alone."""
+        if episode.number not in self.episodes:
+            return
+        if self.loop.time() >= until:
+            print(f"{self.function.name}: an episode that was cancelled does not end; its worker does", flush=True)
+            self.state[CURRENT] = episode.number
+            os._exit(1)
         episode.task.cancel()
+        if not getattr(self.play, "apart", False):  # else no user's code runs here, and its guard may need longer
+            self.loop.call_later(CANCEL_AGAIN_S, self._cancel, episode, until)
 
     def _answer(self, episode: RunningEpisode, message: bytes) -> None:
         """Tell the server how an episode ended, once."""
@@ -203,8 +221,14 @@ class EpisodeServer:
         episode.generating += 1
         if episode.generating == 1:
             episode.stop_clock()
+        asked = self.loop.time()
         try:
             return await answer
+        except Exception:
+            episode.left_s -= min(self.loop.time() - asked, FAILED_CALL_S)
+            if episode.left_s <= 0:
+                self._expire(episode)
+            raise
         finally:
             episode.generating -= 1
             if episode.generating == 0 and not episode.answered:

@@ -41,24 +41,34 @@ class Door:
     """One episode's way in: its key, its session, its requests, and the clock of the time that it spends elsewhere.
 
     `over` gets an exception as soon as nothing that the agent may return matters any more: the engine failed, or the
-    agent spent more than `own_s` seconds outside of model calls (then `late`).
+    agent spent more than `own_s` seconds outside of model calls (then `late`). The clock runs once a worker has it.
     """
 
     def __init__(self, session: Session, url: str, key: str, own_s: float, late: EpisodeError) -> None:
-        self.session, self.url, self.key, self.late, self.left_s = session, url, key, late, own_s
+        self.session, self.url, self.key, self.late, self.own_s = session, url, key, late, own_s
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task[Reply]] = set()
         self.connections: set[asyncio.Transport] = set()
         self.ignored = 0
         """Requests that asked for another sampling than the run's."""
         self._loop = asyncio.get_running_loop()
-        self._run_clock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_worker(self, given: bool) -> None:
+        """A worker has the agent from now on, and its time begins; or has lost it before it began."""
+        self.left_s = self.own_s
+        if self._timer:
+            self._timer.cancel()
+        if given:
+            self._run_clock()
 
     def _run_clock(self) -> None:
         self._since = self._loop.time()
         self._timer = self._loop.call_later(max(0.0, self.left_s), self.end, self.late)
 
     def _stop_clock(self) -> None:
+        if self._timer is None:  # a call from elsewhere: no worker has the agent
+            return
         self._timer.cancel()
         self.left_s -= self._loop.time() - self._since
 
@@ -73,7 +83,7 @@ class Door:
 
     def _on_done(self, call: asyncio.Task[Reply]) -> None:
         self.calls.remove(call)
-        if not self.calls and not self.over.done():
+        if self._timer and not self.calls and not self.over.done():
             self._run_clock()
 
     def end(self, error: BaseException) -> None:
@@ -83,7 +93,8 @@ class Door:
 
     def close(self) -> None:
         """No further request is taken; those under way end, and so do the agent's connections."""
-        self._timer.cancel()
+        if self._timer:
+            self._timer.cancel()
         if not self.over.cancel() and not self.over.cancelled():
             self.over.exception()  # known to whoever was there to know
         self.session.close()

@@ -60,7 +60,7 @@ def read_message(place: str, message: Any) -> Message:
 
 def _text(place: str, content: Any) -> str:
     if content is None or isinstance(content, str):
-        return content or ""
+        return encodable(f"{place}.content", content or "")
     if not isinstance(content, list | tuple):
         raise ChatRefused(f"{place}.content: a text is needed, or a list of parts with type text")
     texts = []
@@ -68,8 +68,17 @@ def _text(place: str, content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ChatRefused(f"{place}.content[{number}]: a part of type {kind!r:.40}; chats take text only")
-        texts.append(part["text"])
+        texts.append(encodable(f"{place}.content[{number}]", part["text"]))
     return "".join(texts)
+
+
+def encodable(place: str, text: str) -> str:
+    """The text. Raises ChatRefused for a lone surrogate: JSON can carry it, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ChatRefused(f"{place}: character {error.start} is a lone surrogate; send whole characters") from None
+    return text
 
 
 def _call(place: str, call: Any) -> dict[str, Any]:

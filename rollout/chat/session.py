@@ -17,6 +17,8 @@ from rollout.chat.template import ChatTemplate, Tools
 from rollout.errors import ChatRefused, EngineDead, EpisodeError
 from rollout.tasks.trajectory import Generate, Recorded
 
+CALLS_PER_TURN = 4
+"""Calls that an episode may begin for each answer that it may have."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
 """A turn, its message, and how many of its tool calls cannot be made."""
 
@@ -30,6 +32,7 @@ class ChatLimits:
     answer: int
     """Longest answer in tokens: `sampling.max_tokens`."""
     turns: int
+    """Answers. Calls, with those that are refused or given up, are four times as many at most."""
     tokens: int
     """Over all segments."""
     timeout_s: float | None = None
@@ -51,11 +54,14 @@ class Reply:
 
 
 class AnswerParser(Protocol):
-    """Reads what was sampled as a message."""
+    """Reads what was sampled as a message. Its methods run in the template's thread."""
+
+    def check(self, tools: Tools) -> None:
+        """Before anything is sampled: raises ChatRefused for tools that `message` cannot take."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
         """The assistant's message of these tokens, without the one that ended it, and how many tool calls in it are
-        none that can be made. Runs in the template's thread."""
+        none that can be made."""
 
 
 class TextParser:
@@ -63,6 +69,9 @@ class TextParser:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._tokenizer = template.tokenizer
+
+    def check(self, tools: Tools) -> None:
+        """They are the template's alone."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
         """See AnswerParser."""
@@ -77,7 +86,7 @@ class Session:
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
         """Those under way: the turn that each continues, and the tokens that it may add."""
-        self._bad_calls = 0
+        self._bad_calls = self._begun = 0
         self._closed = False
         self.truncated = False
         """Whether a limit has ended the episode."""
@@ -94,6 +103,10 @@ class Session:
         failures of the infrastructure. If cancelled, generation stops and nothing is recorded.
         """
         self._check_open()
+        self._begun += 1
+        if self._begun > CALLS_PER_TURN * self._limits.turns:
+            most = f"{CALLS_PER_TURN * self._limits.turns} calls ({CALLS_PER_TURN} times rollout.chat.max_turns)"
+            self._exhausted(f"this episode has had its {most}, with those that were refused or given up", "turns")
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ChatRefused(f"max_tokens: {max_tokens!r:.40} is not a whole number >= 1")
         request = await self._template.aside(ChatRequest.read, messages, tools)
@@ -201,6 +214,7 @@ class Session:
     ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
         """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
         tokens to be given; and the request's messages with our reasoning in them. Runs in the template's thread."""
+        self._parser.check(request.tools)
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages
         new = request.messages[number:]

@@ -70,7 +70,7 @@ class ChatTemplate:
         if self._plain:
             return "\n\n".join(message["content"] for message in chat)
         try:
-            return str(
+            text = str(
                 self.tokenizer.apply_chat_template(
                     chat,
                     tools=tools,
@@ -80,6 +80,8 @@ class ChatTemplate:
                     **self._kwargs,
                 )
             )
+            text.encode()  # refused for lone surrogates, which tokenizers cannot take
+            return text
         except jinja2.TemplateError as error:
             raise ChatRefused(f"messages: the chat template refuses them: {error}") from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -39,10 +39,13 @@ class VllmParser:
             reason = " ".join(str(error).split())
             raise ValueError(f"rollout.chat: {names} cannot be used with the tokenizer of {model}: {reason}") from error
 
-    def message(self, tokens: list[int], tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], int]:
+    def check(self, tools: list[dict[str, Any]] | None) -> None:
         """See AnswerParser. Raises ChatRefused for tools that are not as OpenAI's API has them."""
+        self._request(tools)
+
+    def _request(self, tools: list[dict[str, Any]] | None) -> ChatCompletionRequest:
         try:
-            request = ChatCompletionRequest(
+            return ChatCompletionRequest(
                 model="policy",
                 messages=[{"role": "user", "content": ""}],
                 tools=tools,
@@ -51,6 +54,10 @@ class VllmParser:
         except ValidationError as error:
             first = error.errors()[0]
             raise ChatRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+    def message(self, tokens: list[int], tools: list[dict[str, Any]] | None) -> tuple[dict[str, Any], int]:
+        """See AnswerParser."""
+        request = self._request(tools)
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         parser = self._made(request.tools)
         try:

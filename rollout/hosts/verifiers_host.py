@@ -8,7 +8,7 @@ ARGS is JSON: keyword arguments of `load_environment`, or the config of a task s
 `{"taskset": {"level": 2}, "agent": {"max_turns": 8}}`.
 
     server -> host   {"id": 7, "row": {...}, "url": "http://.../v1", "sampling": {"max_tokens": 256}}   {"cancel": 7}
-    host -> server   {"ready": "v0"} or {"refused": "one line"}, then for each episode
+    host -> server   {"ready": "v0"} or {"refused": "one line"}, then {"cancelled": 7} at once, and for each episode
                      {"id": 7, "ok": true, "reward": 1.0, "metrics": {...}, "error": null, "stop": "...",
                       "truncated": false}
 
@@ -237,9 +237,9 @@ class Host:
         self.environment, self.answers = environment, answers
         self.running: dict[int, asyncio.Task[None]] = {}
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, line: bytes) -> None:
         """One line for the server."""
-        self.answers.write(json.dumps(message).encode() + b"\n")
+        self.answers.write(line)
         self.answers.flush()
 
     async def serve(self, requests: Any) -> None:
@@ -247,12 +247,13 @@ class Host:
         reader = asyncio.StreamReader(limit=LONGEST_LINE)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         async with self.environment.serving():
-            self.tell({"ready": self.environment.api})
+            self.tell(line_of({"ready": self.environment.api}))
             while line := await reader.readline():
                 request = json.loads(line)
                 if "cancel" in request:
                     if running := self.running.get(request["cancel"]):
                         running.cancel()
+                    self.tell(line_of({"cancelled": request["cancel"]}))
                 else:
                     self.running[request["id"]] = asyncio.create_task(self.play(**request))
             for task in self.running.values():
@@ -261,12 +262,18 @@ class Host:
     async def play(self, id: int, row: Any, url: str, sampling: dict[str, Any]) -> None:
         """One episode, whatever happens in it."""
         try:
-            result = await self.environment.run(row, url, sampling)
-        except (Exception, SystemExit) as error:  # the environment's code
-            result = {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+            line = line_of({"id": id, **await self.environment.run(row, url, sampling)})
+        except (Exception, SystemExit) as error:  # the environment's code, or a result that JSON cannot write
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            line = line_of({"id": id, "ok": False, "error": reason})
         finally:
             del self.running[id]
-        self.tell({"id": id, **result})
+        self.tell(line)
+
+
+def line_of(message: dict[str, Any]) -> bytes:
+    """A message as the server reads it. Raises TypeError and ValueError for what JSON cannot write."""
+    return json.dumps(message).encode() + b"\n"
 
 
 def protected() -> tuple[Any, Any]:

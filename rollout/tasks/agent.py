@@ -15,8 +15,15 @@ from rollout.chat.door import ChatServer, Door
 from rollout.chat.session import Sessions
 from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
-MADE_BY_AGENT = ("died", "timed_out", "out_of_memory", "unloadable", "unanswerable", "environment")
-"""Origins of failures that a limit of the run does not explain."""
+REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
+"""Origins of failures that are the refusal of a model call beyond a limit."""
+HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
+"""Origins that are it where they tell of a 400."""
+
+
+BLOCKED_S = 3.0
+"""What agents that share a worker get above their time: who blocks it is found by the worker's warden before the time
+of the others is over, who wait for it and are not at fault."""
 
 
 class UrlEpisodes:
@@ -25,14 +32,15 @@ class UrlEpisodes:
     def __init__(self, config: Config, function: CagedFunction, cage: Cage, sessions: Sessions) -> None:
         self.function, self.server = function, ChatServer(config.rollout.chat, config.sampling.temperature)
         self._cage, self._sessions = cage, sessions
-        self._hosted = config.rollout.task == "environment"
+        self._hosted, self._command = config.rollout.task == "environment", config.rollout.task == "agent"
 
     async def __call__(self, problem: Problem, generate: Generate) -> Recorded:
         """One episode. Raises CagedError, and what the engine raised."""
         session, limit_s = self._sessions.open(generate), self.function.timeout_s
         limit = f"{self.function.prefix}timeout_s ({limit_s:g} s) outside of model calls"
         late = CagedError(f"{self.function.name} took longer than {limit}; it was ended", "timed_out")
-        with self.server.admit(session, limit_s, late) as door:
+        more_s = 0.0 if self._cage.about["apart"] else BLOCKED_S
+        with self.server.admit(session, limit_s + more_s, late) as door:
             try:
                 result = await self._result(door, problem.row)
             except CagedError as error:
@@ -40,16 +48,22 @@ class UrlEpisodes:
                     raise session.error from error
                 if self._hosted and error.origin in ("died", "unloadable"):  # which episode did it, nobody knows
                     error.kind = "infrastructure"
-                if not session.truncated or error.origin in MADE_BY_AGENT:
+                if not session.truncated or not self._is_refusal(error):
                     raise
                 result = CUT_SCORE
         recorded = session.recorded(result)
         recorded.trajectory.metrics["ignored_settings"] = float(door.ignored)
         return recorded
 
+    def _is_refusal(self, error: CagedError) -> bool:
+        """Whether an agent whose model calls are refused failed by that, and not by something else that happened
+        afterwards. Of a program nobody knows more than its exit code."""
+        told = error.origin in HTTP_ERRORS and "400" in str(error)
+        return told or error.origin in REFUSALS or (self._command and error.origin == "exited")
+
     async def _result(self, door: Door, row: dict[str, Any]) -> Any:
         """What the agent returned. Raises CagedError, and what `door.over` has."""
-        call = asyncio.ensure_future(self._cage.call(row, door.url, door.key))
+        call = asyncio.ensure_future(self._cage.call(row, door.url, door.key, on_worker=door.on_worker))
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # if the door was faster, it decides
         try:
             await asyncio.wait({call, door.over}, return_when=asyncio.FIRST_COMPLETED)

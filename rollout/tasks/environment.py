@@ -1,7 +1,8 @@
 """In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
 
 The worker starts `rollout/hosts/verifiers_host.py` once, hands each episode to it as a line of JSON and waits for the
-line that answers. It ends as the host ends: then the cage starts both anew, and the episodes under way have failed.
+line that answers. It ends as the host ends: then the cage starts both anew, and the episodes under way have failed. A
+host that does not answer the end of an episode is blocked, and is killed.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from subprocess import PIPE
 from typing import Any, NoReturn
 
 from rollout.cage.failure_text import ToldError
+from rollout.cage.worker_process import GRACE_S
 from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
@@ -78,11 +80,13 @@ class Relay:
     def __init__(self, host: subprocess.Popen[bytes]) -> None:
         self.host = host
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._kills: dict[int, asyncio.TimerHandle] = {}
+        """What the host has yet to say of requests that were cancelled."""
         self._numbers = count(1)
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """The host's answer; cancelled, the host is told so."""
+        """The host's answer; cancelled, the host is told so, and has GRACE_S to say that it heard it."""
         if self._connected is None:  # outside of any episode: its time is nobody's
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)
@@ -91,6 +95,7 @@ class Relay:
             writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
             return await answer
         except asyncio.CancelledError:
+            self._kills[number] = asyncio.get_running_loop().call_later(GRACE_S, self.host.kill)
             writer.write(json.dumps({"cancel": number}).encode() + b"\n")
             raise
         finally:
@@ -104,11 +109,17 @@ class Relay:
         return writer
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            result = json.loads(line)
-            answer = self._answers.get(result["id"])
-            if answer and not answer.done():
-                answer.set_result(result)
+        try:
+            while line := await reader.readline():
+                result = json.loads(line)
+                if kill := self._kills.pop(result.get("cancelled"), None):
+                    kill.cancel()
+                answer = self._answers.get(result.get("id"))
+                if answer and not answer.done():
+                    answer.set_result(result)
+        except Exception as error:
+            print(f"no answer of a host: {type(error).__name__}: {error}")  # to the log
+            self.host.kill()
         self._end()
 
     def _end(self) -> NoReturn:

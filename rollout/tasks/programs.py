@@ -27,7 +27,7 @@ Play = Callable[..., Awaitable[Any]]
 
 def timed_by_server(play: Any, apart: bool) -> Play:
     """Say so of a loaded function, for `worker_loop.py` and `user_task.py`."""
-    play.timed, play.apart, play.about = False, apart, {"convention": "base_url"}
+    play.timed, play.apart, play.about = False, apart, {"convention": "base_url", "apart": apart}
     return play  # type: ignore[no-any-return]
 
 

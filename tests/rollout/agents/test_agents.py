@@ -46,7 +46,7 @@ result = solve_apart(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_
 print("solved it")
 print(json.dumps(result))
 """
-HOSTILE = str(Path(__file__).parent / "user_agents.py")
+HOSTILE, HOSTILE_MODULE = str(Path(__file__).parent / "user_agents.py"), "tests.rollout.agents.user_agents"
 
 
 @asynccontextmanager
@@ -102,6 +102,55 @@ async def test_the_limits_of_the_run_end_an_episode_that_is_scored(tmp_path: Pat
     }
 
 
+REFUSED_THEN = """
+import asyncio, json, sys, urllib.error, urllib.request
+import openai
+
+async def talk(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        try:
+            while True:
+                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "1"}])
+        except openai.BadRequestError as error:
+            raise OTHER
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ("", None),
+        ("urllib.error.HTTPError('', 400, 'Bad Request', None, None)", None),
+        ("urllib.error.HTTPError('', 502, 'Bad Gateway', None, None)", "HTTP Error 502"),
+        ("ConnectionError('the data base is gone') from None", "ConnectionError: the data base is gone"),
+        ("SystemExit(3)", "called sys.exit(3)"),
+    ],
+)
+async def test_only_the_refusal_itself_is_nothing_and_another_failure_after_it_is_none(
+    other: str, reason: str | None, tmp_path: Path
+):
+    (tmp_path / "mine.py").write_text(REFUSED_THEN.replace("OTHER", other))
+    limits = ["--rollout.chat.max_turns=1", "--rollout.sample_attempts=1"]
+    async with played(tmp_path, f"{tmp_path}/mine.py:talk", *limits) as (_, episodes, _):
+        outcome = await episodes.attempt(ROWS[0])
+    if reason is None:
+        assert isinstance(outcome, Group)
+        assert [(sample.reward, sample.finish) for sample in outcome.samples] == [(0.0, "length")] * 2
+    else:
+        assert isinstance(outcome, Failure) and reason in outcome.reason
+
+
+async def test_a_program_that_ends_badly_after_a_limit_has_nothing(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        REFUSED_THEN.replace("OTHER", "")
+        + "import os\nasyncio.run(talk({}, os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY']))\n"
+    )
+    command = f"--rollout.agent.command=[{sys.executable}, {tmp_path}/mine.py]"
+    async with played(tmp_path, "agent", command, "--rollout.chat.max_turns=1") as (_, episodes, _):
+        group = await episodes.attempt(ROWS[0])
+    assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("error", [EngineError("vLLM failed"), EngineDead("vLLM died")])
 async def test_the_engine_s_failure_is_no_reward_whatever_the_agent_returns(error: Exception, tmp_path: Path):
     (tmp_path / "mine.py").write_text(
@@ -144,6 +193,30 @@ async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: 
         async with asyncio.timeout(10):
             while wards():
                 await asyncio.sleep(0.05)
+
+
+async def test_waiting_for_a_worker_is_not_the_agent_s_time(tmp_path: Path):
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(3)\nfrom {HOSTILE_MODULE} import plain\n")
+    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
+    async with played(tmp_path, f"{tmp_path}/slow.py:plain", *limits) as (_, episodes, _):
+        (warden,) = psutil.Process().children()
+        os.kill(warden.children()[0].pid, signal.SIGKILL)
+        group = await episodes.attempt({"problem": "1", "how": "fine"})
+    assert isinstance(group, Group), group
+
+
+async def test_who_waits_for_a_worker_that_another_blocks_is_returned(tmp_path: Path):
+    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
+    async with played(tmp_path, f"{HOSTILE}:concurrent", *limits) as (_, episodes, engine):
+        engine.gate.clear()
+        wait, block = (asyncio.create_task(episodes.attempt({"problem": "1", "how": how})) for how in ("wait", "block"))
+        async with asyncio.timeout(30):
+            while engine.running < 4:
+                await asyncio.sleep(0.01)
+        engine.gate.set()
+        beside, guilty = await asyncio.wait_for(asyncio.gather(wait, block), 30)
+    assert isinstance(guilty, Failure) and not guilty.returned and "rollout.task_timeout_s (2 s)" in guilty.reason
+    assert isinstance(beside, Failure) and beside.returned and "another episode ended the worker" in beside.reason
 
 
 async def test_a_lease_that_is_lost_takes_everything_along(tmp_path: Path):

@@ -16,7 +16,7 @@ from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.user_task import UserTask, trajectory_of
 from rollout.episodes.episode import Episodes, Failure
-from rollout.errors import EpisodeError
+from rollout.errors import ChatRefused, EpisodeError
 from rollout.tasks.trajectory import Completion, Problem
 from tests.harness import fakes
 from tests.harness.fakes import FakePrompts, FakeRewards, fake_sampler
@@ -169,6 +169,15 @@ async def test_what_generate_raises_reaches_the_episode_and_the_caller():
         assert await task.run(problem(), refuse) == "too many tokens"
 
 
+async def test_a_refusal_after_a_long_time_is_not_the_episode_s_own():
+    async def refuse(tokens: list[int], **options: Any) -> None:
+        await asyncio.sleep(2.5)
+        raise ChatRefused("out of time", "time_exceeded")
+
+    async with caged("survives_refusal", timeout_s=2.0) as task:
+        assert await task.run(problem(), refuse) == "out of time"
+
+
 async def test_an_error_may_be_permanent():
     async with caged("misbehaves") as task:
         assert (await error_of(task.run(problem(how="give up"), FakeEngine().generate))).permanent
@@ -186,6 +195,31 @@ async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
         worker = await second
         assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
     assert first.cancelled()
+
+
+async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders():
+    engine = FakeEngine()
+    engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
+    async with caged("misbehaves") as task:
+        worker = await task.run(problem(how="pid"), FakeEngine().generate)
+        stubborn = asyncio.create_task(task.run(problem(how="refuse to be cancelled"), FakeEngine().generate))
+        beside = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
+        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.sleep(0.2)
+        stubborn.cancel()
+        error = await error_of(beside)
+        assert error.returned and "another episode ended the worker that both shared" in str(error)
+        assert await task.run(problem(how="pid"), FakeEngine().generate) != worker
+
+
+async def test_an_episode_that_swallows_its_end_once_is_told_again():
+    async with caged("misbehaves") as task:
+        worker = await task.run(problem(how="pid"), FakeEngine().generate)
+        stubborn = asyncio.create_task(task.run(problem(how="swallow once"), FakeEngine().generate))
+        await asyncio.sleep(0.5)
+        stubborn.cancel()
+        await asyncio.sleep(6)
+        assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
 
 
 async def test_an_episode_that_stops_waiting_stops_its_generation():

@@ -1,6 +1,7 @@
 """A user's function of (row, chat): its messages travel, its tokens are recorded in the server."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,17 @@ class Guesser:
 
 
 async def play(
-    source: str, folder: Path, own_score: bool = True, attempts: int = 1, turns: int = 9, policy: Guesser | None = None
+    source: str,
+    folder: Path,
+    own_score: bool = True,
+    attempts: int = 1,
+    turns: int = 9,
+    policy: Guesser | None = None,
+    limits: Sequence[str] = (),
 ) -> tuple[Group | Failure, FakeEngine, FakeRewards]:
     """Two samples of ROW by the function `guess` in `source`."""
     (folder / "mine.py").write_text(source)
-    config = load([str(RUN), f"--rollout.task={folder}/mine.py:guess", "--rollout.task_workers=1"])
+    config = load([str(RUN), f"--rollout.task={folder}/mine.py:guess", "--rollout.task_workers=1", *limits])
     config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": 60})})
     policy, rewards = policy or Guesser(), FakeRewards()
     prompts = Prompts(policy.tokenizer, config)
@@ -101,6 +108,20 @@ async def guess(row, chat):
         assert error.code == "turns_exceeded" and "rollout.chat.max_turns" in str(error)
         return 0.25
 """
+
+
+async def test_a_function_cannot_go_on_for_ever_with_calls_that_are_refused(tmp_path: Path):
+    stubborn = """
+async def guess(row, chat):
+    await chat([{"role": "user", "content": "1"}])
+    while True:
+        try:
+            await chat("hello")
+        except Exception:
+            pass
+"""
+    outcome, _, _ = await play(stubborn, tmp_path, limits=["--rollout.task_timeout_s=1"])
+    assert isinstance(outcome, Failure) and "took longer than rollout.task_timeout_s (1 s)" in outcome.reason
 
 
 async def test_a_function_may_catch_a_limit(tmp_path: Path):

@@ -164,6 +164,24 @@ def child_leaks():
     subprocess.run([sys.executable, "-c", "import time; x = b'x' * 2**29; time.sleep(600)"], check=True)
 
 
+def children_leak_beside_others_that_come_and_go():
+    """Takes memory in several children, each of them less than the limit, and starts a process again and again."""
+    for _ in range(3):
+        if os.fork() == 0:
+            kept = b"x" * (200 * 2**20)
+            time.sleep(600)
+            os._exit(len(kept))
+    last = 0
+    while True:
+        if (new := os.fork()) == 0:
+            time.sleep(600)
+        if last:
+            os.kill(last, signal.SIGKILL)
+            os.waitpid(last, 0)
+        last = new
+        time.sleep(0.02)
+
+
 def prints(mib):
     """Prints many MiB."""
     text = "x" * 1023 + "\n"
@@ -358,6 +376,10 @@ async def misbehaves(problem, generate):
         while True:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(600)
+    if how == "swallow once":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        await asyncio.sleep(600)
     if how == "object":
         return Evil()
     if how == "give up":

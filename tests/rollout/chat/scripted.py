@@ -13,7 +13,7 @@ from configs.load import load
 from rollout.chat.session import ChatLimits, Session, Sessions
 from rollout.chat.template import ChatTemplate
 from rollout.episodes.prompts import Prompts
-from rollout.tasks import Completion, Trajectory
+from rollout.tasks import ChatRefused, Completion, Trajectory
 from tests.rollout.chat.chat_templates import chat_tokenizer
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
@@ -80,6 +80,10 @@ class TagParser:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.calls = tokenizer, 0
+
+    def check(self, tools: Any) -> None:
+        if any("function" not in tool for tool in tools or ()):
+            raise ChatRefused("tools.0.function: Field required")
 
     def message(self, tokens: list[int], tools: Any) -> tuple[dict[str, Any], int]:
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -50,6 +50,26 @@ async def test_turns_are_limited_and_what_was_said_is_scored():
     }  # fmt: skip
 
 
+async def test_calls_that_give_no_answer_are_limited_too():
+    made = answering(ChatLimits(context=4000, answer=200, turns=2, tokens=100_000))
+    await made.session.chat(HI)
+    made.engine.gate.clear()
+    for begun in range(2, 5):  # given up in the midst of an answer
+        asking = asyncio.create_task(made.session.chat(HI))
+        while made.engine.begun < begun:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+    made.engine.gate.set()
+    for _ in range(3):
+        assert (await refused(made, [])).code == "invalid_request_error"
+    assert not made.session.truncated
+    await made.session.chat(HI)
+    error = await refused(made, [])
+    assert error.code == "turns_exceeded" and "8 calls (4 times rollout.chat.max_turns)" in str(error)
+    assert made.session.recorded(None).trajectory.finish == "length"
+
+
 async def test_an_answer_ends_where_the_context_does_and_then_nothing_more_is_said():
     made = answering(ChatLimits(context=60, answer=200, turns=9, tokens=1000), "th" * 300)
     messages = await more(made, HI)
@@ -166,6 +186,31 @@ async def test_a_retry_drops_one_answer_and_not_that_of_another_who_asked_the_sa
     made.engine.gate.set()
     await made.session.chat(HI, repeated=True)  # of the request that was cancelled, whose answer nobody has
     assert made.session.recorded(1).trajectory.metrics["turns"] == 4.0
+
+
+LONE = "a \ud83d b"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "user", "content": LONE}], "messages[0].content: character 2 is a lone surrogate"),
+        ([{"role": "user", "content": [{"type": "text", "text": LONE}]}], "messages[0].content[0]: character 2 is"),
+        ([{"role": LONE, "content": "hi"}], "surrogates not allowed"),
+    ],
+)
+async def test_half_a_character_is_refused_before_anything_is_sampled(messages: Any, words: str):
+    made = answering()
+    error = await refused(made, messages)
+    assert error.code == "invalid_request_error" and words in str(error)
+    assert made.engine.begun == 0 and made.session.error is None
+    str(error).encode()
+
+
+async def test_tools_are_judged_before_anything_is_sampled():
+    made = answering()
+    assert "tools.0.function" in str(await refused(made, HI, tools=[{"type": "function"}]))
+    assert made.engine.begun == 0
 
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 2.5, "7", True])

@@ -63,7 +63,7 @@ def test_the_end_of_an_answer_is_no_part_of_it():
 @pytest.mark.parametrize("tools", [[{"type": "function"}], [{"function": {"name": 3}}]])
 def test_tools_that_are_none_are_refused_by_name(tools: Any):
     with pytest.raises(ChatRefused, match="tools"):
-        read("ok", tools, tool_parser="hermes")
+        VllmParser(chat_tokenizer("qwen3"), ChatConfig(tool_parser="hermes"), "model").check(tools)
 
 
 def test_parsers_that_cannot_be_used_are_refused_in_one_line():
