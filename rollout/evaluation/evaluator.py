@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from buffer.wire.client import RolloutClient
+from buffer.wire.client import MessageTooLarge, RolloutClient
 from buffer.wire.protocol import SetResult
 from configs.schema import Config
 from rollout.concurrency import SparePlaces
@@ -95,7 +95,12 @@ class Evaluator:
             log.warning("the evaluation of version %d is not this server's any more", version)
             self._buffer.evaluating = None
             return
-        stored = await self._buffer.evaluated(due, version, results)
+        try:
+            stored = await self._buffer.evaluated(due, version, results)
+        except MessageTooLarge as error:
+            log.warning("the answers of this evaluation are not kept for reading: %s", error)
+            figures = {name: one.model_copy(update={"examples": []}) for name, one in results.items()}
+            stored = await self._buffer.evaluated(due, version, figures)
         log.info("version %d is evaluated%s", version, "" if stored.accepted else f", to no use: {stored.reason}")
 
     async def _claim_held(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from actors.process import Event, Process
 from actors.supervise.keeper import Keeper
 from buffer.images import Picture
+from buffer.wire.client import MessageTooLarge
 from buffer.wire.protocol import FailureKind, Stored, WorkItem
 from buffer.wire.sample import Sample
 from configs.schema import Config
@@ -183,6 +184,8 @@ class FakeEvaluations:
         self.answers = asyncio.Event()
         """Cleared: claims wait, as while the buffer is being restarted."""
         self.answers.set()
+        self.most_examples: int | None = None
+        """Answers of a set that a message has room for."""
 
     async def claim(self, version: int) -> int | None:
         self.trail.append(f"claim {version}")
@@ -191,6 +194,8 @@ class FakeEvaluations:
         return self.evaluating
 
     async def evaluated(self, due: int, version: int, sets: Any) -> Stored:
+        if self.most_examples is not None and any(len(one.examples) > self.most_examples for one in sets.values()):
+            raise MessageTooLarge("Evaluated of 9.0 MiB exceeds buffer.max_message_mib (8)")
         self.trail.append(f"evaluated {due} at {version}")
         self.results[version], self.evaluating = sets, None
         return Stored(accepted=self.accepted, reason="" if self.accepted else "it is done")

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
+import pytest
+
 from configs.schema import EvalSet
 from rollout.concurrency import Places
 from rollout.evaluation.players import ProblemSet
@@ -180,6 +182,16 @@ async def test_a_server_leaves_if_the_last_version_never_comes():
         await server.publish(98)
         await asyncio.wait_for(until_last(server.updates, server.evaluator, timeout_s=0.05), 5)
         assert not server.updates.last.is_set()
+
+
+async def test_answers_that_no_message_has_room_for_are_left_out(caplog: pytest.LogCaptureFixture):
+    async with Server(3) as server:
+        server.buffer.most_examples = 0
+        await server.publish(3)
+        await asyncio.sleep(0.1)
+        one = server.buffer.results[3]["one"]
+        assert one.figures["mean@1"] == 1.0 and one.examples == []
+        assert "exceeds buffer.max_message_mib (8)" in caplog.text
 
 
 async def test_without_sets_nobody_is_asked():
