@@ -88,9 +88,8 @@ class Evaluations:
             if doing == running.due and running.version <= reach.ceiling:
                 running.since = now
                 return "none"
-            if (
-                doing == running.due or now >= running.since + self.lease_s
-            ):  # of a policy that a rewind undid; forgotten
+            # a rewind undid its policy, or the server has forgotten it
+            if doing == running.due or now >= running.since + self.lease_s:
                 self._lose(running)
         if doing is not None:
             return "over"
