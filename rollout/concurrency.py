@@ -182,7 +182,8 @@ class Auto:
         self._seen_at, self._preempted = now, engine["preempted"]
         limits = self.limits(places)
         full, wanted = places.taken >= places.limit * NEARLY, limits.pop("limit_learner")
-        if learner_waits and full and wanted < min(limits.values()):
+        grows = learner_waits and full and not places.lull  # in a lull it is an evaluation that fills them
+        if grows and wanted < min(limits.values()):
             self.wanted *= 1 + seconds * GROWTH_PER_S
         if new > 0 and places.taken < places.limit + places.samples:
             self._fits = max(places.limit - new, places.limit * NEARLY)

@@ -72,7 +72,7 @@ async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s
         with suppress(TimeoutError):
             await asyncio.wait_for(weights.last.wait(), timeout_s)
         waits = evaluator.steady.locked()
-        await evaluator.idle()
+        waits = await evaluator.idle() or waits
     await evaluator.idle()
 
 

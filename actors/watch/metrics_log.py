@@ -48,6 +48,8 @@ class Records:
         """Whether it is new."""
         kind, version = self.by_version, record["version"]
         if EVALUATED in record:
+            if not sets_of(record):  # it was given up
+                return False
             kind, version = self.evaluations, record[EVALUATED]
         fresh = kind.get(version) != record
         kind[version] = record

@@ -116,6 +116,8 @@ class GeneratedRows:
     def __init__(self, made: GeneratedSet) -> None:
         self.set, self._config = made, json.dumps(made.config, sort_keys=True)
         self._rows: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
+        self._retried: set[int] = set()
+        """Rows that were lost with the process and asked for again."""
         self.on_made: Callable[[], object] = lambda: None
         """Called by a thread whenever a row is made."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
@@ -127,11 +129,21 @@ class GeneratedRows:
             if index not in self._rows:
                 self._rows[index] = self._ask(index, ahead=True)
         while len(self._rows) > KEPT:
-            self._rows.popitem(last=False)
+            self._retried.discard(self._rows.popitem(last=False)[0])
 
     def is_made(self, index: int) -> bool:
-        """Whether nobody has to wait for this row."""
+        """Whether nobody has to wait for this row. One that was lost with the process is asked for again, with all
+        others; once, since it may be what ends the process."""
+        if self._lost(index) and index not in self._retried:
+            again = [row for row in self._rows if self._lost(row) and row not in self._retried]
+            self._retried.update(again)
+            for row in again:
+                self._rows[row] = self._ask(row, ahead=True)
         return index in self._rows and self._rows[index].done()
+
+    def _lost(self, index: int) -> bool:
+        known = self._rows.get(index)
+        return known is not None and known.done() and isinstance(known.exception(), MakerEnded)
 
     def _ask(self, index: int, ahead: bool = False) -> "Future[dict[str, Any]]":
         answer = entry_maker().ask("row", self.set.name, self._config, index, ahead=ahead)
@@ -141,7 +153,7 @@ class GeneratedRows:
     def __call__(self, index: int) -> dict[str, Any]:
         """A row; one that cannot be made has `unmade`, the reason, in place of its problem."""
         known = self._rows.get(index)
-        if known is None or not known.done() or isinstance(known.exception(), MakerEnded):
+        if known is None or not known.done() or self._lost(index):
             self._rows[index] = self._ask(index)
         self._rows.move_to_end(index)
         identity = {"name": self.set.name, "config": self.set.config, "index": index}

@@ -88,9 +88,8 @@ class Evaluations:
             if doing == running.due and running.version <= reach.ceiling:
                 running.since = now
                 return "none"
-            if (
-                doing == running.due or now >= running.since + self.lease_s
-            ):  # of a policy that a rewind undid; forgotten
+            # a rewind undid its policy, or the server has forgotten it
+            if doing == running.due or now >= running.since + self.lease_s:
                 self._lose(running)
         if doing is not None:
             return "over"
@@ -102,7 +101,7 @@ class Evaluations:
         if running and running.server == server:
             self._lose(running)
 
-    def finish(self, server: str, due: int, version: int, results: str, samples: str) -> str | None:
+    def finish(self, server: str, due: int, version: int, results: str, samples: str, reach: Reach) -> str | None:
         """Take up the results; None: accepted (also when repeated), else why not. The first ones count, also those of a
         server that was taken for dead."""
         known = self.known.get(due)
@@ -110,6 +109,10 @@ class Evaluations:
             return f"evaluation {due} was never claimed here"
         if known.state in ("done", "failed"):
             return None if (known.server, known.version) == (server, version) else f"evaluation {due} is done"
+        if version > reach.ceiling:
+            if (known.state, known.server, known.version) == ("running", server, version):
+                self._lose(known)
+            return "its version was undone"
         self._set(EvaluationState(due, "done", version, server, known.attempts, results=results), samples)
         return None
 

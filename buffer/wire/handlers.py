@@ -305,7 +305,8 @@ class Handlers:
     def _evaluated(self, peer: Peer, made: protocol.Evaluated, now: float) -> Message:
         results = json.dumps({name: one.figures for name, one in made.sets.items()})
         samples = json.dumps({name: one.examples for name, one in made.sets.items()}, default=repr)
-        refusal = self.ledger.evaluations.finish(peer.key, made.due, made.version, results, samples)
+        reach = self.ledger.reach
+        refusal = self.ledger.evaluations.finish(peer.key, made.due, made.version, results, samples, reach)
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
 
     def _results(self, peer: Peer, wanted: protocol.Results, now: float) -> Message | None:

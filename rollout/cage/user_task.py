@@ -86,7 +86,7 @@ class UserTask:
         return trajectory
 
     async def _converse(self, problem: Problem, generate: Generate) -> Recorded:
-        session = self.sessions.open(generate)
+        session = self.sessions.open(generate, problem)
 
         async def chat(messages: Any, **options: Any) -> dict[str, Any]:
             return (await session.chat(messages, **options)).message
@@ -109,14 +109,13 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
     rollout, agent, environment = config.rollout, config.rollout.agent, config.rollout.environment
     memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
     plain = config.model_dump(mode="json")
-    sampling = {"max_tokens": config.sampling.max_tokens}
     each = HOSTED_PROCESSES if rollout.task == "environment" else SAMPLE_PROCESSES
     name, loader, arguments = {
         "agent": (command_name(agent.command), "programs:load_command", [agent.command, memory]),
         "environment": (
             f"environment {environment.id}",
             "environment:load_environment",
-            [plain["rollout"]["environment"], sampling],
+            [plain["rollout"]["environment"]],
         ),
     }.get(rollout.task, (rollout.task, "", [rollout.task, plain["model"], plain["data"], memory]))
     return CagedFunction(

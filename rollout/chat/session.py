@@ -8,14 +8,14 @@ one for each sample; built by `rollout/episodes/setup.py`.
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from rollout.chat.conversation import Conversation, RecordedTurn
 from rollout.chat.messages import ChatRequest, Message, extended, read_message
 from rollout.chat.template import ChatTemplate, Tools
 from rollout.errors import ChatRefused, EngineDead, EpisodeError
-from rollout.tasks.trajectory import Generate, Recorded
+from rollout.tasks.trajectory import Generate, Problem, Recorded
 
 CALLS_PER_TURN = 4
 """Calls that an episode may begin for each answer that it may have."""
@@ -248,6 +248,9 @@ class Sessions:
     parser: AnswerParser
     limits: ChatLimits
 
-    def open(self, generate: Generate) -> Session:
-        """A session that samples with `generate`."""
-        return Session(generate, self.template, self.parser, self.limits)
+    def open(self, generate: Generate, problem: Problem) -> Session:
+        """A session that samples with `generate`, with the lengths of the problem's set, which may be longer."""
+        limits, context = self.limits, problem.left([])
+        answer, tokens = problem.answer or limits.answer, limits.tokens + max(0, context - limits.context)
+        limits = replace(limits, context=context, answer=answer, tokens=tokens)
+        return Session(generate, self.template, self.parser, limits)

@@ -198,7 +198,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     given = config.rollout.engine
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
-        "max_model_len": max_sample_tokens(config),
+        "max_model_len": longest_sample(config),
         "generation_config": "vllm",  # the run file decides how to sample, not the model's folder
         "enable_prefix_caching": True,
         "max_logprobs": 1,
@@ -223,6 +223,12 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         "disable_log_stats": True,  # vLLM's own; `rollout.engine.scheduler.Reports` takes their place
     }
     return defaults | given | ours | (image_arguments(config, form) if form else {})
+
+
+def longest_sample(config: Config) -> int:
+    """Tokens of the longest sample that is trained on or evaluated."""
+    answers = [each.max_tokens or 0 for each in config.data.eval.values()]
+    return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:

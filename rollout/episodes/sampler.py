@@ -53,7 +53,7 @@ class Sampler:
         row, pictures = self.prompts.with_pictures(row) if row.get("images") else (row, [])
         prompt = self.prompts.tokens(row, pictures)
         left = self.longest - len(prompt)
-        return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form)
+        return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form, self.max_tokens)
 
     def generate_for(self, problem: Problem, salt: str | None = None) -> Generate:
         """`generate` of one sample: it knows the prompt's images, and which tokens the policy sampled before. All its

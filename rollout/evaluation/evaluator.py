@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from buffer.wire.client import RolloutClient
+from buffer.wire.client import MessageTooLarge, RolloutClient
 from buffer.wire.protocol import SetResult
 from configs.schema import Config
 from rollout.concurrency import SparePlaces
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
 """Longest wait for the buffer's word, or a quarter of `weights.timeout_s`: the learner waits for this server meanwhile.
-After that the heartbeats ask again."""
+After that the heartbeats ask again, and a server that is about to leave."""
 
 
 class Evaluator:
@@ -46,6 +46,8 @@ class Evaluator:
         self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
         self._loaded = False
         """The engine has a policy, and not the weights that vLLM made up."""
+        self._unanswered = False
+        """The buffer has not said yet whether the version in use is to be evaluated here."""
 
     async def claim(self) -> int | None:
         """Ask for the evaluation of the version that was just loaded, between its `load` and `loaded`, and if there is
@@ -56,10 +58,15 @@ class Evaluator:
             self._weights.hold(loading=True)
         return due
 
-    async def idle(self) -> None:
-        """Wait until no version is being loaded or evaluated."""
+    async def idle(self) -> bool:
+        """Wait until no version is being loaded or evaluated, and the buffer has said of the one in use whether it is
+        to be evaluated here; what it does not answer is asked again, and made. Whether anything was."""
+        asked = False
         async with self.steady:
-            return
+            while self._unanswered and self._weights.hold():  # else the version on its way is claimed when it is loaded
+                asked = True
+                await self._claim_held()
+        return asked
 
     async def take_over(self) -> None:
         """Make evaluations that were left undone, for as long as the server runs."""
@@ -69,11 +76,7 @@ class Evaluator:
             async with self.steady:
                 if not self._loaded or not self._weights.hold():
                     continue  # the version on its way is claimed when it is loaded
-                due = await self._claim()
-                if due is None:
-                    self._weights.release()
-                else:
-                    await self.evaluate(due)
+                await self._claim_held()
 
     async def evaluate(self, due: int) -> None:
         """Play all sets and hand over the results; ends early once the buffer says that it is not ours any more."""
@@ -92,17 +95,33 @@ class Evaluator:
             log.warning("the evaluation of version %d is not this server's any more", version)
             self._buffer.evaluating = None
             return
-        stored = await self._buffer.evaluated(due, version, results)
+        try:
+            stored = await self._buffer.evaluated(due, version, results)
+        except MessageTooLarge as error:
+            log.warning("the answers of this evaluation are not kept for reading: %s", error)
+            figures = {name: one.model_copy(update={"examples": []}) for name, one in results.items()}
+            stored = await self._buffer.evaluated(due, version, figures)
         log.info("version %d is evaluated%s", version, "" if stored.accepted else f", to no use: {stored.reason}")
+
+    async def _claim_held(self) -> None:
+        """Claim the version in use, with newer ones held back, and evaluate it if it is due."""
+        due = await self._claim()
+        if due is None:
+            self._weights.release()
+        else:
+            await self.evaluate(due)
 
     async def _claim(self) -> int | None:
         if not self.sets:
             return None
+        self._unanswered = True
         try:
             async with asyncio.timeout(min(CLAIM_S, self._config.weights.timeout_s / 4)):
-                return await self._buffer.claim(self._engine.version)
+                due = await self._buffer.claim(self._engine.version)
         except TimeoutError:
             return None
+        self._unanswered = False
+        return due
 
     async def _play(self) -> dict[str, SetResult]:
         """All sets at the same time, so that only one tail of long answers is waited for."""

@@ -2,7 +2,7 @@
 rewards that the run trains with.
 
 Used by `rollout/evaluate.py` for models in folders and by `evaluator.py` while a run trains. Waits for the engine, the
-rewards, and for places.
+rewards, for places, and for rows that have to be made.
 """
 
 import asyncio
@@ -88,20 +88,21 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
     reasons: Counter[str] = Counter()
     examples: dict[int, dict[str, Any]] = {}
 
-    async def attempt(row: int, first: bool) -> None:
-        outcome = await episodes.attempt(rows[row])
+    async def attempt(row: int, given: dict[str, Any], first: bool) -> None:
+        outcome = await episodes.attempt(given)
         if isinstance(outcome, Failure):
             reasons[outcome.reason] += 1
             return
         scored[row].append(attempt_of(outcome, episodes.sampler.engine.version))
         if first and row < keep:
-            examples[row] = example_of(rows[row], outcome)
+            examples[row] = example_of(given, outcome)
 
     async with asyncio.TaskGroup() as tasks:
         for row in range(len(rows)):
+            given = await asyncio.to_thread(rows.__getitem__, row)  # one of reasoning-gym may have to be made first
             for number in range(samples):
                 await places.take()
-                made = tasks.create_task(attempt(row, first=number == 0))
+                made = tasks.create_task(attempt(row, given, first=number == 0))
                 made.add_done_callback(places.free)
     found = figures(scored, samples, problems.given.k)
     return Played(

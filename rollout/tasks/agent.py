@@ -36,13 +36,13 @@ class UrlEpisodes:
 
     async def __call__(self, problem: Problem, generate: Generate) -> Recorded:
         """One episode. Raises CagedError, and what the engine raised."""
-        session, limit_s = self._sessions.open(generate), self.function.timeout_s
+        session, limit_s = self._sessions.open(generate, problem), self.function.timeout_s
         limit = f"{self.function.prefix}timeout_s ({limit_s:g} s) outside of model calls"
         late = CagedError(f"{self.function.name} took longer than {limit}; it was ended", "timed_out")
         more_s = 0.0 if self._cage.about["apart"] else BLOCKED_S
         with self.server.admit(session, limit_s + more_s, late) as door:
             try:
-                result = await self._result(door, problem.row)
+                result = await self._result(door, problem)
             except CagedError as error:
                 if session.error:
                     raise session.error from error
@@ -61,9 +61,11 @@ class UrlEpisodes:
         told = error.origin in HTTP_ERRORS and "400" in str(error)
         return told or error.origin in REFUSALS or (self._command and error.origin == "exited")
 
-    async def _result(self, door: Door, row: dict[str, Any]) -> Any:
+    async def _result(self, door: Door, problem: Problem) -> Any:
         """What the agent returned. Raises CagedError, and what `door.over` has."""
-        call = asyncio.ensure_future(self._cage.call(row, door.url, door.key, on_worker=door.on_worker))
+        sampling = [{"max_tokens": problem.answer}] if self._hosted else []
+        playing = self._cage.call(problem.row, door.url, door.key, *sampling, on_worker=door.on_worker)
+        call = asyncio.ensure_future(playing)
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # if the door was faster, it decides
         try:
             await asyncio.wait({call, door.over}, return_when=asyncio.FIRST_COMPLETED)

@@ -30,13 +30,15 @@ LONGEST_LINE = 2**26
 """Bytes of an answer."""
 
 
-def load_environment(environment: dict[str, Any], sampling: dict[str, Any]) -> Play:
-    """The episodes of `rollout.environment`, which ask for `sampling`. Raises ValueError, in one line, for an
-    environment that its host refuses."""
+def load_environment(environment: dict[str, Any]) -> Play:
+    """The episodes of `rollout.environment`, each of which asks for its `sampling`. Raises ValueError, in one line, for
+    an environment that its host refuses."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 
-    async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> dict[str, Any]:
+    async def play(
+        row: dict[str, Any], base_url: str, api_key: str, sampling: dict[str, Any], generate: object
+    ) -> dict[str, Any]:
         given = (row.get("extra_info") or {}).get("row")
         if given is None:
             remedy = "make the rows with `verifiers_host.py export` (docs/agents.md)"

@@ -78,6 +78,8 @@ class Problem:
     """Those of the prompt, in order."""
     format: ImageFormat | None = None
     """How the model sees images; None for a text model."""
+    answer: int | None = None
+    """Longest answer of one turn in tokens: that of the evaluation set, or else `sampling.max_tokens`, as for None."""
 
     def left(self, tokens: list[int]) -> int:
         """How many tokens may follow these, which begin with the prompt; negative where these are too many already."""

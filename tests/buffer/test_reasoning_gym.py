@@ -169,6 +169,36 @@ def test_another_process_is_started_where_one_has_died() -> None:
     assert rows[6]["problem"] and rows[7]["problem"]
 
 
+def test_rows_that_were_read_ahead_and_lost_are_made_again_before_they_count_as_made() -> None:
+    made = generated("reasoning_gym:gcd?size=9&seed=1")
+    assert made is not None
+    rows = GeneratedRows(made)
+
+    def kill(row: int) -> None:
+        """End the process before it has made this row."""
+        with pytest.raises(EntryError, match="exit code -9"):
+            child.kill()
+            rows._rows[row].result(20)
+
+    child = psutil.Process(entry_maker()._process.pid)  # type: ignore[union-attr]
+    child.suspend()
+    rows.expect([5, 6, 7])
+    kill(7)
+    assert not any(rows.is_made(row) for row in (5, 6, 7)), "nobody is to wait for them one by one"
+    rows._rows[7].result(20)
+    assert all(rows.is_made(row) for row in (5, 6, 7)) and rows(6)["problem"]
+
+    child = psutil.Process(entry_maker()._process.pid)  # type: ignore[union-attr]
+    child.suspend()
+    rows.expect([8])
+    kill(8)
+    assert not rows.is_made(8)
+    child = psutil.Process(entry_maker()._process.pid)  # type: ignore[union-attr]
+    kill(8)
+    assert rows.is_made(8), "it may be what ends the process: who asks for it finds out"
+    assert rows(8)["problem"]
+
+
 def test_the_process_ends_with_its_parent() -> None:
     code = """
 import time

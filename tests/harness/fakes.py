@@ -8,6 +8,7 @@ from typing import Any, Literal
 from actors.process import Event, Process
 from actors.supervise.keeper import Keeper
 from buffer.images import Picture
+from buffer.wire.client import MessageTooLarge
 from buffer.wire.protocol import FailureKind, Stored, WorkItem
 from buffer.wire.sample import Sample
 from configs.schema import Config
@@ -180,13 +181,21 @@ class FakeEvaluations:
         self.trail: list[str] = []
         self.evaluating: int | None = None
         self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
+        self.answers = asyncio.Event()
+        """Cleared: claims wait, as while the buffer is being restarted."""
+        self.answers.set()
+        self.most_examples: int | None = None
+        """Answers of a set that a message has room for."""
 
     async def claim(self, version: int) -> int | None:
         self.trail.append(f"claim {version}")
+        await self.answers.wait()
         self.evaluating = version if version in self.due else None
         return self.evaluating
 
     async def evaluated(self, due: int, version: int, sets: Any) -> Stored:
+        if self.most_examples is not None and any(len(one.examples) > self.most_examples for one in sets.values()):
+            raise MessageTooLarge("Evaluated of 9.0 MiB exceeds buffer.max_message_mib (8)")
         self.trail.append(f"evaluated {due} at {version}")
         self.results[version], self.evaluating = sets, None
         return Stored(accepted=self.accepted, reason="" if self.accepted else "it is done")
@@ -200,9 +209,14 @@ class FakeEvaluations:
 
 
 def fake_evaluator(
-    engine: Any, buffer: FakeEvaluations | None = None, sets: Iterable[ProblemSet] = (), places: Places | None = None
+    engine: Any,
+    buffer: FakeEvaluations | None = None,
+    sets: Iterable[ProblemSet] = (),
+    places: Places | None = None,
+    timeout_s: float = 600.0,
 ) -> Evaluator:
-    """An evaluator whose sets are played with FakePrompts and FakeRewards; without sets it evaluates nothing."""
+    """An evaluator whose sets are played with FakePrompts and FakeRewards; without sets it evaluates nothing.
+    `timeout_s`: `weights.timeout_s`."""
     buffer = buffer or FakeEvaluations()
 
     class Setup:
@@ -213,7 +227,8 @@ def fake_evaluator(
             return Episodes(FakePrompts(), single_turn, sampler, FakeRewards(), samples)  # type: ignore[arg-type]
 
     needed = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"function": "math"}}
-    config, spare = Config.model_validate(needed), SparePlaces(places or Places(8, 1), 0.5)
+    config = Config.model_validate(needed | {"weights": {"timeout_s": timeout_s}})
+    spare = SparePlaces(places or Places(8, 1), 0.5)
     return Evaluator(config, Setup(), engine, buffer, buffer, spare, list(sets))  # type: ignore[arg-type]
 
 

@@ -169,6 +169,14 @@ def test_auto_fills_512_within_about_a_minute_of_waiting_and_not_without_waiting
     assert beat(rule, places, 600, waits=False) == 512
 
 
+def test_auto_grows_for_groups_and_not_for_an_evaluation_that_fills_a_lull():
+    rule, places = begun(16)
+    places.lull = True
+    assert beat(rule, places, 60) == 16
+    places.lull = False
+    assert beat(rule, places, 60) > 16
+
+
 def test_auto_has_no_more_places_than_the_kv_cache_holds():
     rule, places = begun(kv_tokens=100_000)
     assert beat(rule, places, 60) == 100

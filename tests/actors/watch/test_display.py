@@ -211,6 +211,13 @@ def test_an_evaluation_is_a_line_for_each_set(tmp_path: Path) -> None:
     assert [record["version"] for record in shown.records.ordered()] == [12], "it is no record of version 13"
 
 
+def test_an_evaluation_that_was_given_up_is_none(tmp_path: Path) -> None:
+    shown = display(tmp_path)
+    write(tmp_path, FULL, EVALUATION, {"version": 20, "eval/due": 20, "eval/version": 20})
+    shown.refresh()
+    assert list(shown.records.evaluations) == [11] and "version 20" not in said(shown)
+
+
 def test_the_panel_shows_the_last_evaluation_and_the_one_that_is_being_made(tmp_path: Path) -> None:
     shown = display(tmp_path, terminal=True)
     write(tmp_path, FULL, EVALUATION | {"eval/version": 0, "eval/aime/mean@8": 0.1}, EVALUATION)

@@ -26,7 +26,7 @@ def test_they_are_due_at_0_every_n_and_at_the_last_version():
         due = found.claim(A, version, reach(version, last), 0.0)
         if due is not None:
             made.append(due)
-            assert found.finish(A, due, version, f"r{version}", "") is None
+            assert found.finish(A, due, version, f"r{version}", "", reach(23)) is None
     assert made == [0, 5, 10, 12]
 
 
@@ -48,9 +48,9 @@ def test_one_server_at_a_time_and_a_repeated_claim_is_the_same():
 def test_what_is_still_to_be_done_when_the_next_one_is_due_is_left_out():
     found = make()
     assert found.claim(A, 5, reach(5), 0.0) == 5
-    assert found.finish(A, 5, 5, "{}", "") is None
+    assert found.finish(A, 5, 5, "{}", "", reach(23)) is None
     assert found.claim(A, 23, reach(23), 0.0) == 20
-    assert found.finish(A, 20, 23, "{}", "") is None
+    assert found.finish(A, 20, 23, "{}", "", reach(23)) is None
     assert sorted(found.known) == [5, 20] and found.claim(A, 24, reach(24), 0.0) is None
 
 
@@ -63,17 +63,17 @@ def test_a_dead_server_s_evaluation_is_made_by_another_at_the_version_it_has():
     assert found.beat(B, 7, None, reach(7), 14.0) == "due"
     assert found.claim(B, 7, reach(7), 14.0) == 5
     assert found.beat(A, 5, 5, reach(7), 14.5) == "over", "it was only slow"
-    assert found.finish(B, 5, 7, "b", "") is None
-    assert found.finish(B, 5, 7, "b", "") is None, "repeated"
-    assert found.finish(A, 5, 5, "a", "") == "evaluation 5 is done"
+    assert found.finish(B, 5, 7, "b", "", reach(23)) is None
+    assert found.finish(B, 5, 7, "b", "", reach(23)) is None, "repeated"
+    assert found.finish(A, 5, 5, "a", "", reach(23)) == "evaluation 5 is done"
     assert (found.known[5].version, found.known[5].results, found.known[5].server) == (7, "b", B)
 
 
 def test_results_of_a_server_taken_for_dead_count_if_they_are_the_first():
     found = make()
     assert found.claim(A, 5, reach(5), 0.0) == 5 and found.claim(B, 7, reach(7), 20.0) == 5
-    assert found.finish(A, 5, 5, "a", "") is None
-    assert found.finish(B, 5, 7, "b", "") == "evaluation 5 is done"
+    assert found.finish(A, 5, 5, "a", "", reach(23)) is None
+    assert found.finish(B, 5, 7, "b", "", reach(23)) == "evaluation 5 is done"
     assert found.beat(B, 7, 5, reach(7), 21.0) == "over"
 
 
@@ -100,8 +100,16 @@ def test_a_policy_that_a_rewind_undid_is_not_evaluated():
     assert found.beat(A, 10, 10, reach(7), 1.0) == "over"
     assert found.claim(A, 10, reach(7), 1.0) is None
     assert found.claim(A, 7, reach(7), 2.0) == 5
-    assert found.finish(A, 5, 7, "{}", "") is None
+    assert found.finish(A, 5, 7, "{}", "", reach(23)) is None
     assert found.claim(B, 10, reach(10), 3.0) == 10
+
+
+def test_results_of_a_policy_that_a_rewind_undid_are_not_taken_up():
+    found = make()
+    assert found.claim(A, 10, reach(10), 0.0) == 10
+    assert found.finish(A, 10, 10, "{}", "", reach(7)) == "its version was undone"
+    assert found.known[10].state == "lost" and found.claim(B, 10, reach(10), 1.0) == 10
+    assert found.finish(B, 10, 10, "{}", "", reach(10)) is None
 
 
 def test_an_evaluation_whose_servers_all_die_is_given_up():
@@ -120,7 +128,7 @@ def test_results_come_in_order_and_end_with_the_last_version():
     for version in (0, 5, 7):
         due = found.claim(A, version, reach(version, 7 if version == 7 else None), 0.0)
         assert due == version and not found.over(reach(version, 7))
-        found.finish(A, due, version, str(version), "samples")
+        found.finish(A, due, version, str(version), "samples", reach(23))
     assert [one.due if (one := found.unknown(known)) else None for known in ([], [0], [5, 0], [0, 5, 7])] == [
         *(0, 5, 7),
         None,
@@ -131,7 +139,7 @@ def test_results_come_in_order_and_end_with_the_last_version():
 def test_everything_comes_back_from_the_store():
     found = make()
     found.claim(A, 0, reach(0), 0.0)
-    found.finish(A, 0, 0, "zero", "s")
+    found.finish(A, 0, 0, "zero", "s", reach(23))
     found.claim(A, 5, reach(5), 0.0)
     rows = found.drain()
     assert rows[0].samples == "s" and found.drain() == {}
@@ -139,8 +147,8 @@ def test_everything_comes_back_from_the_store():
     again.restore(rows.values(), now=100.0)
     assert again.claim(B, 6, reach(6), 101.0) is None, "its server is given time to be heard of"
     assert again.beat(A, 5, 5, reach(6), 102.0) == "none"
-    assert again.finish(A, 5, 5, "five", "") is None
-    assert again.finish(A, 5, 5, "five", "") is None and [one.results for one in again.known.values()] == [
+    assert again.finish(A, 5, 5, "five", "", reach(23)) is None
+    assert again.finish(A, 5, 5, "five", "", reach(23)) is None and [one.results for one in again.known.values()] == [
         "zero",
         "five",
     ]
@@ -178,7 +186,7 @@ def test_whatever_happens_there_is_one_result_of_one_version(seed: int):
             server["doing"] = None if due is None else (due, version)
         elif act < 0.6 and server["doing"]:
             due, of = server["doing"]
-            found.finish(key(name), due, of, f"{name} {of}", "")
+            found.finish(key(name), due, of, f"{name} {of}", "", bound())
             server["doing"] = None
         elif act < 0.8 and server["version"] >= 0:
             doing = server["doing"][0] if server["doing"] else None

@@ -21,8 +21,9 @@ import pytest
 from actors.doctor.trial import try_out
 from configs.load import load
 from rollout.episodes.episode import Failure, Group
+from rollout.episodes.setup import RolloutSetup
 from rollout.tasks.environment import HOST
-from tests.harness.calculator import REWARDS, ROOT, ROWS, calculator
+from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator, calculator_config
 
 pytestmark = pytest.mark.timeout(1500)
 HERE = Path(__file__).parent / "environments"
@@ -92,6 +93,19 @@ async def test_the_same_rewards_as_those_of_an_agent(name: str, python: Any, tmp
     assert sample.sampled.numpy().sum() == len("?17*23") + 1 + len("391") + 1
     assert sample.metrics["turns"] == 2 and sample.metrics["segments"] == 1
     assert psutil.Process().children(recursive=True) == []
+
+
+@BOTH
+@pytest.mark.parametrize("answer", [9, 150])
+async def test_an_evaluation_set_asks_for_its_own_length(name: str, answer: int, python: Any, tmp_path: Path):
+    own = python(name)
+    (row, *_) = rows_of(own, name, tmp_path)
+    config = calculator_config(tmp_path, "environment", *keys(own, name))
+    engine, setup = CalculatingEngine(), RolloutSetup.load(config, "rollout-0")
+    episodes = setup.episodes(config, engine, 1.0, samples=1, max_tokens=answer)  # type: ignore[arg-type]
+    async with setup:
+        assert isinstance(await episodes.attempt(row), Group)
+    assert engine.asked_tokens == [answer] * 2
 
 
 @BOTH

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from configs.load import load
 from rollout.cage.user_task import UserTask
 from rollout.chat.session import ChatLimits, Sessions, TextParser
@@ -12,7 +14,9 @@ from rollout.chat.template import ChatTemplate
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
+from rollout.episodes.setup import RolloutSetup
 from rollout.errors import EngineError
+from tests.harness.calculator import CalculatingEngine, calculator_config
 from tests.harness.fakes import FakeEngine, FakeRewards
 from tests.rollout.chat.chat_templates import chat_tokenizer
 
@@ -193,3 +197,33 @@ async def guess(row, chat):
     calls.clear()
     outcome, _, _ = await play(source, tmp_path, attempts=2, policy=policy)
     assert isinstance(outcome, Group) and [sample.reward for sample in outcome.samples] == [1.0, 1.0]
+
+
+BY_URL = """
+import json, urllib.request
+
+def guess(row, base_url, api_key):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": row["problem"]}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)).read()
+    return 1.0
+"""
+BY_CHAT = """
+async def guess(row, chat):
+    await chat([{"role": "user", "content": row["problem"]}])
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("source", [BY_CHAT, BY_URL])
+@pytest.mark.parametrize("answer", [9, 150, None])
+async def test_an_evaluation_set_has_answers_and_a_context_of_its_own_length(
+    source: str, answer: int | None, tmp_path: Path
+):
+    (tmp_path / "mine.py").write_text(source)
+    config = calculator_config(tmp_path, f"{tmp_path}/mine.py:guess", "--rollout.max_sample_tokens=124")
+    engine, setup = CalculatingEngine(), RolloutSetup.load(config, "rollout-0")
+    episodes = setup.episodes(config, engine, 1.0, samples=1, max_tokens=answer)  # type: ignore[arg-type]
+    async with setup:
+        assert isinstance(await episodes.attempt(ROW), Group)
+    assert engine.asked_tokens == [answer or 24]

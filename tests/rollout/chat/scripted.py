@@ -13,7 +13,7 @@ from configs.load import load
 from rollout.chat.session import ChatLimits, Session, Sessions
 from rollout.chat.template import ChatTemplate
 from rollout.episodes.prompts import Prompts
-from rollout.tasks import ChatRefused, Completion, Trajectory
+from rollout.tasks import ChatRefused, Completion, Problem, Trajectory
 from tests.rollout.chat.chat_templates import chat_tokenizer
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
@@ -130,7 +130,7 @@ def scene(
     template = ChatTemplate(Prompts(tokenizer, load([str(RUN), *overrides])), keep, kwargs)
     engine = ScriptedEngine(tokenizer, script)
     sessions = Sessions(template, TagParser(template.tokenizer), limits)
-    return Scene(engine, sessions.open(engine.generate), template)
+    return Scene(engine, sessions.open(engine.generate, Problem({}, [], template.tokenizer, limits.context)), template)
 
 
 def segments(trajectory: Trajectory) -> list[range]:

@@ -7,7 +7,7 @@ import torch
 
 from configs.checks import check
 from configs.load import ConfigError
-from configs.schema import Config
+from configs.schema import Config, EvalSet
 from rollout.engine.arguments import can_fp8, cliffs, engine_arguments, on_cpu, problems, vllm_fields
 
 UNKNOWN = "rollout.engine.{}: vLLM's AsyncEngineArgs has no such field"
@@ -33,6 +33,14 @@ def test_the_run_file_decides_and_defaults_give_way():
     assert engine_arguments(config(), 0, cpu=True)["max_model_len"] == 128
     whole = config().rollout.model_copy(update={"max_sample_tokens": 200})
     assert engine_arguments(config().model_copy(update={"rollout": whole}), 0, cpu=True)["max_model_len"] == 200
+
+
+@pytest.mark.parametrize(("answers", "longest"), [([], 128), ([None], 128), ([9], 128), ([9, 300, None], 400)])
+def test_the_engine_holds_the_longest_answer_of_an_evaluation_set(answers: list[int | None], longest: int):
+    given = config()
+    sets = {f"set{number}": EvalSet(path="p", max_tokens=answer) for number, answer in enumerate(answers)}
+    given = given.model_copy(update={"data": given.data.model_copy(update={"eval": sets})})
+    assert engine_arguments(given, 0, cpu=True)["max_model_len"] == longest
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,13 @@ async def play(folder: Any) -> SimpleNamespace:
         problem = Problem({}, [], prompts.tokenizer, 900)
         salt = engine.salt
 
-        session = sessions.open(sampler.generate_for(problem, salt))
+        session = sessions.open(sampler.generate_for(problem, salt), problem)
         messages = await talk(session, 4, [])
         await asyncio.gather(*(session.chat([*messages[:2], user(9)]) for _ in range(2)))  # branches
         seen.still = session.recorded(None).trajectory
         seen.scores = [scores(model, [seen.still.tokens[at] for at in segment]) for segment in segments(seen.still)]
 
-        session = sessions.open(sampler.generate_for(problem, salt))
+        session = sessions.open(sampler.generate_for(problem, salt), problem)
         messages = await talk(session, 2, [])
         with torch.no_grad():
             for parameter in model.parameters():
@@ -112,7 +112,7 @@ async def play(folder: Any) -> SimpleNamespace:
         seen.cached = await cached(engine, held, salt), await cached(engine, held, engine.salt)
         seen.held = len(held)
 
-        session = sessions.open(sampler.generate_for(problem, engine.salt))
+        session = sessions.open(sampler.generate_for(problem, engine.salt), problem)
         await talk(session, 2, [])
         seen.anew = session.recorded(None).trajectory
         seen.anew_scores = scores(model, seen.anew.tokens)

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
+import pytest
+
 from configs.schema import EvalSet
 from rollout.concurrency import Places
 from rollout.evaluation.players import ProblemSet
@@ -31,11 +33,11 @@ class GivenPolicies:
 class Server:
     """`follow` and `take_over` around fakes."""
 
-    def __init__(self, *due: int, busy: bool = False) -> None:
+    def __init__(self, *due: int, busy: bool = False, timeout_s: float = 600.0) -> None:
         self.engine = FakeEngine(lambda prompt: [ord(character) for character in "ok."])
         self.buffer, self.weights, self.places = FakeEvaluations(due, busy), GivenPolicies(), Places(8, 1)
         self.weights.trail = self.buffer.trail
-        self.evaluator = fake_evaluator(self.engine, self.buffer, SETS, self.places)
+        self.evaluator = fake_evaluator(self.engine, self.buffer, SETS, self.places, timeout_s)
         self.updates = PolicyUpdates(self.weights, 99)  # type: ignore[arg-type]
 
     async def __aenter__(self) -> "Server":
@@ -149,11 +151,47 @@ async def test_a_server_leaves_once_the_last_version_is_evaluated_however_long_t
         assert list(server.buffer.results) == [98, 99]
 
 
+async def test_a_server_stays_while_the_buffer_has_not_said_whether_the_last_version_is_to_be_evaluated():
+    async with Server(99, timeout_s=0.2) as server:
+        server.buffer.answers.clear()
+        await server.publish(99)
+        await asyncio.wait_for(server.updates.last.wait(), 5)
+        assert server.buffer.trail == ["load 99", "claim 99", "loaded 99"]
+        leaving = asyncio.create_task(until_last(server.updates, server.evaluator, timeout_s=0.05))
+        await asyncio.sleep(0.2)
+        assert not leaving.done(), "the learner waits for that evaluation"
+        server.buffer.answers.set()
+        await asyncio.wait_for(leaving, 5)
+        assert list(server.buffer.results) == [99] and server.buffer.trail[-2:] == ["release", "evaluated 99 at 99"]
+
+
+async def test_a_version_that_is_not_due_after_all_keeps_no_server():
+    async with Server(timeout_s=0.2) as server:
+        server.buffer.answers.clear()
+        await server.publish(99)
+        await asyncio.wait_for(server.updates.last.wait(), 5)
+        leaving = asyncio.create_task(until_last(server.updates, server.evaluator, timeout_s=0.05))
+        await asyncio.sleep(0.1)
+        server.buffer.answers.set()
+        await asyncio.wait_for(leaving, 5)
+        assert server.buffer.results == {} and server.buffer.trail[-1] == "release"
+
+
 async def test_a_server_leaves_if_the_last_version_never_comes():
     async with Server() as server:
         await server.publish(98)
         await asyncio.wait_for(until_last(server.updates, server.evaluator, timeout_s=0.05), 5)
         assert not server.updates.last.is_set()
+
+
+async def test_answers_that_no_message_has_room_for_are_left_out(caplog: pytest.LogCaptureFixture):
+    async with Server(3) as server:
+        server.buffer.most_examples = 0
+        await server.publish(3)
+        await asyncio.sleep(0.1)
+        one = server.buffer.results[3]["one"]
+        assert one.figures["mean@1"] == 1.0 and one.examples == []
+        assert "exceeds buffer.max_message_mib (8)" in caplog.text
 
 
 async def test_without_sets_nobody_is_asked():

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +63,27 @@ async def test_no_more_attempts_at_a_time_than_places():
     engine.gate.set()
     played = await asyncio.wait_for(playing, 5)
     assert played.figures["mean@4"] == 1.0 and places.taken == 0
+
+
+class RowsThatTakeTime(list[dict[str, str]]):
+    """Notes in which thread each row was asked for."""
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        super().__init__(rows)
+        self.threads: list[int] = []
+
+    def __getitem__(self, row: Any) -> Any:
+        self.threads.append(threading.get_ident())
+        return super().__getitem__(row)
+
+
+async def test_who_waits_for_a_row_to_be_made_does_not_stop_the_server():
+    rows = RowsThatTakeTime(ROWS)
+    played = await play(
+        ProblemSet("set", EvalSet(path="p", samples=2), rows), episodes(answers("ok.")), spare(), keep=2
+    )
+    assert [one["problem"]["problem"] for one in played.examples] == ["a", "b"]
+    assert len(rows.threads) == 3 and threading.get_ident() not in rows.threads
 
 
 async def test_a_cancelled_evaluation_aborts_what_it_generates_and_frees_its_places():
