@@ -165,7 +165,7 @@ async def test_a_stored_problem_has_its_images_in_words(tmp_path: Path) -> None:
         (tmp_path / "a.png").unlink()
         await server.put(item, [with_images(one, ROW, OWN) for one in group(0, tokens=6)])
     db = inspect.reading(path)
-    shown = "\n".join(inspect.show(db, 0))
+    shown = "\n".join(map(str, inspect.show(db, 0)))
     assert f'"images": "1 image: {len(PNG):,} bytes of {tmp_path}/a.png"' in shown
     assert f"at token 0: image 0 of its row, pixels {DIGEST[:12]}" in shown
     assert f"at token 2: {len(JPEG):,} bytes of its task, pixels {DIGEST[:12]}" in shown
