@@ -33,8 +33,6 @@ LOG_BYTES = 2**20
 """Size above which a log file is rotated; one old file is kept."""
 WATCH_S = 0.2
 """Interval at which memory is read."""
-UNSETTLED_LOOKS = 5
-"""Looks in a row after which the memory of processes that come and go is read exactly; such a reading is slow."""
 SCAN_INTERVAL_PER_COST = 20
 """Reading the process table takes longer the more processes a machine has: it may take one part in 20 of a core."""
 MAX_PROCESSES = 256
@@ -86,8 +84,6 @@ class Warden:
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
         """Of these, where no process came or went between the last two looks."""
-        self._over: dict[int, int] = {}
-        """Looks in a row at which the plain sum of what they hold was over the limit."""
 
     def _on_term(self, *_: object) -> None:
         self._orphaned = True
@@ -141,7 +137,7 @@ class Warden:
         for guard, processes in list(self._processes.items()):
             if len(processes) > (MAX_PROCESSES if guard else function.max_processes):
                 number, end = TOO_MANY, ("died", TOO_MANY_PROCESSES)
-            elif self._holds_too_much(guard, processes):
+            elif held_bytes(processes, self.memory, guard in self._settled) > self.memory > 0:
                 how = f"used more memory than {memory_limit(function)}; {KILLED}"
                 number, end = OUT_OF_MEMORY, ("out_of_memory", how)
             else:
@@ -150,16 +146,6 @@ class Warden:
                 return end
             self._warn(guard, number)
         return None
-
-    def _holds_too_much(self, guard: int, processes: list[int]) -> bool:
-        """Whether these exceed the memory limit. Who keeps starting processes never settles: what looks like too much
-        for some time is read exactly all the same."""
-        over = 0 < self.memory < sum(map(anonymous_bytes, processes))
-        self._over[guard] = self._over.get(guard, 0) + 1 if over else 0
-        if not over:
-            return False
-        settled = guard in self._settled or self._over[guard] % UNSETTLED_LOOKS == 0
-        return held_bytes(processes, self.memory, settled) > self.memory
 
     def _look(self, now: float) -> None:
         """Which processes there are, unless that was seen just now; orphans that ended are waited for."""
@@ -176,7 +162,6 @@ class Warden:
         else:
             self._processes = {0: below(warden, children)}
         self._settled = {guard for guard, processes in self._processes.items() if before.get(guard) == processes}
-        self._over = {guard: self._over.get(guard, 0) for guard in self._processes}
         self._scan_at = now + SCAN_INTERVAL_PER_COST * (time.thread_time() - began)
 
     def _warn(self, guard: int, number: signal.Signals) -> None:

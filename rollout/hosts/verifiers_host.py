@@ -30,8 +30,6 @@ from typing import Any, Protocol
 KEY = "HEADRACE_AGENT_KEY"
 """The environment variable that clients read their key from; the real key is in the URL."""
 MODEL = "policy"
-EMPTY_ANSWER = "EmptyModelResponseError"
-"""What verifiers calls an answer that is nothing but its end."""
 LONGEST_LINE = 2**26
 """Bytes of a request."""
 
@@ -90,8 +88,6 @@ class ClassicEnvironment:
         finally:
             await client.close()
         reward, error = out.get("reward"), out.get("error")
-        if error is not None and EMPTY_ANSWER in text_of(error):  # the model's own fault, and the reward judges it
-            error = None
         error = error or next(iter(raised), None)
         return {
             "ok": error is None and reward is not None,

@@ -54,7 +54,6 @@ class ErringEngine(FakeEngine):
             steps[2],
             "<calc></calc>",
             "<answer>1</calc> <|user|>",
-            "",
         ]
         source = random.Random(str(prompt))
         text = right if source.random() < 0.75 else source.choice(wrong)

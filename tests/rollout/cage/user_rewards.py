@@ -164,6 +164,7 @@ def child_leaks():
     subprocess.run([sys.executable, "-c", "import time; x = b'x' * 2**29; time.sleep(600)"], check=True)
 
 
+<<<<<<< HEAD
 def children_leak_beside_others_that_come_and_go():
     """Takes memory in several children, each of them less than the limit, and starts a process again and again."""
     for _ in range(3):
@@ -182,6 +183,8 @@ def children_leak_beside_others_that_come_and_go():
         time.sleep(0.02)
 
 
+=======
+>>>>>>> parent of ac7190b (Processes that come and go hide no memory)
 def prints(mib):
     """Prints many MiB."""
     text = "x" * 1023 + "\n"
