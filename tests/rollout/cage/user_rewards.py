@@ -164,27 +164,6 @@ def child_leaks():
     subprocess.run([sys.executable, "-c", "import time; x = b'x' * 2**29; time.sleep(600)"], check=True)
 
 
-<<<<<<< HEAD
-def children_leak_beside_others_that_come_and_go():
-    """Takes memory in several children, each of them less than the limit, and starts a process again and again."""
-    for _ in range(3):
-        if os.fork() == 0:
-            kept = b"x" * (200 * 2**20)
-            time.sleep(600)
-            os._exit(len(kept))
-    last = 0
-    while True:
-        if (new := os.fork()) == 0:
-            time.sleep(600)
-        if last:
-            os.kill(last, signal.SIGKILL)
-            os.waitpid(last, 0)
-        last = new
-        time.sleep(0.02)
-
-
-=======
->>>>>>> parent of ac7190b (Processes that come and go hide no memory)
 def prints(mib):
     """Prints many MiB."""
     text = "x" * 1023 + "\n"
