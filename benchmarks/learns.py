@@ -1,10 +1,11 @@
 """Does a real model learn? Countdown with two and three numbers, held-out problems before, during and after.
 
-`python -m benchmarks.learns --model SMOLLM2` (two GPUs: one serves, one learns; about nine minutes for
+`python -m benchmarks.learns --model SMOLLM2` (two GPUs: one serves, one learns; about seven minutes for
 SmolLM2-135M-Instruct) makes problems, teaches the model for `--teach` steps how they are searched
 (`examples/countdown/teach_search.py`), and trains it by the real processes with `examples/countdown/smollm2.yaml`,
-evaluating greedily on problems that neither saw. `--staleness 0` and `16` repeat the run with the same seed and another
-bound on age; what was made before is kept. The run ends after `--versions`, or with what it has after `--budget-s`.
+evaluating on problems that neither saw: four answers each at temperature 1, whose mean is pass@1. `--example chain_sum`
+is the same with sums of reasoning-gym. `--staleness 0` and `16` repeat the run with the same seed and another bound on
+age; what was made before is kept. The run ends after `--versions`, or with what it has after `--budget-s`.
 The peer is a public log of TinyZero on Countdown (solved share at its versions 52, 92 and 170), whose model is larger
 and whose problems are harder: it says what a curve of this kind looks like, not who is better.
 `--model TOY --toy` is the small form for CPU, with the quickstart's model.
@@ -27,9 +28,13 @@ from benchmarks.weights.table import ResultRow, progress, write
 
 TINYZERO = {52: 0.036, 92: 0.089, 170: 0.119}
 """Solved share by version, from a public log."""
+SOLVED = {"countdown": "sample/solved", "chain_sum": "reward/mean"}
+"""Key of the share of right answers in a version's record: a sum's score is 1 or 0."""
+POINTS = (52, 92, 170)
 WINDOW = 10
 """Versions that a point of the curve is the mean of."""
-HELD_OUT = 256
+HELD_OUT, SAMPLES = 256, 4
+"""Problems of the test set, and answers to each."""
 PROBLEMS_MADE = ("--numbers", "2", "3", "--largest", "20", "--target", "40", "--operations", "+-*", "--eval", "500")
 TOY_PROBLEMS = ("--numbers", "2", "3", "--largest", "9", "--target", "20", "--operations", "+-", "--eval", "60")
 TOY_RUN: dict[str, dict[str, Any]] = {
@@ -48,8 +53,12 @@ def make(*words: str | Path) -> None:
     subprocess.run([sys.executable, "-m", *map(str, words)], check=True, stdout=sys.stderr)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Path, Path]:
-    """The folders of the problems and of the model that was taught; those made before are kept."""
+def prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Path]:
+    """The keys of `data` and the folder of the model that was taught; what was made before is kept."""
+    if args.example == "chain_sum":
+        model = args.work / "taught-chain_sum"
+        make("examples.chain_sum.teach_form", "--model", args.model, "--out", model)
+        return {}, model
     data, model = args.work / "problems", args.work / "taught"
     wording = ("--prompt", "words", "--seed", str(args.seed))
     if args.toy:
@@ -61,30 +70,37 @@ def prepare(args: argparse.Namespace) -> tuple[Path, Path]:
         base = args.model
     given = ["--model", base, "--problems", data / "train.parquet", "--out", model, "--steps", str(args.teach)]
     make("examples.countdown.teach_search", *given, "--operations", "+-" if args.toy else "+-*")
-    return data, model
+    held_out = {"path": str(data / "eval.parquet"), "limit": HELD_OUT, "samples": SAMPLES, "temperature": 1.0}
+    return {"train": str(data / "train.parquet"), "eval": {"held_out": held_out}}, model
 
 
-def run_of(args: argparse.Namespace, data: Path, model: Path) -> Processes:
+def run_of(args: argparse.Namespace, data: dict[str, Any], model: Path) -> Processes:
     """The run's processes, not started yet."""
-    source = Path(__file__).parents[1] / "examples/countdown/smollm2.yaml"
+    source = Path(__file__).parents[1] / "examples" / args.example / "smollm2.yaml"
     config: dict[str, dict[str, Any]] = yaml.safe_load(source.read_text(encoding="utf-8"))
-    held_out = {"path": str(data / "eval.parquet"), "limit": HELD_OUT}
-    name = f"learns-{args.staleness}-{int(time.time())}"
+    name = f"{args.example}-{args.staleness}-{int(time.time())}"
     changes: dict[str, dict[str, Any]] = {
         "run": {"name": name, "folder": str(args.work), "versions": args.versions, "seed": args.seed},
         "model": {"path": str(model)},
-        "data": {"train": str(data / "train.parquet"), "eval": {"held_out": held_out}},
+        "data": data,
         "eval": {"every": args.every},
         "batch": {"max_staleness": args.staleness},
         "buffer": {"address": f"tcp://127.0.0.1:{free_port()}"},
     }
-    for more in (changes, TOY_RUN if args.toy else {}):
+    for more in (changes, TOY_RUN if args.toy else {}, *map(setting, args.set)):
         for section, keys in more.items():
             config[section] = {**config.get(section, {}), **keys}
     file = args.work / name / "given.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(yaml.safe_dump(config, sort_keys=False))
-    return Processes(file, {"rollout": None if args.toy else 0, "learner": None if args.toy else 1})
+    server, learner = (None, None) if args.toy else args.gpus
+    return Processes(file, {"rollout": server, "learner": learner})
+
+
+def setting(word: str) -> dict[str, dict[str, Any]]:
+    """A key of the run file from `section.key=value`."""
+    (section, key), value = word.partition("=")[0].split("."), word.partition("=")[2]
+    return {section: {key: yaml.safe_load(value)}}
 
 
 def trained(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,28 +108,29 @@ def trained(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if "eval/version" not in record]
 
 
-def solved_at(records: Sequence[dict[str, Any]], version: int) -> float | None:
+def solved_at(records: Sequence[dict[str, Any]], key: str, version: int) -> float | None:
     """The share of sampled answers that solved their problem in the `WINDOW` versions up to `version`."""
-    known = [r["sample/solved"] for r in trained(records) if version - WINDOW < r["version"] <= version]
+    known = [r[key] for r in trained(records) if version - WINDOW < r["version"] <= version]
     return mean(known) if known else None
 
 
 def rows_of(args: argparse.Namespace, records: Sequence[dict[str, Any]]) -> list[ResultRow]:
     """The curve: sampled answers and held-out problems by version, age and speed."""
-    case, steps = f"max_staleness {args.staleness}", trained(records)
+    case, steps = f"{args.example} {args.staleness}", trained(records)
+    peers = TINYZERO if args.example == "countdown" else {}
     rows = []
     last = steps[-1]["version"]
-    for version in sorted({min(WINDOW, last), *(v for v in TINYZERO if v <= last), last}):
-        if (share := solved_at(records, version)) is not None:
-            peer = TINYZERO.get(version)
+    for version in sorted({min(WINDOW, last), *(v for v in POINTS if v <= last), last}):
+        if (share := solved_at(records, SOLVED[args.example], version)) is not None:
+            peer = peers.get(version)
             against = "a public log of TinyZero" if peer is not None else ""
             rows.append(
                 ResultRow(f"solved of sampled, {WINDOW} versions up to {version}", share, "", against, peer, case)
             )
-    held_out = {r["eval/version"]: r["eval/held_out/mean@1"] for r in records if "eval/version" in r}
+    held_out = {r["eval/version"]: r[f"eval/held_out/mean@{SAMPLES}"] for r in records if "eval/version" in r}
     first = next(iter(held_out.values()), None)
     for version, share in held_out.items():
-        rows.append(ResultRow(f"held out, greedy, pass@1 at version {version:g}", share, "", "before", first, case))
+        rows.append(ResultRow(f"held out, pass@1 at version {version:g}", share, "", "before", first, case))
     for key, what, unit in (
         ("age/mean", "age", "versions"),
         ("length/mean", "sampled tokens of an answer", ""),
@@ -127,11 +144,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--toy", action="store_true", help="the small form for CPU")
+    parser.add_argument("--example", choices=("countdown", "chain_sum"), default="countdown")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--versions", type=int, default=300)
     parser.add_argument("--every", type=int, default=20, help="versions between evaluations")
     parser.add_argument("--teach", type=int, default=400, help="steps of the supervised start")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpus", type=int, nargs=2, default=[0, 1], help="of the server and of the learner")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="of the run file")
     parser.add_argument("--budget-s", type=float, default=400.0, help="of the run; it ends with what it has")
     parser.add_argument("--start-s", type=float, default=300.0)
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-learns"))

@@ -10,21 +10,15 @@ on trying until the target is there, and to answer with what met it.
 """
 
 import argparse
-import json
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, set_seed
-from transformers.utils.logging import disable_progress_bar
 
+from examples import lesson
 from examples.countdown.solver import expressions
-from examples.kept import is_kept
-from examples.warm_start import IGNORED
 from rollout.rewards.countdown import evaluate
 
 PATIENCE = (1, 1, 1, 1, 2, 2, 3, 4, 6, 8)
@@ -62,91 +56,30 @@ def trace(numbers: Sequence[int], target: int, operations: str, source: random.R
     return f"<think>{search}</think><answer>{steps[-1][0]}</answer>"
 
 
-def examples(
-    rows: Sequence[Row], operations: str, tokenizer: PreTrainedTokenizerBase, source: random.Random
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Endless prompts and answers in tokens; an answer ends with the tokenizer's end."""
-    while True:
+def write(args: argparse.Namespace) -> str:
+    """Teach, unless a folder with the same arguments exists; returns one line for people."""
+    rows: list[Row] = pq.read_table(args.problems).to_pylist()
+
+    def shown(source: random.Random) -> tuple[lesson.Messages, str]:
         row = source.choice(rows)
         truth = row["reward_model"]["ground_truth"]
-        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        answer = trace(truth["numbers"], truth["target"], operations, source)
-        encode = tokenizer.encode
-        yield (
-            encode(text, add_special_tokens=False),
-            [*encode(answer, add_special_tokens=False), tokenizer.eos_token_id],
-        )
+        return row["prompt"], trace(truth["numbers"], truth["target"], args.operations, source)
 
-
-def batch(pairs: Iterator[tuple[list[int], list[int]]], size: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, [size, longest] int64: the loss is over the answers."""
-    chosen = [next(pairs) for _ in range(size)]
-    ids = [torch.tensor(prompt + answer) for prompt, answer in chosen]
-    labels = [torch.tensor([IGNORED] * len(prompt) + answer) for prompt, answer in chosen]
-    fill = torch.nn.utils.rnn.pad_sequence
-    return fill(ids, True, pad), fill(labels, True, IGNORED)
-
-
-def train(args: argparse.Namespace, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The model after `args.steps` of AdamW, the learning rate falling linearly to a tenth."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, args.steps)
-    pairs = examples(rows, args.operations, tokenizer, random.Random(args.seed))
-    for step in range(args.steps):
-        ids, labels = batch(pairs, args.batch, tokenizer.pad_token_id or tokenizer.eos_token_id)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = model(input_ids=ids.to(device), labels=labels.to(device), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 50 == 0 or step == args.steps - 1:
-            print(f"warm start: step {step} of {args.steps}, loss {loss.item():.3f}", flush=True)
-    return model
-
-
-def write(args: argparse.Namespace) -> str:
-    """Make the folder unless one with the same arguments exists; returns one line for people."""
-    rows = pq.read_table(args.problems).to_pylist()
-    asked = {name: getattr(args, name) for name in ("seed", "steps", "batch", "lr", "operations")}
-    asked |= {"model": str(args.model), "problems": len(rows), "first": rows[0]["prompt"]}
-    made = args.out / "warm_start.json"
-    if is_kept(made, asked, args.out / "model.safetensors"):
-        return f"{args.out}: model kept, made before with the same arguments"
-    disable_progress_bar()
-    set_seed(args.seed)
-    began = time.monotonic()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = train(args, rows, tokenizer)
-    made.unlink(missing_ok=True)
-    model.to(torch.bfloat16).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    made.write_text(json.dumps(asked) + "\n")
-    return f"{args.out}: {args.steps} steps of {args.batch} traces, {time.monotonic() - began:.0f} s"
+    return lesson.teach(args, shown, operations=args.operations, problems=len(rows), first=rows[0]["prompt"])
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; a wrong one exits with code 2."""
     parser = argparse.ArgumentParser(prog="python -m examples.countdown.teach_search", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model to begin with")
+    lesson.add_arguments(parser, steps=400)
     parser.add_argument("--problems", type=Path, required=True, help="train.parquet of make_problems")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model that is made")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=64, help="traces per step")
-    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--operations", default="+-*", help="that the traces try; any of +-*/")
     args = parser.parse_args(argv)
     if not args.operations or set(args.operations) - set("+-*/"):
         parser.error(f"--operations {args.operations!r}: give one or more of + - * /")
-    for name, path in (("problems", args.problems), ("model", args.model / "config.json")):
-        if not path.is_file():
-            parser.error(f"--{name}: {path} is no file; make the problems with examples.countdown.make_problems, "
-                         "and name a model folder in Hugging Face format")  # fmt: skip
+    if not args.problems.is_file():
+        parser.error(f"--problems: {args.problems} is no file; make them with examples.countdown.make_problems")
+    lesson.check(parser, args)
     return args
 
 
