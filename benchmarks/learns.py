@@ -13,10 +13,12 @@ and whose problems are harder: it says what a curve of this kind looks like, not
 
 import argparse
 import json
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -140,6 +142,16 @@ def rows_of(args: argparse.Namespace, records: Sequence[dict[str, Any]]) -> list
     return rows
 
 
+def answers(run: Processes, order: str, groups: int = 4) -> str:
+    """Answers of the first (`order` "asc") or last ("desc") groups that were trained, as `buffer show` prints them."""
+    found = f"SELECT item FROM items WHERE state = 'trained' ORDER BY batch {order}, item {order} LIMIT {groups}"
+    with closing(sqlite3.connect(f"file:{run.folder / 'buffer.sqlite'}?mode=ro", uri=True)) as db:
+        items = [item for (item,) in db.execute(found)]
+    command = [sys.executable, "-m", "buffer", "show"]
+    shown = (subprocess.run([*command, str(item), str(run.folder)], capture_output=True, text=True) for item in items)
+    return "\n".join(done.stdout + done.stderr for done in shown)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct")
@@ -162,22 +174,26 @@ def main() -> int:
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     data, model = prepare(args)
-    failed = []
+    failed, texts = [], []
     with run_of(args, data, model) as run:
         for name in ("buffer", "rollout", "learner"):
             run.start(name, name)
         try:
             run.wait("the first version", lambda: bool(trained(run.records())), args.start_s)
+            texts.append(answers(run, "asc"))
             until = time.monotonic() + args.budget_s
 
             def done() -> bool:
                 return bool(time.monotonic() > until or len(trained(run.records())) >= args.versions)
 
             run.wait(f"version {args.versions}", done, args.budget_s + 60.0)
+            texts.append(answers(run, "desc"))
         except (Died, TimeoutError) as error:
             failed.append(ResultRow("FAILED", 0.0, "", f"{type(error).__name__}: {error}"))
         records = run.records()
-    (args.out.with_suffix(f".{args.staleness}.raw.json")).write_text(json.dumps(records))
+    raw = args.out.with_suffix(f".{args.example}-{args.staleness}")
+    raw.with_suffix(f"{raw.suffix}.raw.json").write_text(json.dumps(records))
+    raw.with_suffix(f"{raw.suffix}.samples.txt").write_text("\n".join(texts))
     found = rows_of(args, records) if trained(records) else []
     write(args.out, "learns", [row.line() for row in [*failed, *found]])
     return 1 if failed else 0
