@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MARKER = ".shared-"
 """Begins the name of the file by which the ranks find out whether they see one folder."""
-SEEN_S = 15.0
+SEEN_S = 5.0
 """Time in which a file must be seen on all nodes that share a folder: network file systems cache what is not there."""
 
 

@@ -127,7 +127,7 @@ class Node:
         self.variables = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), THERE_IS_A_STORE: "True"}
         """Of each rank's environment: all meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        self._level, self._failed = 0, DONE
+        self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self._telling: list[threading.Thread] = []
         if self._store.add(f"here/{self.number}", 1) > 1:
             problem = f"NODE_RANK: {self.number} has been at the store {host}:{port} before"
@@ -173,8 +173,8 @@ class Node:
                     self.stop(int(figures[0]), int(figures[1]), pass_on)
                 elif int(node) != self.number:
                     why, self._failed = f"the ranks of node {node} have failed", int(figures[0])
-        log.warning("%s: the ranks of this one end within %g s", why, LAST_S)
-        threading.Event().wait(LAST_S)  # those who notice by themselves say more
+        log.warning("%s: the ranks of this one end within %g s", why, self.patience_s)
+        threading.Event().wait(self.patience_s)  # those who notice by themselves say more
         pass_on(signal.SIGKILL)  # in a collective they would hear of nothing else
 
     def leave(self, code: int) -> int:
