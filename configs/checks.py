@@ -80,7 +80,7 @@ def check(
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *_trackers(config, files), *further,
+        *_nodes(config), *_trackers(config, files), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -151,6 +151,21 @@ def _batch(config: Config) -> Iterator[str]:
     if batch.target_staleness is not None and batch.target_staleness > bound:
         problem = f"batch.target_staleness: {batch.target_staleness} is more than batch.max_staleness {bound}"
         yield f"{problem}; lower it to {bound} or raise the bound"
+
+
+def _nodes(config: Config) -> Iterator[str]:
+    learner, ranks, nodes, shard = config.learner, config.learner.ranks, config.learner.nodes, config.learner.shard
+    if ranks % nodes:
+        remedy = f"each has as many: set learner.ranks to {ranks // nodes * nodes + nodes}, or other nodes"
+        yield f"learner.nodes: {nodes} does not divide learner.ranks {ranks}; {remedy}"
+    elif shard and ranks % shard:
+        yield f"learner.shard: {shard} does not divide learner.ranks {ranks}; set it to a number that does"
+    elif shard and (ranks // nodes) % shard and shard % (ranks // nodes):
+        copies = f"copies of the model would lie across the nodes, which have {ranks // nodes} ranks each"
+        yield f"learner.shard: {shard}, so {copies}; set it to a divisor or multiple of that"
+    elif shard and shard > ranks // nodes and learner.checkpoint_on == "first_node":
+        problem = f"learner.checkpoint_on: first_node has {ranks // nodes} ranks, a copy of learner.shard {shard}"
+        yield f"{problem} does not lie on it; set checkpoint_on: shared, or lower learner.shard"
 
 
 def _algorithm(config: Config) -> Iterator[str]:

@@ -104,6 +104,12 @@ def _machines(config: Config) -> Iterator[str]:
         yield f"GPUs: {parts} x tensor parallel {rollout.tensor_parallel} = {gpus}{maybe}"
     else:
         yield f"GPUs: {gpus}; {parts}, learner on {learner.device}, servers on {rollout.device}"
+    if learner.nodes > 1 or learner.shard:
+        shard = learner.shard or ranks // learner.nodes
+        copies = f"{ranks // shard} copies of the model over {shard} ranks each, their gradients reduced once a version"
+        if ranks == shard:
+            copies = f"one copy of the model over {shard} ranks"
+        yield f"learner: {ranks} ranks on {learner.nodes} node{'s' * (learner.nodes > 1)}: {copies}"
     if config.reward.servers:
         each = f"{config.reward.gpus} GPU{'s' * (config.reward.gpus > 1)} each where there are any"
         served = f"{config.reward.servers} of {config.reward.model}, from {config.reward.urls[0]} on"
@@ -141,6 +147,10 @@ def _disk(config: Config) -> Iterator[str]:
         per_parameter = f"({kept} x {each} + {_last_export(config)} bytes)"
         size = f"{_with_prefix(parameters)} parameters x {per_parameter} = {_with_prefix(disk)}B of disk"
     yield f"checkpoints: every {config.learner.checkpoint_every} versions, {kept} on disk while one is written: {size}"
+    if config.learner.nodes > 1:
+        shared = f"all {config.learner.nodes} nodes must share the folder {config.run.path}"
+        alone = "they are on the first node's disk, and lost with that machine"
+        yield f"checkpoints: {shared if config.learner.checkpoint_on == 'shared' else alone}"
     batch, limit = config.batch.groups * max_group_bytes(config), config.buffer.max_gib
     yield f"buffer: a batch takes at most {_with_prefix(batch)}B of the {limit:g} GiB that may be stored untrained"
 
@@ -199,6 +209,9 @@ def _notes_on_addresses(config: Config) -> Iterator[str]:
     host, limit = config.weights.host, config.buffer.max_message_mib
     if _is_loopback(host) and not _is_loopback(config.buffer.address.removeprefix("tcp://").rpartition(":")[0]):
         yield f"weights.host {host} is loopback: servers on other machines cannot fetch policies; name an interface"
+    if config.learner.nodes > 1 and _is_loopback(config.buffer.address.removeprefix("tcp://").rpartition(":")[0]):
+        reach = f"ranks on other machines than the buffer cannot reach buffer.address {config.buffer.address}"
+        yield f"learner.nodes {config.learner.nodes}: {reach}; name an interface"
     if config.buffer.path is None:
         yield "buffer.path null: stored groups are lost if the buffer's process dies"
     part = config.batch.groups * max_group_bytes(config) / config.learner.ranks / 2**20

@@ -24,6 +24,7 @@ CHANGEABLE = (
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
     *("learner.betas", "learner.eps", "learner.weight_decay"),
+    *("learner.nodes", "learner.shard", "learner.checkpoint_on"),
     *("learner.ranks", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
     *("learner.tokens_per_microbatch", "learner.share_prompts", "learner.head_chunk_tokens"),
     *("learner.activation_checkpointing",),

@@ -287,7 +287,13 @@ class AlgorithmConfig(Section):
 
 class LearnerConfig(Section):
     ranks: Positive = 1
-    """Processes of the learner on this machine, one per GPU; the model is sharded over them."""
+    """Processes of the learner, one per GPU, on all its nodes; the model is sharded over those of a node."""
+    nodes: Positive = 1
+    """Machines that the ranks are spread over, as many on each. Each replicates the model, and gradients are reduced
+    between them once a version; docs/learner.md says how the ranks of several are started."""
+    shard: Positive | None = None
+    """Ranks that share one copy of the model: fewer than a node's for small models, those of several nodes for one that
+    does not fit a node; null: a node's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     threads: Positive | None = None
@@ -336,6 +342,10 @@ class LearnerConfig(Section):
     """Keep this many checkpoints with the highest mean reward, in addition to the newest."""
     export_every: Positive | None = None
     """Versions between Hugging Face exports; null exports the last version only."""
+    checkpoint_on: Literal["shared", "first_node"] = "shared"
+    """Where checkpoints are with several `nodes`: in a `run.folder` that all nodes share, each rank writing its shards
+    (`shared`), or on the disk of the first node, whose ranks write a whole copy and lose it with that machine
+    (`first_node`)."""
 
 
 class ChatConfig(Section):

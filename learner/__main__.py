@@ -1,27 +1,25 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
 
-Starts `learner.ranks` ranks on this machine unless torchrun has started them; builds the parts of `loop.py` and runs
-it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after the current version
-and a checkpoint (exit 0), the second at once. Exit 2: config, model or device do not work, found before anything was
-started. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last checkpoint. Exit 3: the data
-ended before the last version; 4: the run was given up, because attempts only fail, its last checkpoint could not be
-written, or an image is not the one that the policy saw.
+Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
+`loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after
+the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or nodes do not work,
+found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
+checkpoint. Exit 3: the data ended before the last version; 4: the run was given up, because attempts only fail, its
+last checkpoint could not be written, or an image is not the one that the policy saw.
 """
 
 import logging
 import os
+import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -48,6 +46,7 @@ from learner import loop, ranks, watchdog
 from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
+from learner.mesh import process_group, ranks_of_node, replica, shards
 from learner.metrics import Metrics
 from learner.model import attention, flops
 from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budget
@@ -57,7 +56,7 @@ from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.step import Algorithm
 from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
-from learner.weights.sender.publish import Follower, Sender
+from learner.weights.sender.publish import Bystander, Follower, Sender
 
 log = logging.getLogger("learner")
 PROG = "python -m learner"
@@ -70,9 +69,11 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
     try:
+        os.environ.update(ranks.from_slurm(config.learner, os.environ))
+        ranks.check_environment(config.learner, os.environ)
         device, form = choose_device(config), image_format(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
-            return ranks.start(argv, config.learner.ranks)
+            return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
     except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory, PictureMismatch) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
@@ -92,7 +93,7 @@ def choose_device(config: Config) -> torch.device:
     """
     model, learner, gpus = config.model, config.learner, torch.cuda.device_count()
     device = torch.device("cuda" if learner.device == "cuda" or (learner.device == "auto" and gpus) else "cpu")
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", learner.ranks))
+    local_ranks = ranks_of_node(learner, learner.ranks, os.environ)
     if device.type == "cuda" and gpus < local_ranks:
         problem = f"learner.ranks: {local_ranks} ranks need {local_ranks} GPUs, {gpus} are seen"
         raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
@@ -128,18 +129,6 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
     return device
 
 
-@contextmanager
-def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """The default process group, with gloo for CPU tensors. Not destroyed after an error: a failed rank just exits."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
-    watchdog.enable_flight_recorder()
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timeout, **alone)
-    yield init_device_mesh(device.type, (dist.get_world_size(),))
-    dist.destroy_process_group()
-
-
 def train(config: Config, device: torch.device, form: ImageFormat | None = None) -> Finished | None:
     """Build the loop's parts, run it, and close them in order. Returns how the run ended before its last version."""
     path, versions = config.run.path, config.run.versions
@@ -148,11 +137,13 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
-        expected, budget = memory_budget(config, device, world, needs_reference(config.algorithm), patches)
+        expected, budget = memory_budget(config, device, shards(mesh), needs_reference(config.algorithm), patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
-        checkpoints = Checkpoints(path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions)
-        weights = open_weights_wire(config, policy, rank, form)
+        saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
+        checkpoints = Checkpoints(*saved)
+        checkpoints.check_folder()
+        weights = open_weights_wire(config, policy, mesh, form)
         record = config.model_dump(mode="json")
         trackers = [Tracker(name, path, config.run.name, record) for name in config.log.trackers if rank == 0]
         speed = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -188,13 +179,20 @@ def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | Non
         reference = Policy(config.model, config.learner, mesh, temperature, frozen=True)
     parameters = policy.model.num_parameters() / 1e6
     placed = f"{mesh.size()} x {policy.device}, attention {policy.attention}, {budget} tokens per microbatch"
+    if mesh.ndim == 2:
+        placed += f", {mesh.size(0)} copies over {mesh.size(1)} ranks each"
     log.info("%s: %.1f M parameters on %s", config.model.path, parameters, placed)
     optimizer = Optimizer(policy, config.learner, config.run.versions)
     return policy, Algorithm(config.algorithm, optimizer, budget, config.sampling.max_tokens, reference, form)
 
 
-def open_weights_wire(config: Config, policy: Policy, rank: int, form: ImageFormat | None) -> Sender | Follower:
-    """This rank's end of the weights wire. Raises ConfigError if a sample is too short for its probe."""
+def open_weights_wire(
+    config: Config, policy: Policy, mesh: DeviceMesh, form: ImageFormat | None
+) -> Sender | Follower | Bystander:
+    """This rank's end of the weights wire: the first replica gathers and rank 0 sends. Raises ConfigError if a sample
+    is too short for its probe, or rank 0 cannot listen on `weights.host`."""
+    if replica(mesh) > 0:
+        return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
     longest = max_sample_tokens(config) - 1
@@ -203,11 +201,22 @@ def open_weights_wire(config: Config, policy: Policy, rank: int, form: ImageForm
     else:
         tokens, image = shown_tokens(tokenizer, longest, form)
         probe = ShownProbe(tokens, image, one_shown(tokens, [image]))
-    if rank > 0:
+    if mesh.get_rank() > 0:
         return Follower(specs, config.weights, seed, probe, frozen)
+    check_weights_host(config.weights.host)
     keys = server_keys_for(f"tcp://{config.weights.host}:0", config.run.path)
     folder = config.run.path / "weights"
     return Sender(specs, config.weights, seed, policy.device, probe, keys, folder=folder, frozen=frozen)
+
+
+def check_weights_host(host: str) -> None:
+    """Raise ConfigError unless this machine, that of learner rank 0, can listen on `host`."""
+    try:
+        family = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host.strip("[]"), 0), family=family).close()
+    except OSError as error:
+        problem = f"weights.host: {host} is no address of {socket.gethostname()}, where learner rank 0 runs ({error})"
+        raise ConfigError([f"{problem}; name one at which the rollout servers reach that machine"]) from None
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 torch.distributed.checkpoint fills `checkpoints/v000100.tmp` in a thread of each rank. Once all ranks are done, rank 0
 adds the Hugging Face export and a manifest (all files with their sizes, the batch's mean reward), and renames the
 folder. Each public method is a collective: all ranks must call it. `save` waits for the previous writing, `finish` for
-all; `restore` takes the newest complete checkpoint.
+all; `restore` takes the newest complete checkpoint. All ranks write their shards into one folder, or, with
+`learner.checkpoint_on: first_node`, the ranks of the first replica alone, which hold a whole copy and hand it to the
+other replicas when it is restored.
 """
 
 import logging
 import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,15 +23,22 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
+from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model.policy import Policy
 from learner.saved import export
 from learner.saved.manifest import complete, discard, folder_of, newest, reward_of, seal, versions_to_keep
-from learner.train.collectives import broadcast_from_rank0
+from learner.train.collectives import all_reduce_max, broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
+
+
+MARKER = ".shared-"
+"""Begins the name of the file by which the ranks find out whether they see one folder."""
+SEEN_S = 5.0
+"""Time in which a file must be seen on all nodes that share a folder: network file systems cache what is not there."""
 
 
 class NoDiskSpace(RuntimeError):
@@ -39,24 +49,58 @@ class Checkpoints:
     """The checkpoints in `folder`: one every `checkpoint_every` versions, and version `versions`, with its export."""
 
     def __init__(
-        self, folder: Path, model: ModelConfig, config: LearnerConfig, optimizer: Optimizer, versions: int
+        self,
+        folder: Path,
+        model: ModelConfig,
+        config: LearnerConfig,
+        optimizer: Optimizer,
+        versions: int,
+        shards: int | None = None,
     ) -> None:
+        """`shards`: ranks that share one copy of the model; None for all."""
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.shards = shards or world
+        self._by_first = config.checkpoint_on == "first_node" and self.shards < world
+        self._writes = rank < self.shards or not self._by_first
         self._group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
+        self._writers = dist.new_group(list(range(self.shards)), backend="gloo") if self._by_first else self._group
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._last = -1
         self._reward: float | None = None
 
+    def check_folder(self) -> None:
+        """Raise ConfigError unless all ranks see what rank 0 writes into the folder, or need not."""
+        if self._by_first or dist.get_world_size() == 1:
+            return
+        rank, marker = dist.get_rank(), self.folder / f"{MARKER}{broadcast_from_rank0(time.time_ns())}"
+        if rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(f"{MARKER}*"):
+                leftover.unlink()
+            marker.touch()
+        dist.barrier(self._group)
+        (blind,) = map(int, all_reduce_max(-1 if _seen(marker) else rank))
+        if rank == 0:
+            marker.unlink()
+        if blind >= 0:
+            problem = f"shared, but rank {blind} does not see what rank 0 writes into {self.folder}"
+            remedy = "name a run.folder that all nodes share, or set it to first_node"
+            raise ConfigError([f"learner.checkpoint_on: {problem}; {remedy}"])
+
     def restore(self, policy: Policy) -> int:
         """Load the newest complete checkpoint into `policy` and optimizer; returns its version, 0 if there is none."""
-        version = self._last = broadcast_from_rank0(newest(self.folder) if dist.get_rank() == 0 else 0)
+        version = self._last = self._newest()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
         state = self._state(policy, version)
-        load(state, checkpoint_id=folder / "state", process_group=self._group)
+        if self._writes:
+            load(state, checkpoint_id=folder / "state", process_group=self._writers)
+        if self._by_first:
+            broadcast_state(state, policy.mesh["replicate"].get_group())
         set_state_dict(
             policy.model, self.optimizer.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -64,12 +108,27 @@ class Checkpoints:
             group.update({name: self.optimizer.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
         torch.set_rng_state(state["rng"])
         assert int(state["version"]) == version, "a folder renamed by hand"
-        self._reward = reward_of(folder)
+        self._reward = reward_of(folder) if self._writes else None
         log.info("restored version %d from %s", version, folder)
         return version
 
+    def _newest(self) -> int:
+        """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
+        which alone will write from now on."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        looks = rank % self.shards == 0 if self._by_first else rank == 0
+        mine = newest(self.folder) if looks else 0
+        version = broadcast_from_rank0(mine)
+        most, owner = divmod(int(all_reduce_max(mine * world + rank)[0]), world)
+        if most > version:
+            problem = f"the node of rank {owner} has checkpoint {most} in {self.folder}, that of rank 0 has {version}"
+            remedy = "start that machine as the first node, or copy its checkpoints there"
+            raise ConfigError([f"learner.checkpoint_on: first_node, but {problem}; {remedy}"])
+        return version
+
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest version a restart may restore, 0 if there is none.
+        """Begin to write `version` if it is due; returns the oldest version a restart may restore, 0 if there is none,
+        or none that this rank writes.
 
         Call it for every version. `reward`: mean of the batch that made `version`, for `keep_best`; None if unknown.
         """
@@ -78,7 +137,8 @@ class Checkpoints:
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
         if exported or version % self.config.checkpoint_every == 0 or (keep_every and version % keep_every == 0):
             self._begin(policy, version, exported)
-        return min(complete(self.folder)[-self.config.keep_checkpoints :], default=0)
+        kept = complete(self.folder)[-self.config.keep_checkpoints :] if self._writes else []
+        return min(kept, default=0)
 
     def finish(self, policy: Policy, version: int) -> None:
         """Write `version` with its export unless it is on disk, and wait. Raises NoDiskSpace if that failed."""
@@ -111,9 +171,11 @@ class Checkpoints:
         if not broadcast_from_rank0(dist.get_rank() != 0 or self._has_space(policy, partial, exported)):
             return False
         weights = export.collect(policy) if exported else None
-        response = async_save(self._state(policy, version), checkpoint_id=partial / "state", process_group=self._group)
-        shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-        self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward)
+        state = self._state(policy, version)
+        if self._writes:
+            response = async_save(state, checkpoint_id=partial / "state", process_group=self._writers)
+            shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
+            self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward)
         self._last = version
         return True
 
@@ -161,3 +223,11 @@ class Checkpoints:
                 *(partial.stem, needed / 2**30, self.folder, free / 2**30, self.config.keep_checkpoints),
             )
         return free >= needed
+
+
+def _seen(marker: Path) -> bool:
+    """Whether `marker` is there, now or within SEEN_S; no event tells of a file on another machine."""
+    end = time.monotonic() + SEEN_S
+    while not (seen := marker.exists()) and time.monotonic() < end:
+        time.sleep(0.5)
+    return seen

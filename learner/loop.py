@@ -9,14 +9,14 @@ from learner.drain import Draining
 from learner.metrics import Metrics
 from learner.model.policy import Policy
 from learner.train.step import Algorithm
-from learner.weights.sender.publish import Follower, Sender
+from learner.weights.sender.publish import Bystander, Follower, Sender
 
 
 def run(
     policy: Policy,
     algorithm: Algorithm,
     batches: Draining,
-    weights: Sender | Follower,
+    weights: Sender | Follower | Bystander,
     checkpoints: Checkpoints,
     metrics: Metrics,
     versions: int,

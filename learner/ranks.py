@@ -1,39 +1,90 @@
-"""The learner's ranks on this machine: starts `python -m learner` for each, passes signals on, ends all if one fails.
+"""The learner's ranks of this node: starts `python -m learner` for each, passes signals on, ends all if one fails.
 
 torch elastic supervises the processes and restarts none: a restart is the decision of the keeper (or yours) and begins
-from the last checkpoint. Waits for the ranks. Run by `__main__.py` if `learner.ranks` is above 1 and torchrun has not
-started the ranks.
+from the last checkpoint. Run by `__main__.py` if there are several ranks and nothing else has started them; waits for
+the ranks. Of several nodes each has such a process, started with NODE_RANK, MASTER_ADDR and MASTER_PORT. They meet in
+the store of the first one, where each tells the others of a signal and of a failure: the ranks of all nodes are one
+generation, which ends together.
 """
 
+import logging
 import os
+import signal
+import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from errno import EADDRINUSE
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
-from configs.entrypoint import DONE, ENDINGS, StopSignals
+from configs.entrypoint import DONE, ENDINGS, FAILED, PROGRESS, StopSignals
+from configs.load import ConfigError
+from configs.schema import LearnerConfig
 
+log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
+MEET_S = 300.0
+"""Time that the nodes' processes have to find the store of the first one."""
+LAST_S = 30.0
+"""Time that ranks have to end by themselves once the other nodes' have ended or are out of reach."""
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
+THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""In the environment, torch's own word: `True` where MASTER_ADDR and MASTER_PORT are of a store that exists already."""
 
 
-def start(argv: Sequence[str], ranks: int) -> int:
-    """Run `ranks` ranks to their end; returns the exit code of the first that failed, else 0."""
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks meet in this store: nobody can take the port before they bind
-    }
+def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would have set, from the variables of srun, where that started this process as a rank or as a
+    node's learner; else nothing. Raises ConfigError where it started another number of tasks.
+
+    Example: of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
+    told = {"RANK", "NODE_RANK", PROGRESS}  # the last is a keeper's, which may itself be in a task of srun
+    if tasks == 1 or environment.keys() & told:
+        return {}
+    number, nodes = environment["SLURM_PROCID"], int(environment.get("SLURM_STEP_NUM_NODES", 1))
+    if tasks == learner.ranks:
+        local = str(tasks // nodes)
+        rank = {"RANK": number, "LOCAL_RANK": environment["SLURM_LOCALID"]}
+        return rank | {"WORLD_SIZE": str(tasks), "LOCAL_WORLD_SIZE": local}
+    if tasks == learner.nodes:
+        return {"NODE_RANK": number}
+    problem = f"learner.ranks: {learner.ranks} on learner.nodes {learner.nodes}, but srun has started {tasks} tasks"
+    raise ConfigError([f"{problem}; start {learner.ranks}, one a rank, or {learner.nodes}, one a node"])
+
+
+def check_environment(learner: LearnerConfig, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if what started this process has given it no place, or another one than the run file's."""
+    ranks, nodes, node = learner.ranks, learner.nodes, environment.get("NODE_RANK")
+    of_rank = "RANK" in environment
+    if of_rank and ranks > 1 and ranks != (world := int(environment["WORLD_SIZE"])):
+        raise ConfigError([f"learner.ranks: {ranks}, but WORLD_SIZE is {world}; set it to {world}"])
+    if not of_rank and nodes > 1 and node is None:
+        remedy = f"start one on each node with NODE_RANK 0 to {nodes - 1}, MASTER_ADDR and MASTER_PORT, or use torchrun"
+        raise ConfigError([f"learner.nodes: {nodes}, and nothing says which of them this is; {remedy}"])
+    if not of_rank and node is not None and not (node.isdigit() and int(node) < nodes):
+        raise ConfigError([f"NODE_RANK: {node} is not one of 0 to {nodes - 1}; correct it or learner.nodes ({nodes})"])
+    for name in MEETING if of_rank or nodes > 1 else ():
+        if not environment.get(name):
+            remedy = "set it to the first node's address" if name == "MASTER_ADDR" else "set a free port of that node"
+            raise ConfigError([f"{name}: not set, so the ranks cannot find each other; {remedy}"])
+
+
+def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
+    """Run this node's ranks to their end; returns the exit code of the first that failed, on any node, else 0."""
+    node = Node(learner, environment)
+    first, local = node.number * node.local, range(node.local)
+    shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
     context = start_processes(
         "learner",
         sys.executable,
-        args={rank: ("-m", "learner", *argv) for rank in range(ranks)},
-        envs={rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
+        args={rank: ("-m", "learner", *argv) for rank in local},
+        envs={rank: shared | {"RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in local},
         logs_specs=DefaultLogsSpecs(),
     )
 
@@ -42,15 +93,122 @@ def start(argv: Sequence[str], ranks: int) -> int:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
+    def on_signal(number: int) -> None:
+        node.stop(number, signals.count, pass_on)
+        node.tell("signal", number, signals.count)
+
+    node.follow(pass_on)
     # elastic's own handlers would give the ranks 30 s, however long a version takes
-    with StopSignals(drain=pass_on, force=pass_on):
+    with StopSignals(drain=on_signal, force=on_signal) as signals:
         result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
-    if not result.failures:
-        return DONE
-    first = min(result.failures.values(), key=lambda failure: failure.timestamp)
-    if first.exitcode in ENDINGS.values():  # rank 0 has said why the run ended
-        return first.exitcode
-    ended = f"rank {first.local_rank} failed first (exit code {first.exitcode}); all ranks have ended"
-    print(f"learner: {ended}", file=sys.stderr)
-    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    code = DONE
+    if result.failures:
+        failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if code not in ENDINGS.values():  # else rank 0 has said why the run ended
+            ended = f"rank {first + failure.local_rank} failed first{node.of_several} (exit code {failure.exitcode})"
+            print(f"learner: {ended}; all ranks have ended", file=sys.stderr)
+            node.tell("failed", code)
+    return node.leave(code)
+
+
+class Node:
+    """One node of a generation. Events in the store tell the others of a signal or a failure here, and this one of
+    theirs; a node alone has a store for its ranks only."""
+
+    def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
+        """Open the store, or wait for that of the first node. Raises ConfigError if that fails."""
+        self.number, self.nodes = int(environment.get("NODE_RANK", 0)), learner.nodes
+        self.local, self.of_several = learner.ranks // learner.nodes, " on this node" if learner.nodes > 1 else ""
+        host, port = (HOST, 0) if self.nodes == 1 else (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        self._hosts = self.nodes == 1 or (self.number == 0 and environment.get(THERE_IS_A_STORE) != "True")
+        store = open_store(host, port) if self._hosts else find_store(host, port)
+        self.variables = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), THERE_IS_A_STORE: "True"}
+        """Of each rank's environment: all meet in this store, so nobody can take the port before they bind."""
+        self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        self._level, self._failed, self.patience_s = 0, DONE, LAST_S
+        self._telling: list[threading.Thread] = []
+        if self._store.add(f"here/{self.number}", 1) > 1:
+            problem = f"NODE_RANK: {self.number} has been at the store {host}:{port} before"
+            raise ConfigError([f"{problem}; end the learner on every node and start all of them, each with its own"])
+
+    def stop(self, number: int, level: int, pass_on: Callable[[int], object]) -> None:
+        """Pass signal `number` on to the ranks unless they have got as many as `level`, from wherever they came: where
+        every node gets its own, none of them counts for more than one."""
+        for _ in range(level - self._level):
+            pass_on(number)
+        self._level = max(level, self._level)
+
+    def tell(self, *words: object) -> None:
+        """Tell the other nodes, in a thread: it may be a signal's handler that calls, and the store may be gone."""
+        if self.nodes > 1:
+            event = " ".join(map(str, (self.number, *words)))
+            self._telling.append(threading.Thread(target=self._tell, args=(event,), daemon=True))
+            self._telling[-1].start()
+
+    def _tell(self, event: str) -> None:
+        with suppress(dist.DistError):
+            store = self._store.clone()  # type: ignore[attr-defined]
+            store.set(f"event/{store.add('events', 1)}", event)
+
+    def follow(self, pass_on: Callable[[int], object]) -> None:
+        """From now on do as the other nodes tell, in a thread; `pass_on` sends a signal to this node's ranks."""
+        if self.nodes > 1:
+            threading.Thread(target=self._follow, args=(pass_on,), daemon=True).start()
+
+    def _follow(self, pass_on: Callable[[int], object]) -> None:
+        store, number = self._store.clone(), 1  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(days=1))
+        while not self._failed:
+            try:
+                node, word, *figures = store.get(f"event/{number}").decode().split()
+            except dist.DistNetworkError:
+                why, self._failed = "the first node's store is gone", FAILED
+            except dist.DistStoreError:  # nothing has happened for as long as a call may take
+                continue
+            else:
+                number += 1
+                if word == "signal":
+                    self.stop(int(figures[0]), int(figures[1]), pass_on)
+                elif int(node) != self.number:
+                    why, self._failed = f"the ranks of node {node} have failed", int(figures[0])
+        log.warning("%s: the ranks of this one end within %g s", why, self.patience_s)
+        threading.Event().wait(self.patience_s)  # those who notice by themselves say more
+        pass_on(signal.SIGKILL)  # in a collective they would hear of nothing else
+
+    def leave(self, code: int) -> int:
+        """Call it once this node's ranks have ended, with their exit code; returns that of the generation."""
+        for telling in self._telling:
+            telling.join(LAST_S)
+        with suppress(dist.DistError):
+            self._store.set(f"left/{self.number}", "")
+            if self._hosts and code in ENDINGS.values():  # while the other nodes' ranks end, they need the store
+                self._store.wait([f"left/{node}" for node in range(self.nodes)], timedelta(seconds=LAST_S))
+        return self._failed if code and self._failed else code
+
+
+def open_store(host: str, port: int) -> TCPStore:
+    """The store in which all ranks meet, listening on `host` only. Raises ConfigError if it cannot."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        name = "MASTER_PORT" if error.errno == EADDRINUSE else "MASTER_ADDR"
+        remedy = "choose a free one" if name == "MASTER_PORT" else "name an address of this machine, the first node"
+        raise ConfigError([f"{name}: the ranks' store cannot listen on {host}:{port} ({error}); {remedy}"]) from None
+    listener.setblocking(False)
+    port = int(listener.getsockname()[1])
+    descriptor, timeout = listener.detach(), timedelta(seconds=MEET_S)
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def find_store(host: str, port: int) -> TCPStore:
+    """The store of the first node, once it is there. Raises ConfigError if it is not within MEET_S."""
+    log.info("waiting for the first node at %s:%d", host, port)
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEET_S))
+    except dist.DistError as error:
+        problem = f"MASTER_ADDR: no store of the first node at {host}:{port} in {MEET_S:g} s"
+        remedy = "start its learner, and see that this machine reaches it there"
+        raise ConfigError([f"{problem} ({str(error).splitlines()[0][:200]}); {remedy}"]) from None

@@ -2,8 +2,9 @@
 
 A thread of each rank reads torch's flight recorder (which knows every collective, NCCL's and gloo's) and tells the
 other ranks through a store how many collectives its rank has begun. When `learner.timeout_s` expires it prints one
-line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. torch's own
-timeout comes a little later. Started by `__main__.py`; waits for nothing but its clock.
+line, writes the recorder's dump and ends the process; the other ranks' watchdogs see that and end too. Where the store
+does not answer, its machine cut off or gone, each rank ends by itself. torch's own timeout comes a little later.
+Started by `__main__.py`; waits for nothing but its clock.
 """
 
 import json
@@ -13,23 +14,28 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from configs.entrypoint import FAILED
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 RECORDER = "TORCH_FR_BUFFER_SIZE"
 """Entries that the flight recorder keeps; read when the process group is created."""
 TORCH_LATER_S = 15.0
 """torch's own timeout expires this much after ours."""
+ANSWER_S = 10.0
+"""Time in which the ranks' store answers, or is out of reach: then each rank ends by itself."""
 Note = dict[str, Any]
-"""What a rank tells the others: collectives `begun`, the line `where` it is, the time `at` which it said so."""
+"""What a rank tells the others: collectives `begun` by group, the line `where` it is, the time `at` which it did."""
 
 
 def enable_flight_recorder() -> None:
@@ -46,6 +52,10 @@ class Watchdog:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
+        self._asker = ThreadPoolExecutor(1, "watchdog-store")
+        self._asked: Future[Any] = Future()
+        self._asked.set_result(None)
+        self._gone = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -59,44 +69,65 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(min(max(self.timeout_s / 10, 0.1), 5.0)):
-            try:
-                self._check()
-            except dist.DistError as error:  # the rank or parent that held the store has ended
-                log.warning("watchdog: the ranks' store is gone (%s)", str(error).splitlines()[0])
-                return
+            self._check()
 
     def _check(self) -> None:
         state = flight_record()
         oldest = min(state["entries"], key=lambda entry: entry["time_created_ns"], default=None)
         waited = (time.time_ns() - oldest["time_created_ns"]) / 1e9 if oldest else 0.0
-        begun = sum(max(int(group["last_enqueued_collective"]), 0) for group in state["pg_status"].values())
+        begun = {name: max(int(group["last_enqueued_collective"]), 0) for name, group in state["pg_status"].items()}
         note = {"begun": begun, "where": current_line(self._main), "at": time.time()}
-        self._store.set(str(self.rank), json.dumps(note))
-        if self._store.check(["verdict"]):
+        if self._ask(lambda: self._exchange(note)):
             os._exit(FAILED)
         elif oldest and waited > self.timeout_s:
-            self._expire(oldest, waited)
+            self._expire(oldest, waited, note)
 
-    def _expire(self, entry: dict[str, Any], waited: float) -> None:
-        first = self._store.add("verdicts", 1) == 1
+    def _exchange(self, note: Note) -> bool:
+        """Tell the other ranks `note`; whether one of them has expired."""
+        self._store.set(str(self.rank), json.dumps(note))
+        return bool(self._store.check(["verdict"]))
+
+    def _ask(self, work: Callable[[], T]) -> T | None:
+        """What `work` gets from the store; None if that does not answer in time: its machine may be cut off, and a call
+        to it would last for ever."""
+        try:
+            if self._asked.done():
+                self._asked = self._asker.submit(work)
+                answer: T = self._asked.result(ANSWER_S)
+                return answer
+        except TimeoutError:
+            log.warning("watchdog: the ranks' store does not answer")
+        except dist.DistError as error:  # the rank or parent that held the store has ended
+            if not self._gone:
+                log.warning("watchdog: the ranks' store is gone (%s)", str(error).splitlines()[0])
+            self._gone = True
+        return None
+
+    def _expire(self, entry: dict[str, Any], waited: float, note: Note) -> None:
         path = self.folder / f"flight-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(flight_record(active=False)))
-        if first:  # one line, however many ranks wait
-            print(verdict(entry, waited, self._notes(), self.rank, self.timeout_s, path), file=sys.stderr, flush=True)
-            self._store.set("verdict", "1")
+        first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
+        if first is not False:  # one line, however many ranks wait; one each, where they cannot agree
+            line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)
+            print(line, file=sys.stderr, flush=True)
+            self._ask(lambda: self._store.set("verdict", "1"))
         os._exit(FAILED)
 
-    def _notes(self) -> list[Note | None]:
+    def _notes(self) -> dict[int, Note | None]:
         names = [str(rank) for rank in range(self.world)]
-        return [json.loads(self._store.get(name)) if self._store.check([name]) else None for name in names]
+        return {i: json.loads(self._store.get(n)) if self._store.check([n]) else None for i, n in enumerate(names)}
 
 
 def flight_record(active: bool = True) -> dict[str, Any]:
     """The flight recorder's dump: the collectives in progress (`active`), or all that it remembers."""
     dumps = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, name)]
     states = [json.loads(dump(includeCollectives=True, onlyActive=active) or b"{}") for dump in dumps]
-    entries = [entry for state in states for entry in state.get("entries") or []]
+    entries = [
+        entry | {"group": f"{i}{entry['pg_id']}"}
+        for i, state in enumerate(states)
+        for entry in state.get("entries") or []
+    ]
     if active:  # gloo's entries stay "scheduled" until they are retired
         entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     groups = {str(i) + name: status for i, state in enumerate(states) for name, status in state["pg_status"].items()}
@@ -115,23 +146,34 @@ def current_line(thread: int | None) -> str:
 
 
 def verdict(
-    entry: dict[str, Any], waited: float, notes: list[Note | None], rank: int, timeout_s: float, path: Path
+    entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """Which rank was missing: one that never wrote a note, else the one that has begun the fewest collectives."""
-    mine = notes[rank]
+    """Which rank was missing: one of the collective's group that never wrote a note, else the one that has begun the
+    fewest of its collectives. With the own note alone, the store where the others' are does not answer."""
+    mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"
     tail = f"learner.timeout_s is {timeout_s:g}; all collectives are in {path}"
-    if None in notes:
-        return f"{head} rank {notes.index(None)}, which never reported; {tail}"
-    known = [note for note in notes if note]
-    behind = min(range(len(known)), key=lambda r: known[r]["begun"])
-    begun, own = known[behind]["begun"], known[rank]["begun"]
-    if begun == own:
+    if len(notes) == 1:
+        lost = "the network between the machines is cut, or the first one is gone"
+        return f"{head} other ranks, and their store at the first node does not answer: {lost}; {tail}"
+    among = {each: notes[each] for each in members(entry) or notes}
+    if None in among.values():
+        return f"{head} rank {next(each for each, note in among.items() if not note)}, which never reported; {tail}"
+    numbers = {each: note["begun"].get(group, 0) for each, note in among.items() if note}
+    behind = min(numbers, key=lambda each: numbers[each])
+    begun, own, note = numbers[behind], numbers[rank], notes[behind]
+    if begun == own or note is None:
         return f"{head} ranks that have begun as many collectives: the network between them, or a GPU, hangs; {tail}"
-    silent = time.time() - known[behind]["at"]
+    silent = time.time() - note["at"]
     quiet = f", silent for {silent:.1f} s" if silent > max(timeout_s / 2, 1.0) else ""
     return (
         f"{head} rank {behind}, which has begun {begun} collectives where rank {rank} has begun {own}: "
-        f"it is at {known[behind]['where']}{quiet}; {tail}"
+        f"it is at {note['where']}{quiet}; {tail}"
     )
+
+
+def members(entry: dict[str, Any]) -> list[int]:
+    """The ranks of a collective's group; empty for a group that is not of the ranks alone, or no longer there."""
+    name = entry["process_group"][0]
+    return next((sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group.group_name == name), [])

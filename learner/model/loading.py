@@ -87,11 +87,12 @@ def _read(model: ModelConfig) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
 
-def init_random(empty: PreTrainedModel, device: torch.device) -> None:
-    """Random weights instead of the file's, each rank its own shard: for benchmarks of shapes, not for training."""
+def init_random(empty: PreTrainedModel, device: torch.device, shards: int) -> None:
+    """Random weights instead of the file's, each rank its own shard, equal in all replicas: for benchmarks of shapes,
+    not for training."""
     empty.to_empty(device=device)
     spread = getattr(empty.config.get_text_config(), "initializer_range", 0.02)
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    generator = torch.Generator(device).manual_seed(dist.get_rank() % shards)
     with torch.no_grad():
         for name, parameter in empty.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

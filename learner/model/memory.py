@@ -83,16 +83,16 @@ class Estimate:
 
 
 def memory_budget(
-    config: Config, device: torch.device, world: int, reference: bool, patches: int = 0
+    config: Config, device: torch.device, shards: int, reference: bool, patches: int = 0
 ) -> tuple[Estimate, int]:
     """The memory that a rank will take, and the tokens of its microbatches; logged before anything is loaded.
 
-    `reference`: a frozen copy of the model is kept too. `patches`: most of one sample. Raises ConfigError if the GPU is
-    too small.
+    `shards`: ranks that share a copy of the model. `reference`: a frozen one is kept too. `patches`: most of one
+    sample. Raises ConfigError if the GPU is too small.
     """
     wanted, tokens = config.learner.tokens_per_microbatch, max_sample_tokens(config)
     sample = max(tokens, -(-patches // PATCHES_PER_TOKEN))
-    expected = estimate(config.model, config.learner, world, reference)
+    expected = estimate(config.model, config.learner, shards, reference)
     if device.type != "cuda":
         return expected, max(AUTO_TOKENS_ON_CPU, sample) if wanted == "auto" else wanted
     available = torch.cuda.get_device_properties(device).total_memory
@@ -102,14 +102,15 @@ def memory_budget(
     if (wanted == "auto" and budget < sample) or expected.total(max(budget, sample)) > available:
         images = f" and {patches} patches of images" if patches else ""
         problem = f"learner.tokens_per_microbatch: {wanted}: a sample of {tokens} tokens{images} takes {needed}, a GPU "
-        remedy = "set learner.activation_checkpointing: block or learner.cpu_offload, or raise learner.ranks"
+        more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
+        remedy = f"set learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
         remedy += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {remedy}"])
     return expected, budget
 
 
-def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: bool = False) -> Estimate:
-    """The estimate for one of `world` ranks. `reference`: a frozen copy of the model is kept too."""
+def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False) -> Estimate:
+    """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
     freeze(empty, model.freeze)
     parameters, trained = empty.num_parameters(), empty.num_parameters(only_trainable=True)
@@ -121,9 +122,9 @@ def estimate(model: ModelConfig, learner: LearnerConfig, world: int, reference: 
     images, in_tower = _tower_activations(empty, model, learner)
     on_gpu = 0 if learner.cpu_offload else 1
     always = {
-        "weights": 4 * parameters * on_gpu * (1 + reference) // world,
-        "gradients": 4 * trained * on_gpu // world,
-        "optimizer": 8 * trained * on_gpu // world,
+        "weights": 4 * parameters * on_gpu * (1 + reference) // shards,
+        "gradients": 4 * trained * on_gpu // shards,
+        "optimizer": 8 * trained * on_gpu // shards,
     }
     gathered = width * (root * (1 + reference) + 2 * block)
     # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient. They exist at the
@@ -247,5 +248,5 @@ def explain_out_of_memory(estimate: Estimate, tokens: int) -> Iterator[None]:
         raise OutOfMemory(
             f"the GPU is full: {str(error).splitlines()[0].partition('. ')[0]}. A rank should take "
             f"{estimate.describe(tokens)}. Lower learner.tokens_per_microbatch ({tokens}), set "
-            "learner.activation_checkpointing: block, or raise learner.ranks"
+            "learner.activation_checkpointing: block, or raise learner.ranks or learner.shard"
         ) from None

@@ -2,7 +2,8 @@
 
 Every rank holds its shard of the fp32 master weights; `fully_shard` gathers one block at a time in `model.dtype` and
 reduces gradients in fp32. The same code runs on gloo with CPU and on NCCL with GPUs. Each method that computes is a
-collective: all ranks must call it, and wait for the last. Built by `learner/__main__.py`.
+collective of the ranks that share a copy (`learner/mesh.py`): all of them must call it, and wait for the last; a
+backward pass is one of all ranks. Built by `learner/__main__.py`.
 """
 
 import logging
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
+from learner.mesh import shards
 from learner.model import attention, loading, vision
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
@@ -76,7 +78,7 @@ class Policy(nn.Module):
             _checkpoint_activations(self.model, learner)
         self._shard(learner.compile, offload)
         if random:
-            loading.init_random(self.model, torch.device("cpu") if offload else self.device)
+            loading.init_random(self.model, torch.device("cpu") if offload else self.device, shards(mesh))
         else:
             loading.distribute_weights(self.model, model, self.device, offload)
 
@@ -139,6 +141,12 @@ class Policy(nn.Module):
         self.reshard()  # only a backward pass does it by itself, and readers of the weights want shards
         return logprobs
 
+    def reduce_after_next(self, last: bool) -> None:
+        """Whether the next backward pass is the `last` of the batch, after which the replicas' gradients are reduced:
+        once a batch, not once a microbatch. Until then each replica adds up its own."""
+        assert isinstance(self, FSDPModule), "fully_shard made it one"
+        self.set_requires_all_reduce(last)
+
     def place(self, microbatch: Microbatch) -> Microbatch:
         """`microbatch`, made on the CPU, on this policy's device."""
         if self.sight is not None and microbatch.images is not None:
@@ -155,7 +163,7 @@ class Policy(nn.Module):
         """Each whole weight but those named `without`, with its Hugging Face name, in `model.dtype` on this rank's
         device; order of `weight_specs`.
 
-        Each tensor is a collective: every rank must iterate to the end.
+        Each tensor is a collective of the ranks that share a copy: all of them must iterate to the end.
         """
         for name, parameter in self.model.named_parameters():  # a tied head is listed once, as the embedding
             if name not in without:

@@ -1,7 +1,7 @@
 """The policy as a Hugging Face folder that `vllm serve` loads: the initial model's files with new weights.
 
-`collect` is a collective on the training thread (all ranks gather, rank 0 keeps); `write` runs on rank 0 in the
-checkpoint's thread and waits for the disk only.
+`collect` is a collective on the training thread (the first replica gathers, rank 0 keeps); `write` runs on rank 0 in
+the checkpoint's thread and waits for the disk only.
 """
 
 import json
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from configs.schema import ModelConfig
+from learner.mesh import replica
 from learner.model.policy import Policy
 
 SHARD_BYTES = 5 << 30
@@ -23,7 +24,9 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """The whole weights by name in host memory on rank 0; nothing on the others."""
+    """The whole weights by name in host memory on rank 0; nothing on the others, and no work for other replicas."""
+    if replica(policy.mesh) > 0:
+        return {}
     keep = dist.get_rank() == 0
     return {name: tensor.cpu().clone() for name, tensor in policy.full_weights() if keep}
 

@@ -1,13 +1,16 @@
-"""What learner ranks exchange besides gradients: agreements on a number, and tensors whose length differs by rank.
+"""What learner ranks exchange besides gradients: agreements on a number, tensors whose length differs by rank, a state.
 
 Each call is a collective: every rank must make it, and waits for the last one, up to `learner.timeout_s`. Numbers
 travel as CPU tensors over gloo, whatever the model's device. Used by `step.py`, `batch.py`, `learner/checkpoint.py`,
 `drain.py`.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def all_gather_ragged(values: Tensor) -> list[Tensor]:
@@ -41,3 +44,15 @@ def broadcast_from_rank0(number: int) -> int:
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, src=0)
     return int(tensor)
+
+
+def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
+    """Each tensor of `state`, dicts in dicts, from the first rank of `group` to its others, in place; of a sharded one
+    the local shard, so that `group` must be of ranks with the same shards."""
+    for _, value in sorted(state.items(), key=lambda item: str(item[0])):
+        if isinstance(value, dict):
+            broadcast_state(value, group)
+        elif isinstance(value, Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if local.numel():
+                dist.broadcast(local, group=group, group_src=0)

@@ -87,7 +87,11 @@ class Algorithm:
             shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
         if batch.scattered and not is_tokenwise(self.config):
             shared["sequence_log_ratio"] = self._log_ratios(policy, microbatches, shared)
-        return combine([self.backward_of(policy, microbatch, shared) for microbatch in microbatches])
+        sums = []
+        for microbatch in microbatches:
+            policy.reduce_after_next(last=microbatch is microbatches[-1])
+            sums.append(self.backward_of(policy, microbatch, shared))
+        return combine(sums)
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
         """Add one microbatch's gradient. Nothing in here synchronises with the GPU, so its queue never runs empty."""

@@ -143,7 +143,7 @@ class Channel:
     def _gloo(self, store: Any) -> Any:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = self._timeout
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_own_address(self._host, self._port))]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own_address(self._host, self._port))]
         return c10d.ProcessGroupGloo(store, self.rank, self.world, options)
 
     def _nccl(self, store: Any) -> Any:
@@ -200,8 +200,8 @@ def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
     return asyncio.wrap_future(future)
 
 
-def _own_address(host: str, port: int) -> str:
-    """This machine's address on the route to `host`, at which the other ranks reach this one."""
+def own_address(host: str, port: int) -> str:
+    """This machine's address on the route to `host`, at which the other ranks reach this one. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing

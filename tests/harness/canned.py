@@ -76,6 +76,6 @@ class Canned:
             if message.version >= self.batches:
                 self.waiting.set()
                 return self.finished
-            cuts = [24] if message.world == 1 else [9, 15]
+            cuts = {1: [24], 2: [9, 15], 4: [3, 9, 12, 0]}[message.world]
             return cut(make_samples(message.version), message.version, cuts, message.rank)
         return Refused(reason=f"no answer is canned for {type(message).__name__}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from configs.load import ConfigError
 from configs.schema import AlgorithmConfig, ModelConfig
 from learner import watchdog
 from learner.checkpoint import Checkpoints
+from learner.mesh import make_mesh, replica, shards
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
@@ -71,6 +74,68 @@ def pictured(folder: Path, model: dict[str, Any], cuts: list[list[int]], budget:
         torch.save(found, folder / "gradients.pt")
 
 
+def replicas(folder: Path, copies: list[int], cuts: list[int], budget: int, moves: list[list[dict[str, Any]]]) -> None:
+    """`replicated`, then `moved` for each of `moves`, in one start of the ranks."""
+    replicated(folder, copies, cuts, budget)
+    for number, stages in enumerate(moves):
+        moved(folder, f"moved{number}", stages)
+    refused(folder)
+
+
+def refused(folder: Path) -> None:
+    """What is said of checkpoints on two nodes: of folders that are not one, and where the nodes have changed places;
+    saved as `FOLDER/refused-RANK.json`."""
+    rank, mesh, said = dist.get_rank(), make_mesh("cpu", 2), []
+    for number, options in ((rank // 2, {}), (1 - rank // 2, {"checkpoint_on": "first_node"})):
+        try:
+            run(folder, mesh, rank, 6, 6, [], folder / f"node{number}", options)
+        except ConfigError as error:
+            said.append(str(error))
+    (folder / f"refused-{rank}.json").write_text(json.dumps(said))
+
+
+def replicated(folder: Path, copies: list[int], cuts: list[int], budget: int) -> None:
+    """For each number of ranks that share a copy, of `copies`: one batch's gradient, its reductions between copies, and
+    the weights after a step, saved as `FOLDER/replicated.pt`."""
+    rank, model, found = dist.get_rank(), ModelConfig(path=str(folder / "model"), dtype="float32"), {}
+    for number in copies:
+        mesh = make_mesh("cpu", number)
+        policy = world.policy_of(model, mesh)
+        algorithm = world.algorithm_of(policy, budget)
+        batch = Batch.from_part(world.cut(world.make_samples(), 3, cuts, rank), budget, policy.attention_cost)
+        before = reductions(mesh)
+        algorithm.backward(policy, batch)
+        reduced, grads = reductions(mesh) - before, world.gradients(policy)
+        metrics = algorithm.optimizer.update(3)
+        found[number] = grads, metrics, world.weights(policy), reduced, len(batch.microbatches), replica(mesh)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [(each[3], each[5]) for each in found.values()])
+    if rank == 0:
+        torch.save((found, every), folder / "replicated.pt")
+
+
+def reductions(mesh: Any) -> int:
+    """All-reduces between copies that this rank has begun, as the flight recorder has them."""
+    name = mesh["replicate"].get_group().group_name if mesh.ndim == 2 else None
+    entries = watchdog.flight_record(active=False)["entries"]
+    return sum(e["profiling_name"] == "gloo:all_reduce" and e["process_group"][0] == name for e in entries)
+
+
+def moved(folder: Path, name: str, stages: list[dict[str, Any]]) -> None:
+    """Train in `stages`, each restoring what the one before has saved; the metrics and the last weights go to
+    `FOLDER/NAME.pt`. `node_ranks`: each so many ranks see a folder of their own."""
+    rank, records = dist.get_rank(), []
+    for stage in stages:
+        mesh, local = make_mesh("cpu", stage["shards"]), stage.get("node_ranks")
+        seen = folder / f"node{rank // local}" if local else folder
+        seen.mkdir(exist_ok=True)
+        options = {"checkpoint_on": "first_node" if local else "shared"}
+        result = run(folder, mesh, rank, stage["start"], stage["stop"], stage["cuts"], seen, options)
+        records += result["records"]
+    if rank == 0:
+        torch.save({"records": records, "weights": result["weights"]}, folder / f"{name}.pt")
+
+
 def train(folder: Path, start: int, stop: int, cuts: list[int], name: str) -> None:
     """Train from the newest checkpoint, of version `start`, to `stop`; metrics and weights go to `FOLDER/NAME.pt`."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
@@ -79,12 +144,24 @@ def train(folder: Path, start: int, stop: int, cuts: list[int], name: str) -> No
         torch.save(result, folder / f"{name}.pt")
 
 
-def run(folder: Path, mesh: Any, rank: int, start: int, stop: int, cuts: list[int]) -> dict[str, Any]:
+def run(
+    folder: Path,
+    mesh: Any,
+    rank: int,
+    start: int,
+    stop: int,
+    cuts: list[int],
+    seen: Path | None = None,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`seen`: where this rank's node has its checkpoints, if not in `folder`; `options` of the learner."""
     model = ModelConfig(path=str(folder / "model"), dtype="float32")
     policy = world.policy_of(model, mesh)
     algorithm = world.algorithm_of(policy, 64)
-    learner = world.LEARNER.model_copy(update={"checkpoint_every": 2})
-    checkpoints = Checkpoints(folder / "checkpoints", model, learner, algorithm.optimizer, versions=100)
+    learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
+    where, shared_by = (seen or folder) / "checkpoints", shards(mesh)
+    checkpoints = Checkpoints(where, model, learner, algorithm.optimizer, versions=100, shards=shared_by)
+    checkpoints.check_folder()
     assert checkpoints.restore(policy) == start
     records = []
     for version in range(start, stop):
@@ -105,6 +182,29 @@ def late(folder: Path, timeout_s: float) -> None:
         collectives.all_reduce_max(2.0)
 
 
+def cut(folder: Path, timeout_s: float, holder: int) -> None:
+    """The process that holds the ranks' store stops; then each rank waits for the other in a collective of its own."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    with Watchdog(timeout_s, folder / "logs"):
+        for group in groups:
+            dist.barrier(group)  # gloo connects at the first collective, by way of the store
+        if dist.get_rank() == 0:
+            os.kill(holder, signal.SIGSTOP)
+        collectives.all_reduce_max(1.0)
+        dist.all_reduce(torch.zeros(1), group=groups[dist.get_rank()])
+    raise AssertionError("no collective of two ranks ends with one")
+
+
+def absent(folder: Path, timeout_s: float) -> None:
+    """Rank 1 sleeps where rank 0 gathers with it; ranks 2 and 3, of another copy, gather nothing."""
+    group = make_mesh("cpu", 2)["shard"].get_group()
+    with Watchdog(timeout_s, folder / "logs"):
+        dist.barrier(group)  # gloo connects at the first collective
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.zeros(1), group=group)
+        sleep_in_here()
+
+
 def sleep_in_here() -> None:
     threading.Event().wait(110)
 
@@ -119,6 +219,8 @@ if __name__ == "__main__":
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
     )
     cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
+    cases |= {"cut": cut, "absent": absent}
+    cases |= {"replicas": replicas}
     cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
     os._exit(0)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down

@@ -172,10 +172,10 @@ def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
     assert not any(code for code, _ in ended), "\n".join(errors for _, errors in ended)[-4000:]
 
 
-def outcome(case: str, ranks: int, folder: Path, **arguments: Any) -> list[tuple[int, str]]:
-    """Run it likewise; exit code and stderr of each rank."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+def outcome(case: str, ranks: int, folder: Path, port: int = 0, **arguments: Any) -> list[tuple[int, str]]:
+    """Run it likewise; exit code and stderr of each rank. `port`: of the store to meet in, if there is one already."""
+    store = None if port else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if store else port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.harness.rank", case, str(folder), json.dumps(arguments)]
     started = [
@@ -184,4 +184,4 @@ def outcome(case: str, ranks: int, folder: Path, **arguments: Any) -> list[tuple
         )
         for rank in range(ranks)
     ]
-    return [(process.wait(120), errors) for process, (_, errors) in ((p, p.communicate(timeout=120)) for p in started)]
+    return [(process.wait(600), errors) for process, (_, errors) in ((p, p.communicate(timeout=600)) for p in started)]

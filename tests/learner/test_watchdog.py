@@ -1,11 +1,13 @@
 """A rank that misses a collective: one line says which, where and for how long, and all ranks exit."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 from learner.watchdog import verdict
-from tests.harness.world import outcome
+from tests.harness.world import ROOT, outcome
 
 
 def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
@@ -21,20 +23,52 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     assert accounts and json.loads(accounts[0].read_text())["entries"]
 
 
+def test_ranks_end_though_their_store_hangs(tmp_path: Path) -> None:
+    """As where the network to the first node is cut: calls to the store that it holds would last for ever."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        port = int(holder.stdout.readline())
+        ended = outcome("cut", 2, tmp_path, port=port, timeout_s=2.0, holder=holder.pid)
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    assert [code for code, _ in ended] == [1, 1]
+    lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout:" in line]
+    assert len(lines) == 2 and all("their store at the first node does not answer" in line for line in lines), ended
+
+
+HOLDER = """
+import threading
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+threading.Event().wait()
+"""
+
+
 def note(begun: int, age: float = 0.0) -> dict:
-    return {"begun": begun, "where": "learner/train/step.py:80 backward", "at": time.time() - age}
+    return {"begun": {"00": begun, "01": 7}, "where": "learner/train/step.py:80 backward", "at": time.time() - age}
 
 
 def test_verdicts() -> None:
-    entry = {"profiling_name": "nccl:all_gather"}
-    by = (entry, 12.34, 0, 10.0, Path("f.json"))
+    entry = {"profiling_name": "nccl:all_gather", "group": "00", "process_group": ["none that this process has", ""]}
 
-    def said(notes) -> str:
-        return verdict(by[0], by[1], notes, *by[2:])
+    def said(*notes: dict | None) -> str:
+        return verdict(entry, 12.34, dict(enumerate(notes)), 0, 10.0, Path("f.json"))
 
     assert "has waited 12.3 s in nccl:all_gather (learner/train/step.py:80 backward) for rank 2" in said(
-        [note(9), note(9), note(8)]
+        note(9), note(9), note(8)
     )
-    assert "silent for 30" in said([note(9), note(8, age=30)])
-    assert "rank 1, which never reported" in said([note(9), None])
-    assert "begun as many collectives" in said([note(9), note(9)])
+    assert "silent for 30" in said(note(9), note(8, age=30))
+    assert "rank 1, which never reported" in said(note(9), None)
+    assert "begun as many collectives" in said(note(9), note(9))
+    assert "their store at the first node does not answer" in said(note(9))
+
+
+def test_a_rank_of_another_group_is_not_blamed(tmp_path: Path) -> None:
+    """Ranks 2 and 3 are a copy of the model that gathers nothing; rank 1 is missing where rank 0 gathers."""
+    ended = outcome("absent", 4, tmp_path, timeout_s=2.0)
+    assert [code for code, _ in ended] == [1] * 4
+    lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout: rank 0" in line]
+    assert len(lines) == 1 and "for rank 1, which has begun" in lines[0], ended

@@ -1,10 +1,11 @@
 """The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
 
-All ranks gather the full tensors together. Rank 0 (`Sender`) copies them into one of its two buffers and returns; its
-background thread (`distributor.Distributor`) brings them to the servers while the learner trains on: it gathers the
-servers while the weights are still being copied, and sends as soon as they are. The other ranks (`Follower`) only take
-part in the gathering and the probe. `publish` waits for both and, rarely, up to `weights.timeout_s` for a buffer that a
-broken broadcast still reads; on a GPU the copying is only queued.
+The ranks of the first replica gather the full tensors. Rank 0 (`Sender`) copies them into one of its two buffers and
+returns; its background thread (`distributor.Distributor`) brings them to the servers while the learner trains on: it
+gathers the servers while the weights are still being copied, and sends as soon as they are. Its other ranks
+(`Follower`) only take part in the gathering and the probe, those of other replicas (`Bystander`) in nothing. `publish`
+waits for both and, rarely, up to `weights.timeout_s` for a buffer that a broken broadcast still reads; on a GPU the
+copying is only queued.
 """
 
 import asyncio
@@ -33,8 +34,22 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 
 
+class Bystander:
+    """A rank that shares its copy of the model with others than rank 0: what rank 0 publishes needs nothing of it."""
+
+    def publish(self, policy: ProbedPolicy, version: int) -> None:
+        """Nothing to gather."""
+
+    def stats(self) -> dict[str, float]:
+        """Empty: rank 0 has the figures."""
+        return {}
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Nothing to close."""
+
+
 class Follower:
-    """Every rank but 0: takes part in what is collective, in the order of `Sender.publish`."""
+    """Every rank of the first replica but 0: takes part in what is collective, in the order of `Sender.publish`."""
 
     def __init__(
         self,
