@@ -76,11 +76,11 @@ async def run(config: Config) -> None:
     keys = server_keys_for(config.buffer.address, config.run.path)
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
-        room, truth = existing(config.run.path), needs_truth(config)
-        problems = load_problems(config.data.train, config.data, room, truth=truth)
+        room, truth, path = existing(config.run.path), needs_truth(config), store_path(config)
+        index = path and path.with_name(f"{path.name}-rows")
+        problems = load_problems(config.data.train, config.data, room, truth=truth, index=index)
         check_images(config, problems)
         changed = resume.changes(past(config).settings, config)
-        path = store_path(config)
         with Store(path, config.buffer.fsync, problems, problems.digest) as store:
             store.record_settings(resume.settings(config), changed)
             load.write(config, config.run.path / "config.yaml")
