@@ -359,18 +359,23 @@ class Ledger:
         Of the last places before `run.versions` it gets none that an item needs which it failed at: another server, or
         after a while any, takes that item.
         """
+        return max(self._room_anywhere(dispatched, self.state.pool.num_elsewhere(server)), 0)
+
+    def admits(self, version: int) -> bool:
+        """Whether some server that runs `version` may get an item now. If not, none that runs an older one may."""
+        pool = self.state.pool
+        left = not self._all_dispatched() or pool.num_waiting > pool.num_held
+        return left and self._room_anywhere(min(version, self.state.ceiling)) > 0
+
+    def _room_anywhere(self, dispatched: int, kept: int = 0) -> int:
+        """`room` for a server to which `kept` of the waiting items do not go."""
         if self.state.given_up:
             return 0
-        free = schedule.room(self.state.pool.open, self.version, self.groups, self.target_staleness, dispatched)
+        pool = self.state.pool
+        free = schedule.room(pool.open, self.version, self.groups, self.target_staleness, dispatched)
         if self.versions is not None:
-            free = min(
-                free,
-                (self.versions - self.version) * self.groups
-                - self.state.pool.num_open
-                - self.state.pool.num_held
-                - self.state.pool.num_elsewhere(server),
-            )
-        return max(free, 0)
+            free = min(free, (self.versions - self.version) * self.groups - pool.num_open - pool.num_held - kept)
+        return free
 
     def ready(self) -> bool:
         """Whether batch v' can be formed."""

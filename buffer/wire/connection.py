@@ -176,7 +176,8 @@ class Connection:
 
     async def _read(self) -> None:
         while True:
-            number, answer = unpack(await self._socket.recv(), ANSWERS)
+            first, *large = await self._socket.recv_multipart()
+            number, answer = unpack(first, ANSWERS, large)
             if number == self._hello_number:
                 self._on_hello_answer(answer)
             elif isinstance(answer, NotRegistered):

@@ -7,23 +7,25 @@ with one line. Nothing returned may be sent before the `changes` until then are 
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from buffer.image_rows import IMAGES, ImageUnavailable
 from buffer.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.evaluations import Standing
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import Transaction, server_name
+from buffer.ledger.types import FormedBatch, SampleStats, Transaction, server_name
 from buffer.problems import READ_AHEAD, Problems
-from buffer.store.segments import Group, GroupCache
+from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
 from buffer.wire.message import Message
 from buffer.wire.sample import sample_stats
-from buffer.wire.split import parts
+from buffer.wire.split import BatchCut
 
 log = logging.getLogger(__name__)
 CACHE_BYTES = 256 * 2**20
@@ -65,6 +67,34 @@ class Peer:
         return f"{self.hello.name}#{self.hello.token}"
 
 
+class Wait(NamedTuple):
+    """What parked requests wait for: those that wait for the same are parked for the same reason, and while one of them
+    gets no answer, neither do the others. But of Asks with one version, `Handlers.admits` says whether any gets one."""
+
+    kind: str
+    version: int = -1
+    """An Ask's: what its server runs. A Take's: the batch."""
+    detail: Hashable = None
+
+
+@dataclass
+class Turn:
+    """What may be done for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks
+    must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
+
+    ends: float = math.inf
+    """By `time.monotonic()`: no further part is begun after that."""
+    room: float = math.inf
+    """Bytes of parts that may still be handed over to be sent."""
+    postponed: bool = False
+    """A part of a formed batch has to wait for the next turn."""
+
+    def over(self) -> bool:
+        """Whether what is left has to wait; notes it."""
+        self.postponed = self.postponed or self.room <= 0 or time.monotonic() >= self.ends
+        return self.postponed
+
+
 class Handlers:
     """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
 
@@ -72,6 +102,10 @@ class Handlers:
         self.ledger, self.store, self.problems, self.limits = ledger, store, problems, limits
         self.peers: dict[bytes, Peer] = {}
         """By ZeroMQ identity."""
+        self.left: list[bytes] = []
+        """Identities that are no longer among them: whatever they wait for may be forgotten."""
+        self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
+        """Identities by name and role."""
         self.learner_waiting = False
         """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
         self.weights: str | None = None
@@ -91,7 +125,10 @@ class Handlers:
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
         self._warned_at = -math.inf
-        self._split: tuple[tuple[int, int, bool], list[protocol.Part]] | None = None
+        self.turn = Turn()
+        self._figures: dict[int, Sequence[SampleStats]] = {}
+        """By item: of the groups whose samples were opened since the start and are not yet trained."""
+        self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -128,6 +165,7 @@ class Handlers:
         self._replace(hello, now)
         known = self.peers.get(identity)
         self.peers[identity] = Peer(hello, now, known.beat if known else 0, known.stats if known else {})
+        self._named[hello.name, hello.role].add(identity)
         if hello.serves:
             self.weights = hello.serves
         self._revision += 1
@@ -156,10 +194,35 @@ class Handlers:
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         return Transaction(changes, payloads, void_before) if changes else None
 
+    def waits_for(self, peer: Peer, message: Message) -> Wait:
+        """What a parked request of `peer` waits for."""
+        kind = type(message).__name__
+        if isinstance(message, protocol.Ask):
+            known = self.ledger.servers.get(peer.key)
+            return Wait(kind, known.version if known else message.version)
+        if isinstance(message, protocol.Take):
+            return Wait(kind, message.version, (message.world, message.share_prompts))
+        if isinstance(message, protocol.Where):
+            return Wait(kind, detail=message.known)
+        return Wait(kind, detail=tuple(message.known) if isinstance(message, protocol.Results) else None)
+
+    def admits(self, version: int) -> bool:
+        """Whether an Ask of some server that runs `version` could be answered now; if not, then none of an older one
+        either."""
+        if self.ledger.finished():
+            return True
+        return not self._away and self.ledger.admits(version)
+
+    def serves(self, version: int) -> bool:
+        """Whether the batch is formed, so that a Take of it only waits for its turn."""
+        return version < self.ledger.version and not self._away
+
     def why_parked(self, peer: Peer, message: Message) -> str:
         """What a parked request of `peer` waits for, in one line."""
         if self._away and isinstance(message, protocol.Ask | protocol.Take):
             return f"images cannot be read: {self._away[1]}"
+        if isinstance(message, protocol.Take) and self.serves(message.version):
+            return f"batch {message.version} is formed; parts are sent one after another"
         if isinstance(message, protocol.Take):
             return reasons.for_batch(self.ledger)
         if isinstance(message, protocol.Ask):
@@ -201,16 +264,21 @@ class Handlers:
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
         """Forget who had this name and role before, and observers that are gone."""
-        for identity, peer in list(self.peers.items()):
-            same = (peer.hello.name, peer.hello.role) == (hello.name, hello.role)
-            if hello.role == "observer":
-                if peer.hello.role == "observer" and now - peer.heard > OBSERVER_S:
-                    del self.peers[identity]
-            elif same and peer.hello.token != hello.token:
-                del self.peers[identity]
+        if hello.role == "observer":
+            gone = [
+                who for who, one in self.peers.items() if one.hello.role == "observer" and now - one.heard > OBSERVER_S
+            ]
+        else:
+            same = self._named[hello.name, hello.role]
+            gone = [who for who in same if self.peers[who].hello.token != hello.token]
+        for identity in gone:
+            peer = self.peers.pop(identity)
+            self._named[peer.hello.name, peer.hello.role].discard(identity)
+            self.left.append(identity)
+            if hello.role != "observer":
                 self._replaced.add(peer.hello.token)
-                if peer.hello.role == "rollout":
-                    self.ledger.leave(peer.key, "its server was restarted", now)
+            if peer.hello.role == "rollout":
+                self.ledger.leave(peer.key, "its server was restarted", now)
 
     def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
         if self.weights is None or self.weights == where.known:
@@ -272,6 +340,7 @@ class Handlers:
             self._payloads[put.item] = put.samples
             if self.ledger.state_of(put.item) == "stored":  # else a filter left it out
                 self._cache.add(put.item, list(zip(put.samples, stats, strict=True)))
+                self._figures[put.item] = stats
                 self._bytes[put.item] = sum(map(len, put.samples))
                 self.bytes_stored += self._bytes[put.item]
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
@@ -330,22 +399,45 @@ class Handlers:
         if batch is None:
             return self._finished()
         key = take.version, take.world, take.share_prompts
-        if self._split is None or self._split[0] != key:
-            groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            totals = self.ledger.state.totals
-            counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
-            for name in ("running", "places"):
-                counts[name] = int(
-                    sum(p.stats.get(name, 0) for p in self.peers.values() if p.key in self.ledger.servers)
-                )
-            try:
-                images = {item: found for item in batch.items if (found := self._row_images(item))}
-            except ImageUnavailable as error:
-                self._warn(error, now)
-                self._away = now + AWAY_S, str(error)
+        if self._cut is None or self._cut[0] != key:
+            if not self._opened(batch):
                 return None
-            self._split = key, parts(take.version, take.world, groups, counts, take.share_prompts, images)
-        return self._split[1][take.rank]
+            groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
+            self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
+        if self.turn.over():
+            return None
+        try:
+            part = self._cut[1].part(take.rank, self._fetch, self._row_images)
+        except ImageUnavailable as error:
+            self._warn(error, now)
+            self._away = now + AWAY_S, str(error)
+            return None
+        self.turn.room -= part.size_hint()
+        return part
+
+    def _counts(self) -> dict[str, int]:
+        """What a part says of the run, as of the moment at which its batch was cut."""
+        totals = self.ledger.state.totals
+        counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+        serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
+        return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
+
+    def _opened(self, batch: FormedBatch) -> bool:
+        """Have the figures of all its groups: those from before a restart are read from their samples, as many as the
+        turn allows. False: not all yet."""
+        for item in batch.items:
+            if item not in self._figures:
+                if self.turn.over():
+                    return False
+                self._figures[item] = [sample_stats(data) for data in self.store.group(item)]
+        return True
+
+    def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:
+        """Samples of a group, by their places in it."""
+        held = self._payloads.get(item)
+        if held is None and (known := self._cache.get(item)):
+            held = [data for data, _ in known]
+        return self.store.samples(item, indexes) if held is None else [held[index] for index in indexes]
 
     def _images_of(self, row: int) -> Sequence[bytes]:
         """Those of a row, which need not be made for it."""
@@ -372,11 +464,6 @@ class Handlers:
         why, last = reasons.ended(self.ledger), self.ledger.reach.last
         return protocol.Finished(outcome=outcome, why=why, last=last) if outcome else None
 
-    def _group(self, item: int) -> Group:
-        if known := self._cache.get(item):
-            return known
-        return [(data, sample_stats(data)) for data in self._payloads.get(item) or self.store.group(item)]
-
     def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
@@ -384,8 +471,9 @@ class Handlers:
         oldest = self.ledger.prune(trained.oldest_kept)
         if self.limits.keep == "checkpoints":
             self._void_before = oldest
-        self._split = None
+        self._cut = None
         untrained = self.ledger.untrained()
+        self._figures = {item: found for item, found in self._figures.items() if item in untrained}
         self._bytes = {item: size for item, size in self._bytes.items() if item in untrained}
         self._cache.keep(untrained)
         self.bytes_stored = sum(self._bytes.values())

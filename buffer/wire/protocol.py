@@ -12,7 +12,7 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
@@ -20,7 +20,7 @@ from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 6
+PROTOCOL = 7
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 
@@ -280,6 +280,7 @@ class Part(Message):
     """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
     places: Count = 0
     """Sequences that they had places for."""
+    FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
         """Of its samples and images, which are megabytes."""

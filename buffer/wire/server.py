@@ -12,13 +12,18 @@ import errno
 import logging
 import sqlite3
 import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, split
+from buffer.wire.handlers import Turn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 
@@ -27,6 +32,10 @@ MAX_MESSAGES, MAX_BYTES = 1024, 64 * 2**20
 """Of one commit, at most."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
+TURN_S = 0.005
+"""How long parts are made for Takes before messages are looked at again."""
+MOST_IN_FLIGHT = 256 * 2**20
+"""Bytes of large answers on their way, above which further parts wait."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 TRANSIENT = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -65,6 +74,8 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._news = False
+        self._in_flight = 0
+        """Bytes of large answers that ZeroMQ has not yet handed to the network."""
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -112,7 +123,8 @@ class BufferServer:
         due: float | None = None
         self._loop = asyncio.get_running_loop()
         while True:
-            await self._wake(due)
+            await self._wake(due, at_once=requests.postponed and self._in_flight < MOST_IN_FLIGHT)
+            requests.begin_turn(Turn(time.monotonic() + TURN_S, MOST_IN_FLIGHT - self._in_flight))
             received, more = self._receive()
             now = time.monotonic()
             for frames in received:
@@ -124,9 +136,9 @@ class BufferServer:
                 due = requests.expire(now)  # what was tried again may wait for the clock too
             await self._commit(requests)
 
-    async def _wake(self, due: float | None) -> None:
-        """Wait for a message or until `due`."""
-        if self._plain.poll(0):
+    async def _wake(self, due: float | None, at_once: bool) -> None:
+        """Wait for a message or until `due`; not at all if there is something to do `at_once`."""
+        if at_once or self._plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
         wait_s = None if due is None else max(0.0, due - time.monotonic())
         if not self.has_news():
@@ -184,7 +196,30 @@ class BufferServer:
                 await asyncio.sleep(wait_s)  # no event tells of free space
                 wait_s = min(2 * wait_s, longest_s)
         for answer in requests.answers():
-            self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPY_BELOW)
+            self._send(answer)
+
+    def _send(self, answer: Sequence[Frame]) -> None:
+        """Hand an answer over to ZeroMQ. Large frames are not copied, and count until their bytes have left."""
+        size = sum(map(len, answer))
+        if size < COPY_BELOW:
+            self._plain.send_multipart(answer, zmq.DONTWAIT)
+            return
+        largest = max(range(len(answer)), key=lambda at: len(answer[at]))
+        tracked = np.frombuffer(answer[largest], np.uint8)
+        weakref.finalize(tracked, self._on_sent, size).atexit = False  # ZeroMQ lets go of it in a thread of its own
+        self._in_flight += size
+        frames = [*answer[:largest], tracked.data, *answer[largest + 1 :]]
+        self._plain.send_multipart(frames, zmq.DONTWAIT, copy=False)
+
+    def _on_sent(self, size: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
+            assert self._loop
+            self._loop.call_soon_threadsafe(self._let_go, size)
+
+    def _let_go(self, size: int) -> None:
+        was, self._in_flight = self._in_flight, self._in_flight - size
+        if self._in_flight < MOST_IN_FLIGHT <= was:
+            self._on_news()
 
 
 def _transient(error: sqlite3.OperationalError | OSError) -> bool:
