@@ -18,6 +18,7 @@ from pathlib import Path
 import uvloop
 
 from buffer import inspect
+from buffer.capacity import raise_open_files
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def run(config: Config) -> None:
     """Listen, read everything back, serve until the first signal."""
+    raise_open_files(config)
     keys = server_keys_for(config.buffer.address, config.run.path)
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
@@ -129,6 +131,7 @@ def restored(config: Config, store: Store, problems: Problems) -> Ledger:
         recall=store.dropped,
     )
     ledger.restore(store.load(), time.monotonic())
+    ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks
     return ledger
 
 

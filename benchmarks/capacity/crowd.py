@@ -36,8 +36,8 @@ class Crowd:
         self._context.set(zmq.MAX_SOCKETS, 2 * size + 64)
         self._numbers = [0] * size
         self._pending: list[dict[int, tuple[float, Frame]]] = [{} for _ in range(size)]
-        self.welcomed = 0
-        """Answers to Hello, all clients together."""
+        self._known = [False] * size
+        """Whether the buffer knows the client: it said Welcome, and not yet that it has forgotten it."""
         self._hellos = [
             Hello(
                 name=f"{role}-{at}", token=f"{start}-{role}-{at}", role=role, protocol=PROTOCOL, fingerprint=fingerprint
@@ -53,6 +53,15 @@ class Crowd:
         socket.setsockopt(zmq.IDENTITY, token.encode())
         socket.connect(address)
         return socket
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the buffer knows all of them."""
+        return all(self._known)
+
+    def waits(self, client: int, number: int) -> bool:
+        """Whether this request of a client is unanswered."""
+        return number in self._pending[client]
 
     def start(self) -> None:
         """Say Hello, all of them; call it in the loop."""
@@ -77,7 +86,8 @@ class Crowd:
         self._numbers[client] += 1
         number = self._numbers[client]
         self._pending[client][number] = time.perf_counter(), frame_of(number)
-        self._say(client, self._pending[client][number][1])
+        if self._known[client]:  # else it goes out after Welcome
+            self._say(client, self._pending[client][number][1])
         return number
 
     def _say_hello(self, client: int) -> None:
@@ -100,9 +110,11 @@ class Crowd:
         else:
             number, answer = unpack(frames[0], ANSWERS)
         if isinstance(answer, NotRegistered):
-            self._say_hello(client)
+            if self._known[client]:
+                self._known[client] = False
+                self._say_hello(client)
         elif isinstance(answer, Welcome):
-            self.welcomed += 1
+            self._known[client] = True
             for _, frame in self._pending[client].values():
                 self._say(client, frame)
         elif isinstance(answer, Refused):

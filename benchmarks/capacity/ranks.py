@@ -78,7 +78,7 @@ class Ranks:
     async def run(self) -> None:
         """Until the input ends."""
         self.crowd.start()
-        while self.crowd.welcomed < self.crowd.size:
+        while not self.crowd.welcomed:
             await asyncio.sleep(0.005)
         self.crowd.send(0, Rewind(version=0))
         print(json.dumps({"ready": True}), flush=True)

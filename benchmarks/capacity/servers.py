@@ -111,14 +111,17 @@ class Servers:
     async def beat(self) -> None:
         """Each server every `heartbeat_s`, evenly spread."""
         at, size = 0, self.crowd.size
+        last = [0] * size
         began = time.monotonic()
         while True:
             due = int((time.monotonic() - began) / self.heartbeat_s * size)
             for client in range(at, due):
                 which = client % size
+                if self.crowd.waits(which, last[which]):  # as a server, which waits for the answer to its last one
+                    continue
                 stats = {"running": 64.0, "waiting": 0.0, "places": 64.0, "tokens_per_s": 1e4}
                 beat = Heartbeat(version=self.version, holding=sorted(self.held[which]), stats=stats)
-                self.crowd.send(which, beat)
+                last[which] = self.crowd.send(which, beat)
             at = max(at, due)
             await asyncio.sleep(TICK_S)  # a pace, not a wait for anything
 
@@ -148,7 +151,7 @@ class Servers:
     async def run(self) -> None:
         """Until the commands end."""
         self.crowd.start()
-        while self.crowd.welcomed < self.crowd.size:
+        while not self.crowd.welcomed:
             await asyncio.sleep(TICK_S)
         for client in range(self.crowd.size):
             self._ask(client)

@@ -9,10 +9,12 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from buffer.capacity import OpenFiles
 from buffer.image_rows import IMAGES, ImageUnavailable
 from buffer.images import ImageError
 from buffer.ledger import reasons
@@ -26,10 +28,9 @@ from buffer.wire import protocol
 from buffer.wire.message import Message
 from buffer.wire.sample import sample_stats
 from buffer.wire.split import BatchCut
+from configs.flow.capacity import CACHE_BYTES
 
 log = logging.getLogger(__name__)
-CACHE_BYTES = 256 * 2**20
-"""Of samples that stay in memory until they are trained; others are read back from the store."""
 AWAY_S, HOLD_S = 1.0, 2.0
 """While image files cannot be read, nothing is read for so long; and an item whose images could not be read is tried
 again after so long."""
@@ -82,17 +83,28 @@ class Turn:
     """What may be done for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks
     must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
 
-    ends: float = math.inf
-    """By `time.monotonic()`: no further part is begun after that."""
+    seconds: float = math.inf
+    """For cutting batches and making parts."""
     room: float = math.inf
     """Bytes of parts that may still be handed over to be sent."""
+    spent: float = 0.0
+    """Seconds that were."""
     postponed: bool = False
     """A part of a formed batch has to wait for the next turn."""
 
     def over(self) -> bool:
         """Whether what is left has to wait; notes it."""
-        self.postponed = self.postponed or self.room <= 0 or time.monotonic() >= self.ends
+        self.postponed = self.postponed or self.room <= 0 or self.spent >= self.seconds
         return self.postponed
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The block's time counts."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent += time.monotonic() - began
 
 
 class Handlers:
@@ -125,7 +137,7 @@ class Handlers:
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
         self._warned_at = -math.inf
-        self.turn = Turn()
+        self.turn, self.files = Turn(), OpenFiles()
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
         self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
@@ -140,6 +152,16 @@ class Handlers:
         """Moves whenever something changed that a parked request may wait for."""
         made = self.problems.num_made if isinstance(self.problems, Problems) else 0
         return self.ledger.revision + self._revision + made
+
+    @property
+    def full(self) -> bool:
+        """Whether a Put has to wait."""
+        return self.bytes_stored >= self.limits.max_bytes and not self.learner_waiting
+
+    @property
+    def cached(self) -> int:
+        """Bytes of samples in memory until they are trained."""
+        return self._cache.bytes
 
     def set_learner_waiting(self, waiting: bool) -> None:
         """Whether a Take is parked."""
@@ -162,6 +184,8 @@ class Handlers:
             raise ValueError(
                 f"another process has taken over the name {hello.name}: stop one of the two, or rename one of them"
             )
+        if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
+            raise ValueError(refusal)
         self._replace(hello, now)
         known = self.peers.get(identity)
         self.peers[identity] = Peer(hello, now, known.beat if known else 0, known.stats if known else {})
@@ -332,7 +356,7 @@ class Handlers:
             )
         stats = [sample_stats(data) for data in put.samples]
         self._check_images(put.item, max(sample.row_images for sample in stats))
-        if self.bytes_stored >= self.limits.max_bytes and not self.learner_waiting:
+        if self.full:
             return None
         leased = self.ledger.state_of(put.item) == "leased"
         refusal = self.ledger.put(peer.key, put.item, put.lease, stats, now)
@@ -398,10 +422,15 @@ class Handlers:
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
+        if not self._opened(batch):
+            return None
+        with self.turn.counted():
+            return self._part(take, batch, now)
+
+    def _part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
+        """The part of a rank; None: not in this turn, or not while images are away. A batch is cut once for all."""
         key = take.version, take.world, take.share_prompts
         if self._cut is None or self._cut[0] != key:
-            if not self._opened(batch):
-                return None
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
         if self.turn.over():
@@ -429,7 +458,8 @@ class Handlers:
             if item not in self._figures:
                 if self.turn.over():
                     return False
-                self._figures[item] = [sample_stats(data) for data in self.store.group(item)]
+                with self.turn.counted():
+                    self._figures[item] = [sample_stats(data) for data in self.store.group(item)]
         return True
 
     def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:

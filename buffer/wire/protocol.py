@@ -76,7 +76,8 @@ class Ask(Message):
 
 
 class Put(Message):
-    """A finished group: `samples` are `Sample.pack()` each. Parked while the byte budget is full."""
+    """A finished group: `samples` are `Sample.pack()` each. Parked, or put off (`Later`), while the byte budget is
+    full."""
 
     item: Count
     lease: Count
@@ -189,6 +190,15 @@ class Stored(Message):
 
     accepted: bool
     reason: str = ""
+
+
+class Later(Message):
+    """A Put of which the buffer, which is full, keeps nothing: its client keeps the group, and repeats the Put when it
+    is told `Again`, or on a new connection."""
+
+
+class Again(Message):
+    """A Put that was answered with `Later` is to be repeated."""
 
 
 class Ack(Message):
@@ -351,6 +361,6 @@ ANSWERS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
         Welcome, WeightsAddress, Work, Stored, Ack, News, Due, Rewound, Part, EvaluationResult, Finished, State,
-        Refused, NotRegistered,
+        Refused, NotRegistered, Later, Again,
     )
 }  # fmt: skip

@@ -22,8 +22,11 @@ from buffer.wire import protocol
 from buffer.wire.handlers import Handlers, Turn, Wait
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from configs.entrypoint import made_progress
+from configs.flow.capacity import PARKED_BYTES
 
 log = logging.getLogger(__name__)
+ASKED_FOR_S = 10.0
+"""How long a group that was asked for is waited for before others are."""
 REPEAT_S = 10.0
 """Shortest time between two lines about refused messages of one kind."""
 
@@ -104,6 +107,12 @@ class PendingRequests:
         """Refused messages since the start, by kind; `malformed` for what was none."""
         self._logged_at: dict[str, float] = {}
         self._parked = ParkedRequests()
+        self.parked_bytes = 0
+        """Of the groups in parked Puts."""
+        self._put_off: dict[Key, tuple[PendingRequest, int]] = {}
+        """Puts beyond that, without their groups, and the sizes of those: their clients repeat them when asked to."""
+        self._asked_for: dict[Key, tuple[float, int]] = {}
+        """Those that were asked for and have not come yet: when, and their size."""
         self._tried = -1
         """Revision at which the parked requests were tried last."""
         self._postponed = False
@@ -122,6 +131,9 @@ class PendingRequests:
         peer = self.handlers.peers.get(identity)
         if peer:
             peer.heard = now
+        if isinstance(message, protocol.Put):
+            self._put_off.pop((identity, number), None)
+            self._asked_for.pop((identity, number), None)
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
         if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
             self._park(ask)  # its server may run another version by now
@@ -130,7 +142,11 @@ class PendingRequests:
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        return self.handlers.expire(now)
+        ends = [self.handlers.expire(now)]
+        if self._asked_for:
+            self._asked_for = {key: one for key, one in self._asked_for.items() if now < one[0] + ASKED_FOR_S}
+            ends.append(now + ASKED_FOR_S)
+        return min((end for end in ends if end is not None), default=None)
 
     def begin_turn(self, turn: Turn) -> None:
         """What follows, up to the answers, is one turn of the event loop: Takes are served within its bounds."""
@@ -149,6 +165,7 @@ class PendingRequests:
             for wait in self._parked.waits(*OTHERS):
                 self._retry_alike(wait, now)
             self._retry_asks(now)
+        self._ask_for_groups(now)
         self._postponed = self.postponed
 
     def _retry_alike(self, wait: Wait, now: float) -> None:
@@ -172,6 +189,18 @@ class PendingRequests:
             elif (closed := wait.version) == newest:
                 return
 
+    def _ask_for_groups(self, now: float) -> None:
+        """While there is room, have Puts repeated that were put off, few enough to be held if the room ends."""
+        if self.handlers.full or self._parked.waits("Put"):
+            return
+        for key, (request, size) in list(self._put_off.items()):
+            if self._asked_for and sum(size for _, size in self._asked_for.values()) + size > PARKED_BYTES:
+                return
+            del self._put_off[key]
+            self._asked_for[key] = now, size
+            if request.identity in self.handlers.peers:
+                self._answer(request, protocol.Again())
+
     def changes(self) -> Transaction | None:
         """What changed since the last call; None: nothing. To be committed before `answers` are sent."""
         return self.handlers.changes()
@@ -181,6 +210,11 @@ class PendingRequests:
         self.handlers.store.commit(transaction)
         if transaction.payloads:
             made_progress()
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes of samples in memory, by why they are there."""
+        return {"groups until they are trained": self.handlers.cached, "groups that wait for room": self.parked_bytes}
 
     @property
     def path(self) -> Path | None:
@@ -238,11 +272,20 @@ class PendingRequests:
 
     def _park(self, request: PendingRequest) -> None:
         peer = self.handlers.peers[request.identity]
+        if isinstance(request.message, protocol.Put) and self._parked.get(request.key) is not request:
+            size = sum(map(len, request.message.samples))
+            if self.parked_bytes + size > PARKED_BYTES:
+                request.message = request.message.model_copy(update={"samples": []})
+                self._put_off[request.key] = request, size
+                return self._answer(request, protocol.Later())
+            self.parked_bytes += size
         self._parked.add(request, self.handlers.waits_for(peer, request.message))
         self._note_learner(request)
 
     def _unpark(self, request: PendingRequest) -> None:
-        if self._parked.pop(request.key):
+        if known := self._parked.pop(request.key):
+            if isinstance(known.message, protocol.Put):
+                self.parked_bytes -= sum(map(len, known.message.samples))
             self._note_learner(request)
 
     def _note_learner(self, request: PendingRequest) -> None:
@@ -257,6 +300,8 @@ class PendingRequests:
         for request in list(self._parked) if left else ():
             if request.identity in left:
                 self._unpark(request)
+        for key in [key for key in self._put_off if key[0] in left]:
+            del self._put_off[key]
 
     def _answer(self, request: PendingRequest, answer: Message) -> None:
         self._out.append((request.identity, *pack_frames(request.number, answer)))
@@ -271,7 +316,7 @@ class PendingRequests:
 
     def _state(self, now: float) -> protocol.State:
         waiters = []
-        for request in self._parked:
+        for request in (*self._parked, *(one for one, _ in self._put_off.values())):
             if isinstance(request.message, protocol.Results) and not self.handlers.ledger.finished():
                 continue  # the learner asks in advance and waits for nothing
             if peer := self.handlers.peers.get(request.identity):
