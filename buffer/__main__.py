@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 
 from buffer import inspect
-from buffer.capacity import raise_open_files
+from buffer.capacity import collect_rarely, raise_open_files
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
@@ -93,6 +93,7 @@ async def run(config: Config) -> None:
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             if handlers.ledger.finished():
                 log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")
+            collect_rarely()
             serving = asyncio.create_task(server.serve(PendingRequests(handlers, limits.max_message)))
 
             def drain(number: int) -> None:

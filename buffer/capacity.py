@@ -4,9 +4,11 @@ Used by `python -m buffer` at its start and by the wire while it serves. What a 
 `configs/flow/capacity.py`.
 """
 
+import gc
 import logging
 import os
 import resource
+import time
 from math import inf
 from pathlib import Path
 
@@ -21,6 +23,8 @@ LOW_BYTES = 2**30
 """Memory left on the machine below which the log says what the buffer takes."""
 TOLD_S = 60.0
 """Shortest time between two of these lines."""
+COLLECT_S = 1800.0
+"""Time between two collections of garbage in all of the memory."""
 LOOK_S = 5.0
 """Time between two looks."""
 
@@ -73,17 +77,29 @@ def memory_left() -> int:
     return left if most == "max" else min(left, int(most) - int(used) + int(stat["inactive_file"]))
 
 
+def collect_rarely() -> None:
+    """Have Python look for unreachable cycles among new objects only: to look at all of a large ledger stops everything
+    for 0.1 s, and would be done every few seconds. `MemoryWatch` does it every COLLECT_S."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 10, 10**9)
+
+
 class MemoryWatch:
     """Says in the log, while memory gets short, what the buffer holds."""
 
     def __init__(self) -> None:
         self._looked_at = self._told_at = -inf
+        self._collected_at = time.monotonic()
 
     def look(self, held: dict[str, int], now: float) -> None:
         """`held`: bytes in memory by what they are. Looks at most every LOOK_S, which costs 0.1 ms."""
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at, left = now, memory_left()
+        if now >= self._collected_at + COLLECT_S:
+            self._collected_at = now
+            gc.collect()
         if left >= LOW_BYTES or now < self._told_at + TOLD_S:
             return
         self._told_at = now

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from buffer.capacity import OpenFiles
@@ -62,7 +63,7 @@ class Peer:
     """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Name under which the ledger knows this start of a server (`server_name` undoes it)."""
         return f"{self.hello.name}#{self.hello.token}"
@@ -137,6 +138,8 @@ class Handlers:
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
         self._warned_at = -math.inf
+        self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
+        """Revision and next lease at which `Ledger.expire` was called last, and what it said."""
         self.turn, self.files = Turn(), OpenFiles()
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
@@ -206,8 +209,18 @@ class Handlers:
         if self._away and now >= self._away[0]:
             self._away = None
             self._revision += 1
-        ends = [self.ledger.expire(now), self._away and self._away[0]]
+        ends = [self._expire_leases(now), self._away and self._away[0]]
         return min((end for end in ends if end is not None), default=None)
+
+    def _expire_leases(self, now: float) -> float | None:
+        """`Ledger.expire`, which looks at every server, where it may have something to do: heartbeats only put off when
+        the next lease ends, and everything else moves one of two numbers."""
+        ledger = self.ledger
+        number, due = self._next_end
+        if number != (ledger.revision, ledger.state.next_lease) or (due is not None and now >= due):
+            due = ledger.expire(now)
+            self._next_end = (ledger.revision, ledger.state.next_lease), due
+        return due
 
     def changes(self) -> Transaction | None:
         """What changed since the last call, to be committed before anything else is handled; None: nothing."""
@@ -258,10 +271,15 @@ class Handlers:
             return reasons.for_results(self.ledger)
         return f"no weights wire other than {self.weights}" if self.weights else "no learner has said Hello"
 
+    def apart(self, peer: Peer) -> tuple[int, bool]:
+        """What sets a server apart from the others that run its version, where it waits for work."""
+        running = self.ledger.evaluations.running()
+        return self.ledger.state.pool.num_elsewhere(peer.key), running is not None and running.server == peer.key
+
     def state(self, waiters: list[protocol.Waiter], errors: int, now: float) -> protocol.State:
         """The ledger in numbers, with the parked requests as `waiters`."""
         ledger = self.ledger
-        return protocol.State(
+        return protocol.State.model_construct(
             version=ledger.version,
             trained=ledger.last_trained,
             counts=ledger.counts(),

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -315,11 +315,14 @@ class PendingRequests:
         self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
     def _state(self, now: float) -> protocol.State:
-        waiters = []
+        """Asked for each second by the launcher: what thousands of requests wait for is put in words once."""
+        waiters, whys, finished = [], dict[Hashable, str](), self.handlers.ledger.finished()
         for request in (*self._parked, *(one for one, _ in self._put_off.values())):
-            if isinstance(request.message, protocol.Results) and not self.handlers.ledger.finished():
-                continue  # the learner asks in advance and waits for nothing
-            if peer := self.handlers.peers.get(request.identity):
-                why, seconds = self.handlers.why_parked(peer, request.message), now - request.since
-                waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
+            peer, message = self.handlers.peers.get(request.identity), request.message
+            if peer is None or (isinstance(message, protocol.Results) and not finished):
+                continue  # the learner asks for results in advance and waits for nothing
+            alike = self.handlers.waits_for(peer, message), self.handlers.apart(peer)
+            why = whys.get(alike) or whys.setdefault(alike, self.handlers.why_parked(peer, message))
+            seconds = now - request.since
+            waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
         return self.handlers.state(waiters, self.errors.total(), now)
