@@ -18,6 +18,7 @@ from configs.flow import capacity
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
+REMEDY = "start the buffer where `ulimit -Hn` is higher (Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536)"
 CGROUP = Path("/sys/fs/cgroup")
 LOW_BYTES = 2**30
 """Memory left on the machine below which the log says what the buffer takes."""
@@ -50,9 +51,6 @@ class OpenFiles:
             return ""
         few = f"{name}: the buffer may have {self.limit:g} files open, has {left:g} left and keeps them for its own"
         return f"{few}; {REMEDY}, or take fewer rollout.servers"
-
-
-REMEDY = "start it where `ulimit -Hn` is higher (Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536)"
 
 
 def raise_open_files(config: Config) -> None:

@@ -104,9 +104,11 @@ class Crowd:
             self._take_in(client, [frame.buffer for frame in socket.recv_multipart(copy=False)])
 
     def _take_in(self, client: int, frames: Sequence[Frame]) -> None:
-        size = sum(map(len, frames))
+        size, part = sum(map(len, frames)), PartArrived()
+        number: int
+        answer: Message
         if size > 2**16:  # a Part, whose samples nobody looks at here
-            number, answer = number_of(frames[0]), PartArrived()
+            number, answer = number_of(frames[0]), part
         else:
             number, answer = unpack(frames[0], ANSWERS)
         if isinstance(answer, NotRegistered):

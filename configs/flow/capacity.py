@@ -36,8 +36,8 @@ def open_files(config: Config) -> int:
 def memory_bytes(config: Config, problems: int = 0) -> int:
     """Memory that the buffer takes at most, besides the text of the problems: two groups and a part beyond its bounds,
     because the last one to come is taken whole."""
-    group = max_group_bytes(config)
-    part = config.batch.groups * group // config.learner.ranks
-    bounds = CACHE_BYTES + IN_FLIGHT_BYTES + PARKED_BYTES + COMMIT_BYTES
+    group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
+    batch = config.batch.groups * group
+    bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES
     known = connections(config) * CONNECTION_BYTES + open_groups(config) * config.batch.samples * SAMPLE_BYTES
-    return BASE_BYTES + bounds + 2 * group + part + known + problems * ROW_BYTES
+    return BASE_BYTES + bounds + 2 * group + batch // config.learner.ranks + known + problems * ROW_BYTES
