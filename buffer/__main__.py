@@ -18,6 +18,7 @@ from pathlib import Path
 import uvloop
 
 from buffer import inspect
+from buffer.capacity import collect_rarely, raise_open_files
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
@@ -73,14 +74,15 @@ def main(argv: Sequence[str]) -> int:
 
 async def run(config: Config) -> None:
     """Listen, read everything back, serve until the first signal."""
+    raise_open_files(config)
     keys = server_keys_for(config.buffer.address, config.run.path)
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
-        room, truth = existing(config.run.path), needs_truth(config)
-        problems = load_problems(config.data.train, config.data, room, truth=truth)
+        room, truth, path = existing(config.run.path), needs_truth(config), store_path(config)
+        index = path and path.with_name(f"{path.name}-rows")
+        problems = load_problems(config.data.train, config.data, room, truth=truth, index=index)
         check_images(config, problems)
         changed = resume.changes(past(config).settings, config)
-        path = store_path(config)
         with Store(path, config.buffer.fsync, problems, problems.digest) as store:
             store.record_settings(resume.settings(config), changed)
             load.write(config, config.run.path / "config.yaml")
@@ -91,6 +93,7 @@ async def run(config: Config) -> None:
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             if handlers.ledger.finished():
                 log.warning("the run is finished; to go on, raise run.versions or data.epochs and start again")
+            collect_rarely()
             serving = asyncio.create_task(server.serve(PendingRequests(handlers, limits.max_message)))
 
             def drain(number: int) -> None:
@@ -129,6 +132,7 @@ def restored(config: Config, store: Store, problems: Problems) -> Ledger:
         recall=store.dropped,
     )
     ledger.restore(store.load(), time.monotonic())
+    ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks
     return ledger
 
 

@@ -96,17 +96,23 @@ class Problems(Sequence[dict[str, Any]]):
 
 
 def load_problems(
-    source: Source, data: DataConfig, room: Path | None = None, key: str | None = None, truth: bool = True
+    source: Source,
+    data: DataConfig,
+    room: Path | None = None,
+    key: str | None = None,
+    truth: bool = True,
+    index: Path | None = None,
 ) -> Problems:
     """The rows of `source`, one of those that `data` names. Raises ProblemsError for one that cannot be trained on.
 
     `room`: an existing folder on the disk that has room for a copy of the images in a parquet file. `key`: of the run
     file, for errors; None: `data.eval` where that is the source, else `data.train`. `truth`: whether rows must have a
-    ground truth, see `configs.data.sources.needs_truth`.
+    ground truth, see `configs.data.sources.needs_truth`. `index`: a folder, made if need be, for what spares the next
+    start the reading of every row.
     """
     key = key or next((f"data.{name}" for name, known in data.sources().items() if known == source), "data.train")
     try:
-        sources = [(part.weight, open_source(part, data, key, truth)) for part in parts_of(source)]
+        sources = [(part.weight, open_source(part, data, key, truth, index)) for part in parts_of(source)]
     except SourceError as error:
         raise ProblemsError(f"{key} {told(source)}: {error}") from None
     parts = [part for _, found in sources for part in found]

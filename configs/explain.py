@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
+from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
 from configs.model_facts import checkpoint_bytes, model_facts
@@ -25,7 +26,7 @@ def explain(config: Config, problems: int | None = None) -> list[str]:
     notes = (*_notes_on_flow(config, problems, flow), *_notes_on_learning(config), *_notes_on_addresses(config))
     return [
         *_batch(config), *_data(config, problems), *_images(config), *_flow(config, flow), *_machines(config),
-        *_disk(config),
+        *_disk(config), *_buffer(config, problems or 0),
         *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
@@ -153,6 +154,12 @@ def _disk(config: Config) -> Iterator[str]:
         yield f"checkpoints: {shared if config.learner.checkpoint_on == 'shared' else alone}"
     batch, limit = config.batch.groups * max_group_bytes(config), config.buffer.max_gib
     yield f"buffer: a batch takes at most {_with_prefix(batch)}B of the {limit:g} GiB that may be stored untrained"
+
+
+def _buffer(config: Config, problems: int) -> Iterator[str]:
+    held = f"{open_files(config):,} open files, of which {connections(config):,} are connections"
+    memory = f"{memory_bytes(config, problems) / 2**30:.1f} GiB of memory at most, besides the text of the problems"
+    yield f"the buffer's process: {held}; {memory}"
 
 
 def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator[str]:

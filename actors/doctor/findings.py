@@ -15,7 +15,9 @@ from actors.doctor.host import Machine, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
+from buffer.capacity import REMEDY
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
+from configs.flow.capacity import memory_bytes, open_files
 from configs.load import read
 from configs.model_facts import model_facts
 from configs.schema import Config
@@ -189,7 +191,20 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     yield Finding("warn" if behind_s > 60 else "ok", "clock", behind, remedy)
 
 
+def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
+    """Whether the buffer's process has room for all that connect to it."""
+    files, memory, free = open_files(config), memory_bytes(config), machine.memory_free
+    who = f"rollout.servers {config.rollout.servers} and learner.ranks {config.learner.ranks}"
+    if 0 <= machine.may_open < files:
+        says = f"{who} take {files:,} open files in the buffer, which may have {machine.may_open:,}"
+        yield Finding("fail", "the buffer's files", says, REMEDY)
+    if memory > free:
+        says = f"it may take {_gib(memory)} GiB besides the text of the problems, {_gib(free)} GiB are free"
+        yield Finding("warn", "the buffer's memory", says, "lower batch.groups, or start it on a machine of its own")
+
+
 def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Finding]:
+    yield from _buffer(config, machine)
     count = len(machine.gpus)
     missing = gpus_missing(config, count, "here are")
     if missing and machine.cluster:

@@ -64,6 +64,8 @@ class Machine:
     """Address of the Ray cluster, which has further machines."""
     torchvision: Torch = Torch()
     """Result of importing torchvision, where it is installed."""
+    may_open: int = -1
+    """Open files to which a process may raise its own limit, as the buffer does; negative: any number."""
     clock_behind_s: float = 0.0
     """How far the clock is behind the time stamp of the newest file of this installation."""
 
@@ -82,6 +84,7 @@ def read_machine(folder: Path) -> Machine:
         memory_free=psutil.virtual_memory().available,
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        may_open=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         gpus=find_gpus(),
         cluster=os.environ.get("RAY_ADDRESS", ""),
         clock_behind_s=max(0.0, max(file.stat().st_mtime for file in Path(__file__).parent.glob("*.py")) - time.time()),

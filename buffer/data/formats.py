@@ -9,7 +9,8 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from buffer.data.columns import ColumnRules, ProblemsError, plain
+from buffer.data.line_index import LineIndex, bounds_of
 from buffer.image_rows import IMAGES
 from configs.data.sources import GZIPPED, kind_of, the_list
 
@@ -43,15 +45,14 @@ class FileRows(NamedTuple):
     """What each column holds, where the file says so. Example: `{"problem": "string"}`"""
 
 
-def read(path: Path, rules: ColumnRules, where: str) -> FileRows:
-    """The rows of `path`; `where` introduces errors."""
+def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
+    """The rows of `path`; `where` introduces errors. `index`: folder in which the places of JSON lines are kept."""
     kind = kind_of(path)
     if kind == ".parquet":
         return _parquet(path, rules, where)
     data = _unpacked(path, where)
     if kind in (".jsonl", ".ndjson"):
-        lines = ((f"line {n}", line) for n, line in enumerate(data.splitlines(), 1) if line.strip())
-        return _json_rows(lines, rules, where, "one object per line")
+        return _json_lines(data, rules, where, index)
     if kind == ".json":
         return _json(data, rules, where)
     return _table(_csv(data, "\t" if kind == ".tsv" else ",", rules, where), rules, where, None)
@@ -117,22 +118,54 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
         raise ProblemsError(f"{where}: row {first}: {name} is empty; fill it, or leave the row out")
 
 
-def _json_rows(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str, form: str) -> FileRows:
-    """Rows that are JSON, each with its place in the file."""
-    kept: list[bytes] = []
+def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
+    """Rows that are lines. Those of an index were checked when it was written; rows with images have none, because
+    their images are looked at anyway."""
+    index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
+    if index and (bounds := index.read()) is not None:
+        return _rows_of(_Lines(data, bounds), rules, where, False)
+    lines = data.splitlines(keepends=True)
+    numbered = ((f"line {n}", line.rstrip(b"\r\n")) for n, line in enumerate(lines, 1) if line.strip())
+    with_images = _checked(numbered, rules, where, "one object per line")
+    bounds = bounds_of(lines)
+    if index and not with_images:
+        with suppress(OSError):  # a full disk costs the next start its seconds, and is told when the ledger is opened
+            index.write(bounds)
+    return _rows_of(_Lines(data, bounds), rules, where, with_images)
+
+
+class _Lines(Sequence[bytes]):
+    """Slices of one file: a million `bytes` of their own would take half as much memory again."""
+
+    def __init__(self, data: bytes, bounds: Sequence[int]) -> None:
+        self._data, self._bounds = data, bounds
+
+    def __len__(self) -> int:
+        return len(self._bounds) // 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._data[self._bounds[2 * index] : self._bounds[2 * index + 1]]
+
+
+def _checked(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str, form: str) -> bool:
+    """Check each row, which comes with its place in the file; returns whether any has images."""
     with_images = False
     for place, line in lines:
         values = _object(line, rules, f"{where}: {place}", form)
         rules.checked(values, f"{where}: {place}")
         with_images |= IMAGES in values
-        kept.append(line)
+    return with_images
+
+
+def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images: bool) -> FileRows:
+    """Checked rows that are JSON."""
 
     def row(index: int) -> dict[str, Any]:
         values = rules.row(json.loads(kept[index]), where)
         return {name: plain(value) for name, value in values.items() if name != IMAGES}
 
     def found() -> Iterator[tuple[Any, Any]]:
-        for values in (rules.row(json.loads(line), where) for line in kept):
+        for values in (rules.row(json.loads(kept[at]), where) for at in range(len(kept))):
             yield values.get(IMAGES), values[rules.required(list(values), where)[0]]
 
     return FileRows(len(kept), row, found() if with_images else None)
@@ -153,8 +186,9 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
         rows = the_list(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise ProblemsError(f"{where}: no JSON of rows: {error}") from None
-    lines = ((f"row {n}", json.dumps(row).encode()) for n, row in enumerate(rows))
-    return _json_rows(lines, rules, where, "a list of objects")
+    lines = [json.dumps(row).encode() for row in rows]
+    numbered = ((f"row {n}", line) for n, line in enumerate(lines))
+    return _rows_of(lines, rules, where, _checked(numbered, rules, where, "a list of objects"))
 
 
 def _csv(data: bytes, delimiter: str, rules: ColumnRules, where: str) -> pa.Table:

@@ -32,13 +32,16 @@ class SourcePart(NamedTuple):
     """Rows that are made when they are asked for, or expected."""
 
 
-def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) -> list[SourcePart]:
-    """The parts of one source. Raises ProblemsError, and SourceError for a path of nothing."""
+def open_source(
+    source: MixedSource, data: DataConfig, key: str, truth: bool, index: Path | None = None
+) -> list[SourcePart]:
+    """The parts of one source; `index` as for `formats.read`. Raises ProblemsError, and SourceError for a path of
+    nothing."""
     found = generated(source.path)
     if found:
         return [_generated(source, found, f"{key} {source.path}")]
     rules = ColumnRules(data.columns if source.columns is None else source.columns, truth)
-    parts = [_file(path, rules, f"{key} {path}") for path in files_of(source.path)]
+    parts = [_file(path, rules, f"{key} {path}", index) for path in files_of(source.path)]
     for part in parts[1:]:
         _require_alike(parts[0], part)
     if not any(part.rows.number for part in parts):
@@ -46,11 +49,11 @@ def open_source(source: MixedSource, data: DataConfig, key: str, truth: bool) ->
     return parts
 
 
-def _file(path: Path, rules: ColumnRules, where: str) -> SourcePart:
+def _file(path: Path, rules: ColumnRules, where: str, index: Path | None) -> SourcePart:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return SourcePart(path, where, read(path, rules, where), digest)
+        return SourcePart(path, where, read(path, rules, where, index), digest)
     except OSError as error:
         line = (error.strerror or str(error)).splitlines()[0]
         raise ProblemsError(f"{where}: {line}; name a file that can be read") from None

@@ -69,6 +69,7 @@ class Ledger:
         self.evaluations = Evaluations(eval_every, lease_s)
         self._recall = recall
         self._epoch: tuple[int, Sequence[int]] = (-1, ())  # the epoch last drawn from, and its rows
+        self._following: tuple[int, schedule.Drawing] | None = None  # the next one, which is being drawn
 
     # requests of rollout servers
 
@@ -106,6 +107,11 @@ class Ledger:
             return ()
         epoch, place = divmod(self.state.next_item, self.problems)
         return self._rows(epoch)[place : place + number]
+
+    def draw_ahead(self) -> None:
+        """Draw a few more rows of the next epoch, so that its beginning holds up nothing. To be called now and then."""
+        if self._following:
+            self._following[1].step()
 
     def answered(self, server: str, request: int) -> bool:
         """Whether this Ask of the server got work before: nothing new is dispatched for it any more."""
@@ -359,18 +365,23 @@ class Ledger:
         Of the last places before `run.versions` it gets none that an item needs which it failed at: another server, or
         after a while any, takes that item.
         """
+        return max(self._room_anywhere(dispatched, self.state.pool.num_elsewhere(server)), 0)
+
+    def admits(self, version: int) -> bool:
+        """Whether some server that runs `version` may get an item now. If not, none that runs an older one may."""
+        pool = self.state.pool
+        left = not self._all_dispatched() or pool.num_waiting > pool.num_held
+        return left and self._room_anywhere(min(version, self.state.ceiling)) > 0
+
+    def _room_anywhere(self, dispatched: int, kept: int = 0) -> int:
+        """`room` for a server to which `kept` of the waiting items do not go."""
         if self.state.given_up:
             return 0
-        free = schedule.room(self.state.pool.open, self.version, self.groups, self.target_staleness, dispatched)
+        pool = self.state.pool
+        free = schedule.room(pool.open, self.version, self.groups, self.target_staleness, dispatched)
         if self.versions is not None:
-            free = min(
-                free,
-                (self.versions - self.version) * self.groups
-                - self.state.pool.num_open
-                - self.state.pool.num_held
-                - self.state.pool.num_elsewhere(server),
-            )
-        return max(free, 0)
+            free = min(free, (self.versions - self.version) * self.groups - pool.num_open - pool.num_held - kept)
+        return free
 
     def ready(self) -> bool:
         """Whether batch v' can be formed."""
@@ -432,10 +443,16 @@ class Ledger:
     def _rows(self, epoch: int) -> Sequence[int]:
         """The rows of an epoch in the order of their dispatch."""
         if self._epoch[0] != epoch:
-            drawn = (self.seed, epoch, self.shuffle)
-            rows = schedule.mixed(self.shares, *drawn) if self.shares else schedule.order(self.problems, *drawn)
-            self._epoch = (epoch, rows)
+            begun = self._following and self._following[0] == epoch and self._following[1]
+            self._epoch = epoch, (begun or self._drawing(epoch)).rows()
+            last = self.epochs is not None and epoch + 1 >= self.epochs
+            self._following = None if last else (epoch + 1, self._drawing(epoch + 1))
         return self._epoch[1]
+
+    def _drawing(self, epoch: int) -> schedule.Drawing:
+        drawn = (self.seed, epoch, self.shuffle)
+        steps = schedule.mixing(self.shares, *drawn) if self.shares else schedule.ordering(self.problems, *drawn)
+        return schedule.Drawing(steps)
 
     def _end(
         self, item: ItemState, reason: str, now: float, kind: FailureKind = "infrastructure", permanent: bool = False

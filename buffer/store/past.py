@@ -13,7 +13,8 @@ from buffer.store.sqlite import reading
 from configs.resume import Change, Settings, written
 from configs.schema import Config
 
-OPEN = "SELECT COUNT(*) FROM items WHERE state IN ('waiting', 'leased', 'stored')"
+OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'leased', 'stored')"
+"""By the index of `batch`: a run may have millions of items."""
 
 
 class Past(NamedTuple):

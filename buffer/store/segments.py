@@ -13,6 +13,7 @@ import errno
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,12 +66,8 @@ class Segments:
 
     def read(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
         """Samples of these sizes from `place` on. Raises OSError if the file does not have them."""
-        data, position = read(self.folder, place, sum(sizes)), 0
-        samples = []
-        for size in sizes:
-            samples.append(data[position : position + size])
-            position += size
-        return samples
+        data = read(self.folder, place, sum(sizes))
+        return [data[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
         """The first file of `ends`, by number, that does not exist or is shorter than its end; None: all are sound."""
@@ -167,19 +164,20 @@ class InMemory:
     number, end = 1, 0
 
     def __init__(self) -> None:
-        self._groups: dict[Place, list[bytes]] = {}
+        self._groups: dict[int, bytes] = {}
 
     @contextmanager
     def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
         """As `Segments.appended`. Each group is a segment of its own."""
         places = {item: Place(number, 0) for number, item in enumerate(groups, self.number + 1)}
         yield places
-        self._groups |= {place: list(groups[item]) for item, place in places.items()}
+        self._groups |= {place.segment: b"".join(groups[item]) for item, place in places.items()}
         self.number += len(groups)
 
     def read(self, place: Place, sizes: Sequence[int]) -> list[bytes]:
         """As `Segments.read`."""
-        return self._groups[place]
+        ends = list(accumulate(sizes, initial=place.position))
+        return [self._groups[place.segment][begin:end] for begin, end in pairwise(ends)]
 
     def missing(self, ends: Mapping[int, int]) -> None:
         """None is."""
@@ -190,7 +188,7 @@ class InMemory:
     def remove(self, numbers: Collection[int]) -> None:
         """As `Segments.remove`."""
         for number in numbers:
-            self._groups.pop(Place(number, 0), None)
+            self._groups.pop(number, None)
 
     def close(self) -> None:
         """Nothing to free."""

@@ -75,6 +75,7 @@ SELECT row, reason FROM items WHERE state IN ('waiting', 'dropped') AND samples 
 ORDER BY changed_at DESC, item DESC LIMIT ?
 """
 VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
+KNOWN = "SELECT 1 FROM problems WHERE row = ?"
 GROUP = "SELECT segment, position, bytes FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 SEGMENT = """

@@ -53,7 +53,8 @@ class Store:
             self._require_same_problems(digest)
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
-            self._known_rows = {row for (row,) in self._db.execute("SELECT row FROM problems")}
+            self._known_rows: set[int] = set()
+            """Rows that are known to be written down: those looked up, or written, since the start."""
             ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
 
@@ -143,7 +144,7 @@ class Store:
             self._db.executemany("DELETE FROM segments WHERE segment = ?", empty)
         self._segments.remove([number for (number,) in empty])
         if self._problems:
-            self._known_rows.update(row[1] for row in changes.items.values())
+            self._known_rows.update(int(row[1]) for row in changes.items.values())
 
     def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()
@@ -182,6 +183,13 @@ class Store:
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         return self._segments.read(Place(*rows[0][:2]), [size for *_, size in rows]) if rows else []
 
+    def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
+        """Some packed samples of a group that is stored, by their places in it. Raises OSError."""
+        rows = self._db.execute(sql.GROUP, [item]).fetchall()
+        if len(indexes) == len(rows):
+            return self._segments.read(Place(*rows[0][:2]), [size for *_, size in rows])
+        return [self._segments.read(Place(*rows[index][:2]), [rows[index][2]])[0] for index in indexes]
+
     def untrained_bytes(self) -> dict[int, int]:
         """Bytes of samples that are yet to be trained, by item."""
         return dict(self._db.execute(sql.UNTRAINED))
@@ -205,6 +213,7 @@ class Store:
         if not self._problems:
             return []
         rows = {int(row[1]) for row in changes.items.values()} - self._known_rows
+        rows = {row for row in rows if not self._db.execute(sql.KNOWN, [row]).fetchone()}
         return [(row, json.dumps(self._problems[row], ensure_ascii=False, default=repr)) for row in rows]
 
     @contextmanager

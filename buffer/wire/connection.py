@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from buffer.curve import ClientKeys
 from buffer.wire.message import Frame, Message, pack, unpack
-from buffer.wire.protocol import ANSWERS, PROTOCOL, Hello, NotRegistered, Refused, Welcome
+from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegistered, Refused, Welcome
 
 log = logging.getLogger(__name__)
 MAX_RETRY = 12
@@ -82,6 +82,8 @@ class Connection:
         )
         self._hello_number, self._numbers = 0, itertools.count(1)
         self._pending: dict[int, tuple[Frame, asyncio.Future[Message]]] = {}
+        self._put_off: set[int] = set()
+        """Numbers of requests that are not repeated before the buffer asks for them."""
         self._welcomed, self._lost = asyncio.Event(), asyncio.Event()
         self.problem = "nobody answers"
         """What was last wrong with the connection."""
@@ -147,11 +149,12 @@ class Connection:
                 self._send(frame)
             while not (await asyncio.wait({answer}, timeout=wait_s))[0]:
                 wait_s = min(2 * wait_s, MAX_RETRY * self.retry_s)
-                if self._welcomed.is_set():
+                if self._welcomed.is_set() and number not in self._put_off:
                     self._send(frame)
             return answer.result()
         finally:
             del self._pending[number]
+            self._put_off.discard(number)
 
     async def expect(self, message: Message, kind: type[Answer]) -> Answer:
         """`request` for a message with one kind of answer."""
@@ -176,15 +179,21 @@ class Connection:
 
     async def _read(self) -> None:
         while True:
-            number, answer = unpack(await self._socket.recv(), ANSWERS)
+            first, *large = await self._socket.recv_multipart()
+            number, answer = unpack(first, ANSWERS, large)
             if number == self._hello_number:
                 self._on_hello_answer(answer)
             elif isinstance(answer, NotRegistered):
                 if self._welcomed.is_set():  # else a Hello is pending already
                     self._say_hello()
             elif number in self._pending and not self._pending[number][1].done():
-                waiting = self._pending[number][1]
-                if isinstance(answer, Refused):
+                frame, waiting = self._pending[number]
+                if isinstance(answer, Later):
+                    self._put_off.add(number)
+                elif isinstance(answer, Again):
+                    self._put_off.discard(number)
+                    self._send(frame)
+                elif isinstance(answer, Refused):
                     waiting.set_exception(RefusedError(answer.reason))
                 else:
                     waiting.set_result(answer)
@@ -196,6 +205,7 @@ class Connection:
         self.welcome = answer
         self._lost.clear()
         self._welcomed.set()
+        self._put_off.clear()
         for frame, _ in self._pending.values():
             self._send(frame)
 

@@ -7,27 +7,31 @@ with one line. Nothing returned may be sent before the `changes` until then are 
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
+from buffer.capacity import OpenFiles
 from buffer.image_rows import IMAGES, ImageUnavailable
 from buffer.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.evaluations import Standing
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import Transaction, server_name
+from buffer.ledger.types import FormedBatch, SampleStats, Transaction, server_name
 from buffer.problems import READ_AHEAD, Problems
-from buffer.store.segments import Group, GroupCache
+from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
 from buffer.wire.message import Message
 from buffer.wire.sample import sample_stats
-from buffer.wire.split import parts
+from buffer.wire.split import BatchCut
+from configs.flow.capacity import CACHE_BYTES
 
 log = logging.getLogger(__name__)
-CACHE_BYTES = 256 * 2**20
-"""Of samples that stay in memory until they are trained; others are read back from the store."""
 AWAY_S, HOLD_S = 1.0, 2.0
 """While image files cannot be read, nothing is read for so long; and an item whose images could not be read is tried
 again after so long."""
@@ -59,10 +63,49 @@ class Peer:
     """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Name under which the ledger knows this start of a server (`server_name` undoes it)."""
         return f"{self.hello.name}#{self.hello.token}"
+
+
+class Wait(NamedTuple):
+    """What parked requests wait for: those that wait for the same are parked for the same reason, and while one of them
+    gets no answer, neither do the others. But of Asks with one version, `Handlers.admits` says whether any gets one."""
+
+    kind: str
+    version: int = -1
+    """An Ask's: what its server runs. A Take's: the batch."""
+    detail: Hashable = None
+
+
+@dataclass
+class Turn:
+    """What may be done for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks
+    must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
+
+    seconds: float = math.inf
+    """For cutting batches and making parts."""
+    room: float = math.inf
+    """Bytes of parts that may still be handed over to be sent."""
+    spent: float = 0.0
+    """Seconds that were."""
+    postponed: bool = False
+    """A part of a formed batch has to wait for the next turn."""
+
+    def over(self) -> bool:
+        """Whether what is left has to wait; notes it."""
+        self.postponed = self.postponed or self.room <= 0 or self.spent >= self.seconds
+        return self.postponed
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The block's time counts."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent += time.monotonic() - began
 
 
 class Handlers:
@@ -72,6 +115,10 @@ class Handlers:
         self.ledger, self.store, self.problems, self.limits = ledger, store, problems, limits
         self.peers: dict[bytes, Peer] = {}
         """By ZeroMQ identity."""
+        self.left: list[bytes] = []
+        """Identities that are no longer among them: whatever they wait for may be forgotten."""
+        self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
+        """Identities by name and role."""
         self.learner_waiting = False
         """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
         self.weights: str | None = None
@@ -91,7 +138,12 @@ class Handlers:
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
         self._warned_at = -math.inf
-        self._split: tuple[tuple[int, int, bool], list[protocol.Part]] | None = None
+        self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
+        """Revision and next lease at which `Ledger.expire` was called last, and what it said."""
+        self.turn, self.files = Turn(), OpenFiles()
+        self._figures: dict[int, Sequence[SampleStats]] = {}
+        """By item: of the groups whose samples were opened since the start and are not yet trained."""
+        self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -103,6 +155,16 @@ class Handlers:
         """Moves whenever something changed that a parked request may wait for."""
         made = self.problems.num_made if isinstance(self.problems, Problems) else 0
         return self.ledger.revision + self._revision + made
+
+    @property
+    def full(self) -> bool:
+        """Whether a Put has to wait."""
+        return self.bytes_stored >= self.limits.max_bytes and not self.learner_waiting
+
+    @property
+    def cached(self) -> int:
+        """Bytes of samples in memory until they are trained."""
+        return self._cache.bytes
 
     def set_learner_waiting(self, waiting: bool) -> None:
         """Whether a Take is parked."""
@@ -125,9 +187,12 @@ class Handlers:
             raise ValueError(
                 f"another process has taken over the name {hello.name}: stop one of the two, or rename one of them"
             )
+        if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
+            raise ValueError(refusal)
         self._replace(hello, now)
         known = self.peers.get(identity)
         self.peers[identity] = Peer(hello, now, known.beat if known else 0, known.stats if known else {})
+        self._named[hello.name, hello.role].add(identity)
         if hello.serves:
             self.weights = hello.serves
         self._revision += 1
@@ -144,8 +209,18 @@ class Handlers:
         if self._away and now >= self._away[0]:
             self._away = None
             self._revision += 1
-        ends = [self.ledger.expire(now), self._away and self._away[0]]
+        ends = [self._expire_leases(now), self._away and self._away[0]]
         return min((end for end in ends if end is not None), default=None)
+
+    def _expire_leases(self, now: float) -> float | None:
+        """`Ledger.expire`, which looks at every server, where it may have something to do: heartbeats only put off when
+        the next lease ends, and everything else moves one of two numbers."""
+        ledger = self.ledger
+        number, due = self._next_end
+        if number != (ledger.revision, ledger.state.next_lease) or (due is not None and now >= due):
+            due = ledger.expire(now)
+            self._next_end = (ledger.revision, ledger.state.next_lease), due
+        return due
 
     def changes(self) -> Transaction | None:
         """What changed since the last call, to be committed before anything else is handled; None: nothing."""
@@ -156,10 +231,35 @@ class Handlers:
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         return Transaction(changes, payloads, void_before) if changes else None
 
+    def waits_for(self, peer: Peer, message: Message) -> Wait:
+        """What a parked request of `peer` waits for."""
+        kind = type(message).__name__
+        if isinstance(message, protocol.Ask):
+            known = self.ledger.servers.get(peer.key)
+            return Wait(kind, known.version if known else message.version)
+        if isinstance(message, protocol.Take):
+            return Wait(kind, message.version, (message.world, message.share_prompts))
+        if isinstance(message, protocol.Where):
+            return Wait(kind, detail=message.known)
+        return Wait(kind, detail=tuple(message.known) if isinstance(message, protocol.Results) else None)
+
+    def admits(self, version: int) -> bool:
+        """Whether an Ask of some server that runs `version` could be answered now; if not, then none of an older one
+        either."""
+        if self.ledger.finished():
+            return True
+        return not self._away and self.ledger.admits(version)
+
+    def serves(self, version: int) -> bool:
+        """Whether the batch is formed, so that a Take of it only waits for its turn."""
+        return version < self.ledger.version and not self._away
+
     def why_parked(self, peer: Peer, message: Message) -> str:
         """What a parked request of `peer` waits for, in one line."""
         if self._away and isinstance(message, protocol.Ask | protocol.Take):
             return f"images cannot be read: {self._away[1]}"
+        if isinstance(message, protocol.Take) and self.serves(message.version):
+            return f"batch {message.version} is formed; parts are sent one after another"
         if isinstance(message, protocol.Take):
             return reasons.for_batch(self.ledger)
         if isinstance(message, protocol.Ask):
@@ -171,10 +271,15 @@ class Handlers:
             return reasons.for_results(self.ledger)
         return f"no weights wire other than {self.weights}" if self.weights else "no learner has said Hello"
 
+    def apart(self, peer: Peer) -> tuple[int, bool]:
+        """What sets a server apart from the others that run its version, where it waits for work."""
+        running = self.ledger.evaluations.running()
+        return self.ledger.state.pool.num_elsewhere(peer.key), running is not None and running.server == peer.key
+
     def state(self, waiters: list[protocol.Waiter], errors: int, now: float) -> protocol.State:
         """The ledger in numbers, with the parked requests as `waiters`."""
         ledger = self.ledger
-        return protocol.State(
+        return protocol.State.model_construct(
             version=ledger.version,
             trained=ledger.last_trained,
             counts=ledger.counts(),
@@ -201,16 +306,21 @@ class Handlers:
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
         """Forget who had this name and role before, and observers that are gone."""
-        for identity, peer in list(self.peers.items()):
-            same = (peer.hello.name, peer.hello.role) == (hello.name, hello.role)
-            if hello.role == "observer":
-                if peer.hello.role == "observer" and now - peer.heard > OBSERVER_S:
-                    del self.peers[identity]
-            elif same and peer.hello.token != hello.token:
-                del self.peers[identity]
+        if hello.role == "observer":
+            gone = [
+                who for who, one in self.peers.items() if one.hello.role == "observer" and now - one.heard > OBSERVER_S
+            ]
+        else:
+            same = self._named[hello.name, hello.role]
+            gone = [who for who in same if self.peers[who].hello.token != hello.token]
+        for identity in gone:
+            peer = self.peers.pop(identity)
+            self._named[peer.hello.name, peer.hello.role].discard(identity)
+            self.left.append(identity)
+            if hello.role != "observer":
                 self._replaced.add(peer.hello.token)
-                if peer.hello.role == "rollout":
-                    self.ledger.leave(peer.key, "its server was restarted", now)
+            if peer.hello.role == "rollout":
+                self.ledger.leave(peer.key, "its server was restarted", now)
 
     def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
         if self.weights is None or self.weights == where.known:
@@ -264,7 +374,7 @@ class Handlers:
             )
         stats = [sample_stats(data) for data in put.samples]
         self._check_images(put.item, max(sample.row_images for sample in stats))
-        if self.bytes_stored >= self.limits.max_bytes and not self.learner_waiting:
+        if self.full:
             return None
         leased = self.ledger.state_of(put.item) == "leased"
         refusal = self.ledger.put(peer.key, put.item, put.lease, stats, now)
@@ -272,6 +382,7 @@ class Handlers:
             self._payloads[put.item] = put.samples
             if self.ledger.state_of(put.item) == "stored":  # else a filter left it out
                 self._cache.add(put.item, list(zip(put.samples, stats, strict=True)))
+                self._figures[put.item] = stats
                 self._bytes[put.item] = sum(map(len, put.samples))
                 self.bytes_stored += self._bytes[put.item]
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
@@ -329,23 +440,52 @@ class Handlers:
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
+        if not self._opened(batch):
+            return None
+        with self.turn.counted():
+            return self._part(take, batch, now)
+
+    def _part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
+        """The part of a rank; None: not in this turn, or not while images are away. A batch is cut once for all."""
         key = take.version, take.world, take.share_prompts
-        if self._split is None or self._split[0] != key:
-            groups = [(item, d, self._group(item)) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            totals = self.ledger.state.totals
-            counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
-            for name in ("running", "places"):
-                counts[name] = int(
-                    sum(p.stats.get(name, 0) for p in self.peers.values() if p.key in self.ledger.servers)
-                )
-            try:
-                images = {item: found for item in batch.items if (found := self._row_images(item))}
-            except ImageUnavailable as error:
-                self._warn(error, now)
-                self._away = now + AWAY_S, str(error)
-                return None
-            self._split = key, parts(take.version, take.world, groups, counts, take.share_prompts, images)
-        return self._split[1][take.rank]
+        if self._cut is None or self._cut[0] != key:
+            groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
+            self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
+        if self.turn.over():
+            return None
+        try:
+            part = self._cut[1].part(take.rank, self._fetch, self._row_images)
+        except ImageUnavailable as error:
+            self._warn(error, now)
+            self._away = now + AWAY_S, str(error)
+            return None
+        self.turn.room -= part.size_hint()
+        return part
+
+    def _counts(self) -> dict[str, int]:
+        """What a part says of the run, as of the moment at which its batch was cut."""
+        totals = self.ledger.state.totals
+        counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+        serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
+        return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
+
+    def _opened(self, batch: FormedBatch) -> bool:
+        """Have the figures of all its groups: those from before a restart are read from their samples, as many as the
+        turn allows. False: not all yet."""
+        for item in batch.items:
+            if item not in self._figures:
+                if self.turn.over():
+                    return False
+                with self.turn.counted():
+                    self._figures[item] = [sample_stats(data) for data in self.store.group(item)]
+        return True
+
+    def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:
+        """Samples of a group, by their places in it."""
+        held = self._payloads.get(item)
+        if held is None and (known := self._cache.get(item)):
+            held = [data for data, _ in known]
+        return self.store.samples(item, indexes) if held is None else [held[index] for index in indexes]
 
     def _images_of(self, row: int) -> Sequence[bytes]:
         """Those of a row, which need not be made for it."""
@@ -372,11 +512,6 @@ class Handlers:
         why, last = reasons.ended(self.ledger), self.ledger.reach.last
         return protocol.Finished(outcome=outcome, why=why, last=last) if outcome else None
 
-    def _group(self, item: int) -> Group:
-        if known := self._cache.get(item):
-            return known
-        return [(data, sample_stats(data)) for data in self._payloads.get(item) or self.store.group(item)]
-
     def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
@@ -384,8 +519,9 @@ class Handlers:
         oldest = self.ledger.prune(trained.oldest_kept)
         if self.limits.keep == "checkpoints":
             self._void_before = oldest
-        self._split = None
+        self._cut = None
         untrained = self.ledger.untrained()
+        self._figures = {item: found for item, found in self._figures.items() if item in untrained}
         self._bytes = {item: size for item, size in self._bytes.items() if item in untrained}
         self._cache.keep(untrained)
         self.bytes_stored = sum(self._bytes.values())

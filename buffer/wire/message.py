@@ -1,11 +1,13 @@
 """What every message of the samples wire is made of: the base model, tensors, packing and the limits of unpacking.
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (chosen by the client,
-repeated in the answer) and the fields of the model. The models are in `protocol.py` and `sample.py`.
+repeated in the answer) and the fields of the model. The models are in `protocol.py` and `sample.py`. Large samples of a
+`Part` follow in frames of their own, which are sent from where they are, without a copy.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgpack
 import numpy as np
@@ -16,12 +18,17 @@ LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_
 Frame = bytes | memoryview
 """A message as it travels."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
+FRAME_BYTES = 2**16
+"""Mean size from which on byte strings travel as frames: smaller ones are copied sooner than they are sent apart."""
 
 
 class Message(BaseModel):
     """Frozen, no unknown fields, numbers as numbers and bytes as bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    FRAMED: ClassVar[str] = ""
+    """Name of the field, a list of byte strings, that may travel as frames."""
 
     def size_hint(self) -> int:
         """An upper bound of its packed bytes for a message of megabytes, else 0: it is packed in place, not grown."""
@@ -68,9 +75,24 @@ def pack(number: int, message: Message) -> Frame:
     return memoryview(packer.getbuffer())
 
 
-def unpack(data: Frame, kinds: dict[str, type[Message]]) -> tuple[int, Message]:
-    """Undo `pack`. Raises ValueError, in one line, for what is not a message of `kinds`."""
+def pack_frames(number: int, message: Message) -> list[Frame]:
+    """The message as it is sent: one frame, or one without its large byte strings and a frame for each of those."""
+    name = message.FRAMED
+    large: list[bytes] = getattr(message, name) if name else []
+    if not large or sum(map(len, large)) < FRAME_BYTES * len(large):
+        return [pack(number, message)]
+    return [pack(number, message.model_copy(update={name: []})), *large]
+
+
+def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] = ()) -> tuple[int, Message]:
+    """Undo `pack`, or `pack_frames` where frames with `large` byte strings follow. Raises ValueError, in one line, for
+    what is not a message of `kinds`."""
     fields = open_map(data)
+    if large:
+        kind = kinds.get(str(fields.get("kind")))
+        if kind is None or fields.get(kind.FRAMED) != []:
+            raise ValueError(f"{len(large)} frames after a message that is whole")
+        fields[kind.FRAMED] = list(large)
     number = fields.pop("id", None)
     if not isinstance(number, int):
         raise ValueError(f"not a message of this wire: id {str(number)[:40]!r}")

@@ -12,7 +12,7 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
@@ -20,7 +20,7 @@ from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 6
+PROTOCOL = 7
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 
@@ -76,7 +76,8 @@ class Ask(Message):
 
 
 class Put(Message):
-    """A finished group: `samples` are `Sample.pack()` each. Parked while the byte budget is full."""
+    """A finished group: `samples` are `Sample.pack()` each. Parked, or put off (`Later`), while the byte budget is
+    full."""
 
     item: Count
     lease: Count
@@ -191,6 +192,15 @@ class Stored(Message):
     reason: str = ""
 
 
+class Later(Message):
+    """A Put of which the buffer, which is full, keeps nothing: its client keeps the group, and repeats the Put when it
+    is told `Again`, or on a new connection."""
+
+
+class Again(Message):
+    """A Put that was answered with `Later` is to be repeated."""
+
+
 class Ack(Message):
     pass
 
@@ -280,6 +290,7 @@ class Part(Message):
     """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
     places: Count = 0
     """Sequences that they had places for."""
+    FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
         """Of its samples and images, which are megabytes."""
@@ -350,6 +361,6 @@ ANSWERS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
         Welcome, WeightsAddress, Work, Stored, Ack, News, Due, Rewound, Part, EvaluationResult, Finished, State,
-        Refused, NotRegistered,
+        Refused, NotRegistered, Later, Again,
     )
 }  # fmt: skip

@@ -3,25 +3,37 @@
 No sockets; driven by `server.py`: `receive` applies one message, `retry` tries the parked requests again, `changes` is
 to be committed then, and only after that `answers` are to be sent. What a request means is in `handlers.py`; who waits
 here for what, and why, is `State.waiters`.
+
+Thousands may be parked, and something changes with every message. So they are parked in groups that wait for the same:
+the first of a group that gets no answer speaks for all of it, and Asks are tried only if one of them can get work.
 """
 
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from buffer.ledger.types import Transaction
 from buffer.wire import protocol
-from buffer.wire.handlers import Handlers
-from buffer.wire.message import Frame, Message, number_of, pack, unpack
+from buffer.wire.handlers import Handlers, Turn, Wait
+from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from configs.entrypoint import made_progress
+from configs.flow.capacity import PARKED_BYTES
 
 log = logging.getLogger(__name__)
+ASKED_FOR_S = 10.0
+"""How long a group that was asked for is waited for before others are."""
 REPEAT_S = 10.0
 """Shortest time between two lines about refused messages of one kind."""
+
+
+Key = tuple[bytes, str | int]
+OTHERS = ("Take", "Put", "Where", "Results")
+"""Kinds that are parked, but for Asks."""
 
 
 @dataclass
@@ -32,15 +44,58 @@ class PendingRequest:
     number: int
     message: Message
     since: float
+    place: int = 0
+    """Its turn among the parked ones: those that came first are tried first."""
 
     @property
     def kind(self) -> str:
         return type(self.message).__name__
 
     @property
-    def key(self) -> tuple[bytes, str | int]:
+    def key(self) -> Key:
         """A server has one Ask at a time; everything else is told apart by its number."""
         return self.identity, "Ask" if isinstance(self.message, protocol.Ask) else self.number
+
+
+class ParkedRequests:
+    """By what they wait for (`Handlers.waits_for`), each group in the order in which its requests came."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Wait, dict[Key, PendingRequest]] = {}
+        self._wait_of: dict[Key, Wait] = {}
+        self._places = count()
+
+    def get(self, key: Key) -> PendingRequest | None:
+        """The request of this key, if one is parked."""
+        return self._groups[self._wait_of[key]][key] if key in self._wait_of else None
+
+    def add(self, request: PendingRequest, wait: Wait) -> None:
+        """Park it; one that is parked changes its group, or is replaced by another of its key, and keeps its place."""
+        known = self.pop(request.key)
+        request.place = known.place if known else next(self._places)
+        self._wait_of[request.key] = wait
+        self._groups.setdefault(wait, {})[request.key] = request
+
+    def pop(self, key: Key) -> PendingRequest | None:
+        """Take it out."""
+        if (wait := self._wait_of.pop(key, None)) is None:
+            return None
+        request = self._groups[wait].pop(key)
+        if not self._groups[wait]:
+            del self._groups[wait]
+        return request
+
+    def waits(self, *kinds: str) -> list[Wait]:
+        """What requests of these kinds wait for."""
+        return [wait for wait in self._groups if wait.kind in kinds]
+
+    def of(self, waits: Iterable[Wait]) -> list[tuple[Wait, PendingRequest]]:
+        """The requests that wait for these, in order."""
+        found = [(wait, request) for wait in waits for request in self._groups.get(wait, {}).values()]
+        return sorted(found, key=lambda pair: pair[1].place)
+
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return (request for _, request in self.of(self._groups))
 
 
 class PendingRequests:
@@ -51,10 +106,18 @@ class PendingRequests:
         self.errors: Counter[str] = Counter()
         """Refused messages since the start, by kind; `malformed` for what was none."""
         self._logged_at: dict[str, float] = {}
-        self._parked: dict[tuple[bytes, str | int], PendingRequest] = {}
+        self._parked = ParkedRequests()
+        self.parked_bytes = 0
+        """Of the groups in parked Puts."""
+        self._put_off: dict[Key, tuple[PendingRequest, int]] = {}
+        """Puts beyond that, without their groups, and the sizes of those: their clients repeat them when asked to."""
+        self._asked_for: dict[Key, tuple[float, int]] = {}
+        """Those that were asked for and have not come yet: when, and their size."""
         self._tried = -1
         """Revision at which the parked requests were tried last."""
-        self._out: list[tuple[bytes, Frame]] = []
+        self._postponed = False
+        """A part waited for this turn when the last one ended."""
+        self._out: list[tuple[bytes, *tuple[Frame, ...]]] = []
 
     def receive(self, frames: Sequence[Frame], now: float) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
@@ -65,23 +128,78 @@ class PendingRequests:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error))
             return
-        if peer := self.handlers.peers.get(identity):
+        peer = self.handlers.peers.get(identity)
+        if peer:
             peer.heard = now
+        if isinstance(message, protocol.Put):
+            self._put_off.pop((identity, number), None)
+            self._asked_for.pop((identity, number), None)
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
+        if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
+            self._park(ask)  # its server may run another version by now
+        elif isinstance(message, protocol.Hello):
+            self._forget_left()
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        return self.handlers.expire(now)
+        ends = [self.handlers.expire(now)]
+        if self._asked_for:
+            self._asked_for = {key: one for key, one in self._asked_for.items() if now < one[0] + ASKED_FOR_S}
+            ends.append(now + ASKED_FOR_S)
+        return min((end for end in ends if end is not None), default=None)
+
+    def begin_turn(self, turn: Turn) -> None:
+        """What follows, up to the answers, is one turn of the event loop: Takes are served within its bounds."""
+        self.handlers.turn = turn
+
+    @property
+    def postponed(self) -> bool:
+        """A part waits for the next turn, although its batch is formed."""
+        return self.handlers.turn.postponed
 
     def retry(self, now: float) -> None:
         """Try the parked requests, oldest first, until none changes anything for the others."""
-        while self._tried != self.handlers.revision:
-            self._tried = self.handlers.revision
-            for request in list(self._parked.values()):
-                if request.identity in self.handlers.peers:
-                    self._try(request, now)
-                else:
-                    self._unpark(request)  # its process was replaced
+        again = self._postponed
+        while again or self._tried != self.handlers.revision:
+            again, self._tried = False, self.handlers.revision
+            for wait in self._parked.waits(*OTHERS):
+                self._retry_alike(wait, now)
+            self._retry_asks(now)
+        self._ask_for_groups(now)
+        self._postponed = self.postponed
+
+    def _retry_alike(self, wait: Wait, now: float) -> None:
+        """Up to the first that gets no answer."""
+        for _, request in self._parked.of([wait]):
+            self._try(request, now)
+            if self._parked.get(request.key) is request:
+                return
+
+    def _retry_asks(self, now: float) -> None:
+        """Those whose servers run a version that admits work; none that is older than one that does not."""
+        waits, closed = self._parked.waits("Ask"), -1
+        newest = max((wait.version for wait in waits), default=-1)
+        if newest < 0 or not self.handlers.admits(newest):
+            return
+        for wait, request in self._parked.of(waits):
+            if wait.version <= closed:
+                continue
+            if self.handlers.admits(wait.version):
+                self._try(request, now)
+            elif (closed := wait.version) == newest:
+                return
+
+    def _ask_for_groups(self, now: float) -> None:
+        """While there is room, have Puts repeated that were put off, few enough to be held if the room ends."""
+        if self.handlers.full or self._parked.waits("Put"):
+            return
+        for key, (request, size) in list(self._put_off.items()):
+            if self._asked_for and sum(size for _, size in self._asked_for.values()) + size > PARKED_BYTES:
+                return
+            del self._put_off[key]
+            self._asked_for[key] = now, size
+            if request.identity in self.handlers.peers:
+                self._answer(request, protocol.Again())
 
     def changes(self) -> Transaction | None:
         """What changed since the last call; None: nothing. To be committed before `answers` are sent."""
@@ -94,12 +212,18 @@ class PendingRequests:
             made_progress()
 
     @property
+    def held(self) -> dict[str, int]:
+        """Bytes of samples in memory, by why they are there."""
+        return {"groups until they are trained": self.handlers.cached, "groups that wait for room": self.parked_bytes}
+
+    @property
     def path(self) -> Path | None:
         """The file that `commit` writes; None: in memory."""
         return self.handlers.store.path
 
-    def answers(self) -> list[tuple[bytes, Frame]]:
-        """(identity, frame), to be sent once the `changes` taken with them are written."""
+    def answers(self) -> list[tuple[bytes, *tuple[Frame, ...]]]:
+        """(identity, frame), and further frames of a large part, to be sent once the `changes` taken with them are
+        written."""
         out, self._out = self._out, []
         return out
 
@@ -147,17 +271,40 @@ class PendingRequests:
         return self.handlers.answer(peer, request.number, request.message, now)
 
     def _park(self, request: PendingRequest) -> None:
-        self._parked[request.key] = request
-        if isinstance(request.message, protocol.Take):
-            self.handlers.set_learner_waiting(True)
+        peer = self.handlers.peers[request.identity]
+        if isinstance(request.message, protocol.Put) and self._parked.get(request.key) is not request:
+            size = sum(map(len, request.message.samples))
+            if self.parked_bytes + size > PARKED_BYTES:
+                request.message = request.message.model_copy(update={"samples": []})
+                self._put_off[request.key] = request, size
+                return self._answer(request, protocol.Later())
+            self.parked_bytes += size
+        self._parked.add(request, self.handlers.waits_for(peer, request.message))
+        self._note_learner(request)
 
     def _unpark(self, request: PendingRequest) -> None:
-        if self._parked.pop(request.key, None) and isinstance(request.message, protocol.Take):
-            waiting = any(isinstance(other.message, protocol.Take) for other in self._parked.values())
+        if known := self._parked.pop(request.key):
+            if isinstance(known.message, protocol.Put):
+                self.parked_bytes -= sum(map(len, known.message.samples))
+            self._note_learner(request)
+
+    def _note_learner(self, request: PendingRequest) -> None:
+        """A Take of a batch that is not formed yet lets Puts in; one of a formed batch only waits for its turn."""
+        if isinstance(request.message, protocol.Take):
+            waiting = any(not self.handlers.serves(wait.version) for wait in self._parked.waits("Take"))
             self.handlers.set_learner_waiting(waiting)
 
+    def _forget_left(self) -> None:
+        """Whatever processes wait for that were replaced."""
+        left, self.handlers.left = set(self.handlers.left), []
+        for request in list(self._parked) if left else ():
+            if request.identity in left:
+                self._unpark(request)
+        for key in [key for key in self._put_off if key[0] in left]:
+            del self._put_off[key]
+
     def _answer(self, request: PendingRequest, answer: Message) -> None:
-        self._out.append((request.identity, pack(request.number, answer)))
+        self._out.append((request.identity, *pack_frames(request.number, answer)))
 
     def _refuse(self, identity: bytes, number: int, what: str, reason: str) -> None:
         self.errors[what] += 1
@@ -168,11 +315,14 @@ class PendingRequests:
         self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
     def _state(self, now: float) -> protocol.State:
-        waiters = []
-        for request in self._parked.values():
-            if isinstance(request.message, protocol.Results) and not self.handlers.ledger.finished():
-                continue  # the learner asks in advance and waits for nothing
-            if peer := self.handlers.peers.get(request.identity):
-                why, seconds = self.handlers.why_parked(peer, request.message), now - request.since
-                waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
+        """Asked for each second by the launcher: what thousands of requests wait for is put in words once."""
+        waiters, whys, finished = [], dict[Hashable, str](), self.handlers.ledger.finished()
+        for request in (*self._parked, *(one for one, _ in self._put_off.values())):
+            peer, message = self.handlers.peers.get(request.identity), request.message
+            if peer is None or (isinstance(message, protocol.Results) and not finished):
+                continue  # the learner asks for results in advance and waits for nothing
+            alike = self.handlers.waits_for(peer, message), self.handlers.apart(peer)
+            why = whys.get(alike) or whys.setdefault(alike, self.handlers.why_parked(peer, message))
+            seconds = now - request.since
+            waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
         return self.handlers.state(waiters, self.errors.total(), now)

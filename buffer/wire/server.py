@@ -12,21 +12,31 @@ import errno
 import logging
 import sqlite3
 import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from buffer.capacity import MemoryWatch
 from buffer.curve import ServerKeys, is_loopback, split
+from buffer.wire.handlers import Turn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
+from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
 
 log = logging.getLogger(__name__)
-MAX_MESSAGES, MAX_BYTES = 1024, 64 * 2**20
-"""Of one commit, at most."""
+MAX_MESSAGES = 1024
+"""Of one commit, at most; and COMMIT_BYTES."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
+TURN_S = 0.005, 0.05
+"""How long parts are made for Takes before messages are looked at again: as long as all else took in the turn before,
+within these bounds."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 TRANSIENT = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -36,6 +46,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
     zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
+    zmq.RCVHWM: 2,  # messages of each client that wait to be read: groups of megabytes, of thousands of servers
     zmq.LINGER: 1000,
     zmq.BACKLOG: 1024,
     zmq.HEARTBEAT_IVL: 5000,
@@ -65,6 +76,8 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._news = False
+        self._in_flight = 0
+        """Bytes of large answers that ZeroMQ has not yet handed to the network."""
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -110,9 +123,14 @@ class BufferServer:
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
         due: float | None = None
+        others_s = 0.0
+        memory = MemoryWatch()
         self._loop = asyncio.get_running_loop()
         while True:
-            await self._wake(due)
+            await self._wake(due, at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
+            began = time.monotonic()
+            turn = Turn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
+            requests.begin_turn(turn)
             received, more = self._receive()
             now = time.monotonic()
             for frames in received:
@@ -123,10 +141,13 @@ class BufferServer:
             if not more:
                 due = requests.expire(now)  # what was tried again may wait for the clock too
             await self._commit(requests)
+            requests.handlers.ledger.draw_ahead()
+            others_s = time.monotonic() - began - turn.spent
+            memory.look(requests.held | {"parts on their way": self._in_flight}, now)
 
-    async def _wake(self, due: float | None) -> None:
-        """Wait for a message or until `due`."""
-        if self._plain.poll(0):
+    async def _wake(self, due: float | None, at_once: bool) -> None:
+        """Wait for a message or until `due`; not at all if there is something to do `at_once`."""
+        if at_once or self._plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
         wait_s = None if due is None else max(0.0, due - time.monotonic())
         if not self.has_news():
@@ -158,7 +179,7 @@ class BufferServer:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""
         received: list[list[Frame]] = []
         gathered = 0
-        while len(received) < MAX_MESSAGES and gathered < MAX_BYTES:
+        while len(received) < MAX_MESSAGES and gathered < COMMIT_BYTES:
             try:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -184,7 +205,30 @@ class BufferServer:
                 await asyncio.sleep(wait_s)  # no event tells of free space
                 wait_s = min(2 * wait_s, longest_s)
         for answer in requests.answers():
-            self._plain.send_multipart(answer, zmq.DONTWAIT, copy=len(answer[1]) < COPY_BELOW)
+            self._send(answer)
+
+    def _send(self, answer: Sequence[Frame]) -> None:
+        """Hand an answer over to ZeroMQ. Large frames are not copied, and count until their bytes have left."""
+        size = sum(map(len, answer))
+        if size < COPY_BELOW:
+            self._plain.send_multipart(answer, zmq.DONTWAIT)
+            return
+        largest = max(range(len(answer)), key=lambda at: len(answer[at]))
+        tracked = np.frombuffer(answer[largest], np.uint8)
+        weakref.finalize(tracked, self._on_sent, size).atexit = False  # ZeroMQ lets go of it in a thread of its own
+        self._in_flight += size
+        frames = [*answer[:largest], tracked.data, *answer[largest + 1 :]]
+        self._plain.send_multipart(frames, zmq.DONTWAIT, copy=False)
+
+    def _on_sent(self, size: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nothing is sent any more
+            assert self._loop
+            self._loop.call_soon_threadsafe(self._let_go, size)
+
+    def _let_go(self, size: int) -> None:
+        was, self._in_flight = self._in_flight, self._in_flight - size
+        if self._in_flight < IN_FLIGHT_BYTES <= was:
+            self._on_news()
 
 
 def _transient(error: sqlite3.OperationalError | OSError) -> bool:

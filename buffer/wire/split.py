@@ -5,9 +5,10 @@ prompt.
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
 from math import ceil, nan
+from operator import itemgetter
 
 import numpy as np
 
@@ -67,7 +68,12 @@ def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list
 
 def sample_rows(groups: Groups) -> SampleRows:
     """A row for each sample of a batch, in its order."""
-    rows = [(item, dispatched, stats) for item, dispatched, group in groups for _, stats in group]
+    return rows_of([(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups])
+
+
+def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
+    """The same from the figures alone."""
+    rows = [(item, dispatched, stats) for item, dispatched, group in groups for stats in group]
     names = sorted({name for *_, stats in rows for name in stats.metrics})
     return SampleRows(
         item=Array.of(np.array([item for item, _, _ in rows], np.int64)),
@@ -80,6 +86,52 @@ def sample_rows(groups: Groups) -> SampleRows:
     )
 
 
+class BatchCut:
+    """A batch cut for `world` ranks, from the figures of its samples: the same for all ranks and at every repetition.
+    The samples themselves are fetched when a rank asks for its part.
+
+    `groups`: (item, dispatch version, figures of each sample); `counts`: `failed` ... `places`, as in `Part`.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        world: int,
+        groups: Sequence[tuple[int, int, Sequence[SampleStats]]],
+        counts: Mapping[str, int],
+        share_prompts: bool,
+    ) -> None:
+        self.version, self.world, self._counts = version, world, counts
+        self._rows = rows_of(groups)
+        self._samples = [(item, index) for item, _, group in groups for index in range(len(group))]
+        if share_prompts:
+            self._ranks = cut_groups([group for *_, group in groups], world)
+        else:
+            self._ranks = cut(self._rows.tokens.numpy().tolist(), world)
+
+    def part(
+        self,
+        rank: int,
+        fetch: Callable[[int, Sequence[int]], Sequence[bytes]],
+        images_of: Callable[[int], RowImages | None],
+    ) -> Part:
+        """What `rank` gets. `fetch` returns samples of an item, by their places in the group; `images_of` its files."""
+        positions = self._ranks[rank]
+        found = groupby(map(self._samples.__getitem__, positions), itemgetter(0))
+        chosen = [(item, [index for _, index in of_item]) for item, of_item in found]
+        files = (images_of(item) for item, _ in sorted(chosen))
+        return Part(
+            version=self.version,
+            rank=rank,
+            world=self.world,
+            rows=self._rows,
+            positions=Array.of(np.array(positions, np.int64)),
+            samples=[data for item, indexes in chosen for data in fetch(item, indexes)],
+            images=[found for found in files if found],
+            **self._counts,
+        )
+
+
 def parts(
     version: int,
     world: int,
@@ -88,25 +140,12 @@ def parts(
     share_prompts: bool = False,
     images: Mapping[int, RowImages] | None = None,
 ) -> list[Part]:
-    """The parts of batch `version`; `counts`: `failed` ... `places`, as in `Part`; `share_prompts` as in `Take`;
-    `images` by item."""
-    samples = [data for *_, group in groups for data, _ in group]
-    rows, images = sample_rows(groups), images or {}
-    items = rows.item.numpy().tolist()
-    if share_prompts:
-        ranks = cut_groups([[stats for _, stats in group] for *_, group in groups], world)
-    else:
-        ranks = cut(rows.tokens.numpy().tolist(), world)
-    return [
-        Part(
-            version=version,
-            rank=rank,
-            world=world,
-            rows=rows,
-            positions=Array.of(np.array(positions, np.int64)),
-            samples=[samples[position] for position in positions],
-            images=[images[item] for item in sorted({items[position] for position in positions} & images.keys())],
-            **(counts or {}),
-        )
-        for rank, positions in enumerate(ranks)
-    ]
+    """The parts of batch `version`, all at once; `share_prompts` as in `Take`; `images` by item."""
+    figures = [(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups]
+    samples = {item: [data for data, _ in group] for item, _, group in groups}
+    made = BatchCut(version, world, figures, counts or {}, share_prompts)
+
+    def fetch(item: int, indexes: Sequence[int]) -> list[bytes]:
+        return [samples[item][index] for index in indexes]
+
+    return [made.part(rank, fetch, (images or {}).get) for rank in range(world)]

@@ -254,7 +254,7 @@ class Run(RuleBasedStateMachine):
         self.ledger.drain()
         self.ledger = self.new()
         self.ledger.restore(self.store.load(), self.now)
-        self.failed, self.asked, self.took = {}, {}, None
+        self.failed, self.held, self.asked, self.took = {}, {}, {}, None  # how long items are held back is not kept
         self.heard = {name: self.now for name in self.ledger.servers}
         assert before in (None, self.ledger.counts())
 

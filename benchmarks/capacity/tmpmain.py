@@ -1,0 +1,268 @@
+"""The buffer with 2,048 servers and 256 learner ranks: the real process and wire, without models.
+
+`python -m benchmarks.capacity [--small]` prints one table and writes `benchmarks/results/capacity.json`; five minutes.
+All clients are in two processes of this machine (`servers.py`, `ranks.py`), the buffer in a third: on 2 cores they
+take turns. First as fast as it goes, which is the limit; then at a tenth of it, with the Takes as they come; then with
+a batch taken over and over, which is a learner that restarts all the time; last the buffer is killed and started again.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import uvloop
+
+from benchmarks.buffer.peers import free_port
+from benchmarks.capacity.crowd import Crowd
+from buffer.wire.message import Message
+from buffer.wire.protocol import State, Status
+from configs.load import load
+from configs.resume import fingerprint
+
+RESULTS = Path(__file__).parents[1] / "results"
+FULL = dict(servers=2048, ranks=256, groups=256, staleness=31, samples=16, tokens=8000, rows=10**6, room=4, at_once=64)
+SMALL = dict(servers=64, ranks=8, groups=16, staleness=3, samples=4, tokens=8000, rows=10**4, room=4, at_once=16)
+LIMIT_S, TENTH_S, AGAIN_S = 10.0, 30.0, 12.0
+PUT_MS, RESTART_S = 50.0, 2.0
+"""What is wanted."""
+
+
+class CrowdProcess:
+    """One of the processes with clients."""
+
+    def __init__(self, name: str, address: str, print_: str, given: dict[str, Any]) -> None:
+        self._arguments = [sys.executable, "-m", f"benchmarks.capacity.{name}", address, print_, json.dumps(given)]
+        self.lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    async def __aenter__(self) -> "CrowdProcess":
+        pipe = asyncio.subprocess.PIPE
+        self.running = await asyncio.create_subprocess_exec(*self._arguments, stdin=pipe, stdout=pipe, limit=2**28)
+        self._reading = asyncio.create_task(self._read())
+        await self.lines.get()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.running.kill()
+        await self.running.wait()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self.running.stdout
+        while line := await self.running.stdout.readline():
+            self.lines.put_nowait(json.loads(line))
+
+    def tell(self, **command: Any) -> None:
+        """Have it do something else from now on."""
+        assert self.running.stdin
+        self.running.stdin.write(json.dumps(command).encode() + b"\n")
+
+
+class Measured:
+    """The buffer and everybody around it."""
+
+    def __init__(self, given: dict[str, Any], folder: Path) -> None:
+        self.given, self.folder = given, folder
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        with (folder / "train.jsonl").open("w") as file:
+            for row in range(given["rows"]):
+                file.write(f'{{"problem": "problem {row}: what is {row} + {row}?", "answer": "{2 * row}"}}\n')
+        sections = {
+            "run": {"name": "capacity", "folder": str(folder), "versions": 10**6},
+            "model": {"path": "none"},
+            "data": {"train": str(folder / "train.jsonl")},
+            "reward": {"function": "math"},
+            "batch": {"groups": given["groups"], "samples": given["samples"], "max_staleness": given["staleness"]},
+            "rollout": {"servers": given["servers"]},
+            "learner": {"ranks": given["ranks"]},
+            "buffer": {"address": self.address, "fsync": True, "max_gib": 1e4, "max_message_mib": 1024},
+        }
+        self.config = folder / "run.yaml"
+        self.config.write_text(json.dumps(sections))
+        self.fingerprint = fingerprint(load([str(self.config)]))
+        self.takes: list[dict[str, Any]] = []
+        self.statuses: list[float] = []
+
+    def start(self) -> None:
+        """The buffer's process."""
+        with Path("/tmp/h5buffer.log").open("a") as log:
+            self.buffer = subprocess.Popen([sys.executable, "-m", "buffer", str(self.config)], stderr=log)
+
+    async def serving(self) -> float:
+        """Seconds until the buffer answers, to the state of the ledger."""
+        began, heard = time.perf_counter(), asyncio.Event()
+
+        def on_answer(client: int, number: int, answer: Message, seconds: float, size: int) -> None:
+            if isinstance(answer, State):
+                heard.set()
+
+        watcher = Crowd(self.address, "", "observer", 1, on_answer, f"probe-{began}")
+        watcher.start()
+        watcher.send(0, Status())
+        await heard.wait()
+        seconds = time.perf_counter() - began
+        watcher.close()
+        return seconds
+
+    async def watch(self) -> None:
+        """Ask for the state each second, as the launcher does."""
+        watcher = Crowd(self.address, "", "observer", 1, lambda *heard: self.statuses.append(heard[3]), "watch")
+        watcher.start()
+        while True:
+            watcher.send(0, Status())
+            await asyncio.sleep(1.0)
+
+    async def follow_takes(self, ranks: CrowdProcess, servers: CrowdProcess) -> None:
+        """Pass the learner's version on to the servers."""
+        while True:
+            taken = await ranks.lines.get()
+            self.takes.append(taken)
+            if not taken["repeated"]:
+                servers.tell(version=taken["version"] + 1)
+
+    async def phase(self, servers: CrowdProcess, seconds: float, **command: Any) -> dict[str, Any]:
+        """What came of `seconds` under one command."""
+        servers.tell(**command, report=True)
+        await servers.lines.get()
+        self.takes, self.statuses = [], []
+        process = psutil.Process(self.buffer.pid)
+        began, used = time.perf_counter(), sum(process.cpu_times()[:2])
+        await asyncio.sleep(seconds)
+        servers.tell(report=True)
+        found = await servers.lines.get()
+        took = time.perf_counter() - began
+        if self.buffer.poll() is not None:
+            raise RuntimeError(f"the buffer ended; see {self.folder}/buffer.log")
+        found |= {"seconds": took, "cpu": (sum(process.cpu_times()[:2]) - used) / took, "takes": self.takes}
+        found |= {"memory": process.memory_info().rss, "files": process.num_fds(), "statuses": self.statuses}
+        return found
+
+
+def during(puts: Sequence[Sequence[float]], takes: Sequence[dict[str, Any]]) -> list[float]:
+    """Seconds of the Puts that were on their way while parts were."""
+    return [
+        seconds for end, seconds in puts if any(end - seconds < take["last"] and end > take["first"] for take in takes)
+    ]
+
+
+def ms(seconds: Sequence[float], percent: float) -> float | None:
+    """A percentile in milliseconds; None of nothing."""
+    return round(1000 * float(np.percentile(seconds, percent)), 1) if seconds else None
+
+
+async def measure(given: dict[str, Any], folder: Path, share: float) -> Sequence[dict[str, Any]]:
+    """The rows of the table; phases take `share` of their time."""
+    it = Measured(given, folder)
+    it.start()
+    first_s = await it.serving()
+    rows = [row("start, a file of data never seen before", first_s, "s")]
+    async with AsyncExitStack() as ends:
+        ends.callback(it.buffer.kill)
+        began = time.perf_counter()
+        servers = await ends.enter_async_context(CrowdProcess("servers", it.address, it.fingerprint, given))
+        ranks = await ends.enter_async_context(CrowdProcess("ranks", it.address, it.fingerprint, given))
+        rows.append(row("all servers and ranks have said Hello", time.perf_counter() - began, "s"))
+        tasks = [asyncio.create_task(it.watch()), asyncio.create_task(it.follow_takes(ranks, servers))]
+        ends.callback(lambda: [task.cancel() for task in tasks])
+
+        limit = await it.phase(servers, LIMIT_S * share, at_once=given["at_once"])
+        groups_s = len(limit["puts"]) / limit["seconds"]
+        rows += rows_of("as fast as it goes", limit, given)
+        tenth = await it.phase(servers, TENTH_S * share, rate=groups_s / 10)
+        rows += rows_of("at a tenth of that", tenth, given)
+        ranks.tell(again=True)
+        again = await it.phase(servers, AGAIN_S * share, rate=groups_s / 10)
+        ranks.tell(again=False)
+        rows += rows_of("at a tenth, a batch taken over and over", again, given)
+        rows += await restarted(it, servers, groups_s / 10)
+    return rows
+
+
+async def restarted(it: Measured, servers: CrowdProcess, rate: float) -> list[dict[str, Any]]:
+    """Kill the buffer and start it again, with all its clients there."""
+    it.buffer.kill()
+    it.buffer.wait()
+    it.start()
+    seconds = await it.serving()
+    after = await it.phase(servers, 10.0, rate=rate)
+    it.buffer.send_signal(signal.SIGTERM)
+    it.buffer.wait(60)
+    return [
+        row("killed and serving again", seconds, "s", "wanted", RESTART_S),
+        row("p99 of Put in the ten seconds after that", ms([s for _, s in after["puts"]], 99), "ms"),
+    ]
+
+
+def rows_of(what: str, found: dict[str, Any], given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A phase in figures."""
+    puts, tokens = [seconds for _, seconds in found["puts"]], given["samples"] * given["tokens"]
+    overlapping = during(found["puts"], found["takes"])
+    wanted = ("wanted", PUT_MS) if "tenth" in what else ()
+    yield row(f"{what}: groups", len(puts) / found["seconds"], "groups/s")
+    yield row(f"{what}: tokens", len(puts) / found["seconds"] * tokens / 1e6, "M tokens/s")
+    yield row(f"{what}: Put, p50 of {len(puts):,}", ms(puts, 50), "ms")
+    yield row(f"{what}: Put, p99", ms(puts, 99), "ms", *wanted)
+    yield row(f"{what}: Put during a Take, p99 of {len(overlapping):,}", ms(overlapping, 99), "ms", *wanted)
+    yield row(f"{what}: heartbeat, p99 of {len(found['beats']):,}", ms(found["beats"], 99), "ms")
+    yield row(f"{what}: Status, largest of {len(found['statuses'])}", ms(found["statuses"], 100), "ms")
+    takes = found["takes"]
+    if takes:
+        spread = [take["last"] - take["first"] for take in takes]
+        yield row(f"{what}: Take, first to last rank, median of {len(takes)}", float(np.median(spread)), "s")
+        yield row(f"{what}: a batch", takes[0]["bytes"] / 1e6, "MB")
+    yield row(f"{what}: buffer's processor time", found["cpu"], "cores")
+    yield row(f"{what}: buffer's memory", found["memory"] / 2**20, "MiB")
+    yield row(f"{what}: buffer's open files", found["files"], "files")
+    yield row(f"{what}: groups on lease at the end", found["leased"], "groups")
+
+
+def row(
+    what: str, value: float | None, unit: str, against: str | None = None, against_value: float | None = None
+) -> dict[str, Any]:
+    """One line of the table."""
+    rounded = None if value is None else float(f"{value:.4g}")
+    return {"what": what, "value": rounded, "unit": unit, "against": against, "against_value": against_value}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="64 servers and 8 ranks, seconds: whether it works")
+    parser.add_argument("--share-prompts", action="store_true", help="batches are cut by whole groups")
+    parser.add_argument("--write", type=Path, default=RESULTS / "capacity.json", help="where the figures go")
+    options = parser.parse_args(argv)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    given: dict[str, Any] = dict(SMALL if options.small else FULL)
+    given |= {"share_prompts": options.share_prompts, "heartbeat_s": 2.0, "start": str(time.time())}
+    share = 0.1 if options.small else 1.0
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        rows = uvloop.run(measure(given, Path(folder).absolute(), share))
+    for one in rows:
+        value = "none" if one["value"] is None else f"{one['value']:,g}"
+        wanted = f"   ({one['against']} {one['against_value']:g})" if one["against"] else ""
+        print(f"{one['what']:<72} {value:>12} {one['unit']}{wanted}")
+    known = {name: version(name) for name in ("pyzmq", "numpy", "msgpack", "pydantic")}
+    hardware = f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+    command = "python -m benchmarks.capacity" + " --small" * options.small + " --share-prompts" * options.share_prompts
+    result = {"date": str(date.today()), "hardware": hardware, "versions": known, "command": command, "size": given}
+    options.write.write_text(json.dumps(result | {"rows": rows}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""What this machine lets the buffer have, open files and memory, and words for when that runs out.
+
+Used by `python -m buffer` at its start and by the wire while it serves. What a run takes is in
+`configs/flow/capacity.py`.
+"""
+
+import gc
+import logging
+import os
+import resource
+import time
+from math import inf
+from pathlib import Path
+
+import psutil
+
+from configs.flow import capacity
+from configs.schema import Config
+
+log = logging.getLogger(__name__)
+REMEDY = "start the buffer where `ulimit -Hn` is higher (Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536)"
+CGROUP = Path("/sys/fs/cgroup")
+LOW_BYTES = 2**30
+"""Memory left on the machine below which the log says what the buffer takes."""
+TOLD_S = 60.0
+"""Shortest time between two of these lines."""
+COLLECT_S = 1800.0
+"""Time between two collections of garbage in all of the memory."""
+LOOK_S = 5.0
+"""Time between two looks."""
+
+
+class OpenFiles:
+    """The process's limit of open files."""
+
+    def __init__(self, limit: float | None = None) -> None:
+        self.limit = _soft_limit() if limit is None else limit
+
+    def left(self) -> float:
+        """How many more may be opened, at least: the system hands out the lowest number that is free."""
+        try:
+            lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return 0
+        os.close(lowest)
+        return self.limit - lowest
+
+    def refusal(self, name: str) -> str:
+        """Why `name` cannot be let in; "" if it can."""
+        if (left := self.left()) >= capacity.OWN_FILES / 2:
+            return ""
+        few = f"{name}: the buffer may have {self.limit:g} files open, has {left:g} left and keeps them for its own"
+        return f"{few}; {REMEDY}, or take fewer rollout.servers"
+
+
+def raise_open_files(config: Config) -> None:
+    """Take as many open files as the system lets the process have; warn if the run needs more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = capacity.open_files(config)
+    if needed > _soft_limit():
+        who = f"rollout.servers {config.rollout.servers} and learner.ranks {config.learner.ranks} are"
+        log.warning("%s %d connections, which take %d open files of %d: some will be refused; %s",
+                    who, capacity.connections(config), needed, hard, REMEDY)  # fmt: skip
+
+
+def memory_left() -> int:
+    """Bytes that can still be taken on this machine, or in its container."""
+    left = psutil.virtual_memory().available
+    try:
+        most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except OSError:  # not in a cgroup of the second version
+        return left
+    return left if most == "max" else min(left, int(most) - int(used) + int(stat["inactive_file"]))
+
+
+def collect_rarely() -> None:
+    """Have Python look for unreachable cycles among new objects only: to look at all of a large ledger stops everything
+    for 0.1 s, and would be done every few seconds. `MemoryWatch` does it every COLLECT_S."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 10, 10**9)
+
+
+class MemoryWatch:
+    """Says in the log, while memory gets short, what the buffer holds."""
+
+    def __init__(self) -> None:
+        self._looked_at = self._told_at = -inf
+        self._collected_at = time.monotonic()
+
+    def look(self, held: dict[str, int], now: float) -> None:
+        """`held`: bytes in memory by what they are. Looks at most every LOOK_S, which costs 0.1 ms."""
+        if now < self._looked_at + LOOK_S:
+            return
+        self._looked_at, left = now, memory_left()
+        if now >= self._collected_at + COLLECT_S:
+            self._collected_at = now
+            gc.collect()
+        if left >= LOW_BYTES or now < self._told_at + TOLD_S:
+            return
+        self._told_at = now
+        log.warning("%s", memory_in_words(psutil.Process().memory_info().rss, left, held))
+
+
+def memory_in_words(taken: int, left: int, held: dict[str, int]) -> str:
+    """The line of the log. Example: `memory gets short: 0.8 GiB are left on this machine, the buffer takes 1.1: ...`"""
+    gib = 2**30
+    what = ", ".join(f"{name} {size / gib:.2f}" for name, size in held.items())
+    short = f"memory gets short: {left / gib:.2f} GiB are left on this machine, the buffer takes {taken / gib:.2f}"
+    return f"{short} ({what}); stop what else runs here, or give the buffer a machine of its own"
+
+
+def _soft_limit() -> float:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return inf if soft == resource.RLIM_INFINITY else soft

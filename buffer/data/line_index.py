@@ -1,0 +1,60 @@
+"""Where the rows of a file of JSON lines begin and end, written down so that a restart need not check each row again.
+
+Used by `formats.py`, for the buffer's own data only: parsing a million rows takes three seconds, reading their index
+20 ms. An index belongs to the exact bytes of the data and to the rules that the rows were checked by: both are in its
+name, as a digest. One that is damaged, or of other data, is as good as none.
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+FORMAT = 1
+DIGEST_BYTES = 32
+
+
+class LineIndex:
+    """The index of `data` in `folder`, which is made when there is something to write; `rules` are whatever else
+    decides whether a row is accepted."""
+
+    def __init__(self, folder: Path, data: bytes, rules: object) -> None:
+        self._size = len(data)
+        name = hashlib.sha256(json.dumps([FORMAT, hashlib.sha256(data).hexdigest(), rules]).encode()).hexdigest()
+        self.path = folder / f"{name[:32]}.rows"
+
+    def read(self) -> "array[int] | None":
+        """Begin and end of each row, alternating; None if they have to be found anew."""
+        try:
+            found = self.path.read_bytes()
+        except OSError:
+            return None
+        bounds, body = array("q"), found[DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != found[:DIGEST_BYTES] or len(body) % (2 * bounds.itemsize):
+            return None
+        bounds.frombytes(body)
+        return bounds if not bounds or bounds[-1] <= self._size else None
+
+    def write(self, bounds: "array[int]") -> None:
+        """Whole or not at all. Raises OSError."""
+        body = bounds.tobytes()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        begun = self.path.with_suffix(".begun")
+        with begun.open("wb") as file:
+            file.write(hashlib.sha256(body).digest() + body)
+            file.flush()
+            os.fsync(file.fileno())
+        begun.replace(self.path)
+
+
+def bounds_of(lines: Sequence[bytes]) -> "array[int]":
+    """Begin and end of each line that is not blank, from all lines of a file with their ends."""
+    bounds, position = array("q"), 0
+    for line in lines:
+        if line.strip():
+            bounds.append(position)
+            bounds.append(position + len(line))
+        position += len(line)
+    return bounds

@@ -1,0 +1,43 @@
+"""What the buffer's process takes for a run of this size: connections, open files, memory. By the run file alone.
+
+Pure functions, for `explain.py`, `doctor` and the buffer's own start.
+"""
+
+from configs.checks import max_group_bytes
+from configs.flow.sequences import open_groups
+from configs.schema import Config
+
+WATCHERS = 8
+"""Connections of the launcher and of people who look at the run."""
+OWN_FILES = 96
+"""Open files of the buffer that are no connections: ledger, segments, libraries, and some left over to go on with."""
+CACHE_BYTES = 256 * 2**20
+"""Of samples that stay in memory until they are trained; others are read back from the store."""
+IN_FLIGHT_BYTES = 256 * 2**20
+"""Of large answers on their way, above which further parts wait."""
+PARKED_BYTES = 256 * 2**20
+"""Of groups that wait in memory while the store is full; servers keep the others."""
+COMMIT_BYTES = 16 * 2**20
+"""Of messages that are gathered for one commit."""
+BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
+"""The process itself; and for each connection, each open sample without its tokens, and each row besides its text."""
+
+
+def connections(config: Config) -> int:
+    """Processes that are connected to the buffer at a time."""
+    return config.rollout.servers + config.learner.ranks + WATCHERS
+
+
+def open_files(config: Config) -> int:
+    """Files that the buffer has open then; a connection is one."""
+    return connections(config) + OWN_FILES
+
+
+def memory_bytes(config: Config, problems: int = 0) -> int:
+    """Memory that the buffer takes at most, besides the text of the problems: two groups and a part beyond its bounds,
+    because the last one to come is taken whole."""
+    group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
+    batch = config.batch.groups * group
+    bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES
+    known = connections(config) * CONNECTION_BYTES + open_groups(config) * config.batch.samples * SAMPLE_BYTES
+    return BASE_BYTES + bounds + 2 * group + batch // config.learner.ranks + known + problems * ROW_BYTES
