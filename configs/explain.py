@@ -108,7 +108,7 @@ def _machines(config: Config) -> Iterator[str]:
         yield f"GPUs: {gpus}; {parts}, learner on {learner.device}, servers on {rollout.device}"
     if (most := rollout.most_servers) > servers:
         each = f"{rollout.tensor_parallel} GPU{'s' * (rollout.tensor_parallel > 1)} each where there are any"
-        yield f"servers: {servers} to {most}, {each}: more while the learner waits for them, fewer while they wait for it"
+        yield f"servers: {servers} to {most}, {each}: more while the learner waits, fewer while they do"
     if config.reward.servers:
         each = f"{config.reward.gpus} GPU{'s' * (config.reward.gpus > 1)} each where there are any"
         served = f"{config.reward.servers} of {config.reward.model}, from {config.reward.urls[0]} on"

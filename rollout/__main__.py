@@ -86,7 +86,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
     """Connect, start the engine, work, close everything; returns the exit code."""
     from rollout.engine.vllm_engine import Engine
 
-    drain = Drain()
+    drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
         keys = client_keys_for(config.buffer.address, config.run.path)
         connection = Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
@@ -139,7 +139,7 @@ async def work(
     def stats() -> dict[str, float]:
         measured = engine.stats()
         rule.adapt(time.monotonic(), places, measured, buffer.learner_waits and engine.version > 0)
-        numbers = {"places": places.limit, "places_taken": places.taken, **rule.limits(places)}
+        numbers = {"places": places.limit, "places_taken": places.taken, "parked": places.parked, **rule.limits(places)}
         evaluating = {"evaluating": spare.taken} if spare.taken else {}
         return {**measured, **episodes.stages.stats(), **numbers, **evaluating}
 

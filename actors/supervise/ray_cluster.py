@@ -68,6 +68,14 @@ async def place(process: Process) -> RemoteKeeper:
     return keeper
 
 
+def room(gpus: int) -> int | None:
+    """How many more processes of `gpus` GPUs Ray has room for, each of them on one node; None: any number."""
+    from ray._private import state  # the public function sums over the nodes
+
+    free = state.available_resources_per_node() if gpus else {}
+    return sum(int(node.get("GPU", 0)) // gpus for node in free.values()) if gpus else None
+
+
 @contextmanager
 def ray_cluster() -> Iterator[int]:
     """Connect to Ray inside a `with`, to the cluster of `RAY_ADDRESS` or to a Ray started here; the GPUs it has."""
