@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from configs.resume import fingerprint
 from configs.schema import Config
 from rollout import evaluate
 from rollout.concurrency import SparePlaces, start
-from rollout.drain import FORCED, Drain
+from rollout.drain import FORCED, REPORT_S, Drain
 from rollout.engine import reward_server
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
@@ -163,6 +164,9 @@ async def work(
             last.cancel()
         for other in others:
             other.cancel()
+    with suppress(TimeoutError):  # then its leases end by missed heartbeats
+        async with asyncio.timeout(REPORT_S):
+            await buffer.leave()
 
 
 async def check_alive(engine: "Engine", timeout_s: float) -> None:

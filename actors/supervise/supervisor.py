@@ -51,7 +51,7 @@ class Supervisor:
         self._place, self._show_event, self._say = place, show_event, say
         self._keepers: dict[str, RemoteKeeper] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._lives: dict[str, ServerLife] = {}
+        self._lives: dict[str, ServerLife] = {p.name: "placing" for p in processes if p.role == "rollout"}
         """Of the rollout servers."""
         self._added: set[str] = set()
         """Names of servers that were added while the run went on."""
@@ -69,8 +69,7 @@ class Supervisor:
     async def run(self) -> int:
         """Place, watch, judge, drain. Returns the exit code; no process is left then."""
         with StopSignals(drain=self._news.put_nowait, force=self._news.put_nowait):
-            self._lives |= {process.name: "placing" for process in self.processes if process.role == "rollout"}
-            for process in self.processes:
+            for process in tuple(self.processes):  # servers may be added meanwhile
                 self._keepers[process.name] = await self._place(process)
                 self._watch(process, self._follow(process))
             while (verdict := self._judge(await self._next())) is None:

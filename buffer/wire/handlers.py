@@ -99,7 +99,7 @@ class Handlers:
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
             protocol.Evaluate: self._evaluate, protocol.Evaluated: self._evaluated, protocol.Results: self._results,
-            protocol.Scale: self._scale, protocol.Kept: self._note_kept,
+            protocol.Leave: self._leave, protocol.Scale: self._scale, protocol.Kept: self._note_kept,
         }  # fmt: skip
 
     @property
@@ -344,13 +344,21 @@ class Handlers:
 
     def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:
         self.kept, left = kept, {*kept.left}
-        for key in [key for key in self.ledger.servers if server_name(key) in left]:
-            self.ledger.leave(key, "its server was drained", now, returned=True)
-        gone = [who for who, one in self.peers.items() if one.hello.name in left and one.hello.role == "rollout"]
-        for identity in gone:
-            del self.peers[identity]
-        self._revision += len(gone)
+        self._forget({key for key in self.ledger.servers if server_name(key) in left}, now)
+        self._forget({one.key for one in self.peers.values() if one.hello.name in left}, now)
         return protocol.Ack()
+
+    def _leave(self, peer: Peer, leave: protocol.Leave, now: float) -> Message:
+        self._forget({peer.key}, now)
+        return protocol.Ack()
+
+    def _forget(self, servers: set[str], now: float) -> None:
+        """These rollout servers were drained and are gone; requests of theirs that are parked go with them."""
+        for key in servers:
+            self.ledger.leave(key, "its server was drained", now, returned=True)
+        for identity in [who for who, one in self.peers.items() if one.key in servers and one.hello.role == "rollout"]:
+            del self.peers[identity]
+            self._revision += 1
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         return protocol.Rewound(replay=self.ledger.rewind(rewind.version))
