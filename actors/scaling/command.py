@@ -18,7 +18,7 @@ from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
 from configs.schema import Config
 
 PROG = "python -m actors scale"
-ANSWER_S, POLL_S, LAUNCHER_POLLS = 10.0, 1.0, 10
+ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
 """Longest wait for the buffer's answer; and how often it is asked for the launcher's first word since its start."""
 GIVEN_UP = ("gave_up", "refused", "ended")
 

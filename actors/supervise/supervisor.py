@@ -120,7 +120,8 @@ class Supervisor:
             await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
         follower.cancel()
         self._ended.add(name)
-        self._keepers.pop(name, None)  # Ray ends a keeper that nobody holds: its GPUs are free
+        if keeper := self._keepers.pop(name, None):
+            keeper.release()
         del self._lives[name]
         self.left.append(name)
 

@@ -19,7 +19,7 @@ from actors.watch.run_state import ask
 from buffer.store.past import history
 from buffer.store.sqlite import reading
 from buffer.wire.protocol import State
-from tests.harness.toy import ROOT, python
+from tests.harness.toy import ROOT, Toy, python
 from tests.system.chaos_audit import LOST, audit
 from tests.system.chaos_run import Run, Variant
 
@@ -144,3 +144,44 @@ def test_one_three_one_and_a_kill_in_the_middle_of_a_drain_and_nothing_is_lost(t
         assert [change for _, change in history(db) if change.key == "rollout.servers"][
             -1
         ].new == "2 (asked for by hand)"
+
+
+@pytest.mark.vllm
+def test_with_vllm_one_two_one(toy: Toy) -> None:
+    """The second server gets the policy, makes groups and gives back what it cannot finish."""
+    run = toy.run("scaled")
+    engine = "--rollout.engine={max_model_len: 64, max_num_seqs: 32, kv_cache_memory_bytes: 67108864}"
+    settings = toy.settings("scaled", "--run.versions=100000", "--no-report", engine)
+    with (run.path.parent / "scaled.log").open("wb") as sink:
+        command = [sys.executable, "-m", "actors", "launch", *settings]
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink, process_group=0)
+    try:
+        seen(launcher, lambda: len(run.metrics()) >= 2, "second version", Path(sink.name))
+        up = python("actors", "scale", run.path, "--servers=2", timeout_s=400.0)
+        assert up.returncode == 0 and "rollout-1 generates" in up.stdout, up.stdout + up.stderr
+        by_second = "SELECT COUNT(*) FROM items WHERE server LIKE 'rollout-1#%' AND state = 'trained'"
+        seen(launcher, lambda: run.query(by_second)[0][0] >= 4, "batch by the second server", Path(sink.name))
+        down = python("actors", "scale", run.path, "--servers=1", timeout_s=400.0)
+        assert down.returncode == 0 and "rollout-1 has left" in down.stdout, down.stdout + down.stderr
+        before = len(run.metrics())
+        seen(launcher, lambda: len(run.metrics()) >= before + 3, "version by the first server", Path(sink.name))
+        status = python("actors", "status", run.path)
+        assert "servers: 1 wanted by hand, 1 run" in status.stdout and "rollout-1" not in status.stdout, status.stdout
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.wait(240) == 130
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert run.log("rollout-1").count("started: pid") == 1 and "ended: exit code 0" in run.log("rollout-1")
+    assert run.query("SELECT which FROM totals WHERE what IN ('failed', 'dropped')") == []
+    assert run.query("SELECT COUNT(*) FROM items WHERE state = 'leased'") == [(0,)]
+    versions = [version for (version,) in run.query("SELECT version FROM batches WHERE trained ORDER BY version")]
+    assert versions == list(range(len(versions))) and run.left_behind() == []
+
+
+def seen(launcher: subprocess.Popen[bytes], holds: Callable[[], object], what: str, terminal: Path) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + 300
+    while not holds():
+        assert launcher.poll() is None and time.monotonic() < deadline, f"no {what}: {terminal.read_text()[-4000:]}"
+        time.sleep(0.2)
