@@ -59,10 +59,10 @@ class Fleet:
             while True:
                 state = await connection.expect(Status(), State)
                 wish = self.adapt(state, time.monotonic())
-                if state.kept != (kept := self.kept()):
-                    await connection.request(kept)
                 if wish:
                     await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                if state.kept != (kept := self.kept()):
+                    await connection.request(kept)
                 await asyncio.sleep(POLL_S)
 
     def adapt(self, state: State, now: float) -> Wish | None:

@@ -99,11 +99,12 @@ class Supervisor:
 
         Returns once it is gone, also where its machine is. A server that is drained already goes on with that.
         """
-        if name not in self._drains:
+        if name in self._lives and name not in self._drains:
             self._lives[name] = "draining"
             self._drains[name] = asyncio.create_task(self._leave(name, within_s))
             self._drains[name].add_done_callback(self.notice_failure)
-        await asyncio.shield(self._drains[name])
+        if name in self._drains:
+            await asyncio.shield(self._drains[name])
 
     def notice_failure(self, task: asyncio.Task[None]) -> None:
         """A task of the launcher has ended: if it failed, so does the run."""

@@ -126,7 +126,7 @@ class RolloutClient:
 
     async def leave(self) -> None:
         """This server ends: the buffer may give what it still has to others."""
-        await self.client.expect(protocol.Leave(), protocol.Ack)
+        await self.client.expect(protocol.Goodbye(), protocol.Ack)
 
     async def where(self, known: str | None) -> str:
         """Address of the learner's weights wire; waits until there is one other than `known`."""

@@ -99,7 +99,7 @@ class Handlers:
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
             protocol.Evaluate: self._evaluate, protocol.Evaluated: self._evaluated, protocol.Results: self._results,
-            protocol.Leave: self._leave, protocol.Scale: self._scale, protocol.Kept: self._note_kept,
+            protocol.Goodbye: self._goodbye, protocol.Scale: self._scale, protocol.Kept: self._note_kept,
         }  # fmt: skip
 
     @property
@@ -335,7 +335,7 @@ class Handlers:
             raise ValueError(f"Scale of {peer.hello.name}, a {peer.hello.role}: only observers ask for it")
         if kept is None:
             raise ValueError("no launcher keeps this run's servers: start and stop them by hand")
-        if wanted is not None and not kept.least <= wanted <= kept.most:
+        if scale.by == "person" and wanted is not None and not kept.least <= wanted <= kept.most:
             raise ValueError(f"{wanted} servers: the run may have {kept.least} to {kept.most}; {kept.bound}")
         if self.ledger.scale(wanted, scale.by == "person"):
             to = f"{wanted or 'as the run file says'} ({scale.why or 'asked for by hand'})"
@@ -348,7 +348,7 @@ class Handlers:
         self._forget({one.key for one in self.peers.values() if one.hello.name in left}, now)
         return protocol.Ack()
 
-    def _leave(self, peer: Peer, leave: protocol.Leave, now: float) -> Message:
+    def _goodbye(self, peer: Peer, goodbye: protocol.Goodbye, now: float) -> Message:
         self._forget({peer.key}, now)
         return protocol.Ack()
 

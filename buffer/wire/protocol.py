@@ -4,7 +4,7 @@ How a message travels is in `message.py`. Each request is idempotent: a client t
 same `id`, as often as it likes. A request that cannot be answered yet is parked by the buffer, never polled for.
 
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
-              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Leave -> Ack
+              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
               Results -> EvaluationResult | Ack
     observer: Scale -> Ack   Kept -> Ack
@@ -144,7 +144,7 @@ class Results(Message):
     known: list[Count]
 
 
-class Leave(Message):
+class Goodbye(Message):
     """The server ends, drained or done: what it still has goes to others, and counts no attempt."""
 
 
@@ -389,7 +389,7 @@ class NotRegistered(Message):
 REQUESTS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
-        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Leave, Scale,
+        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Goodbye, Scale,
         Kept, Status,
     )
 }  # fmt: skip

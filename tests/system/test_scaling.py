@@ -76,6 +76,13 @@ def works(state: State, *names: str) -> bool:
     return set(lives(state)) == set(names) and all(state.servers.get(name, {}).get("leases") for name in names)
 
 
+def known(state: State, *names: str) -> bool:
+    """Whether these servers are the kept ones, and each has said which version it runs."""
+    return set(lives(state)) == set(names) and all(
+        state.servers.get(name, {}).get("version") is not None for name in names
+    )
+
+
 def freeze_with_leases(run: Run, name: str) -> psutil.Process:
     """Stop a server that has groups in flight: it can neither finish them nor give them back."""
     words = [str(run.folder), name]
@@ -135,9 +142,11 @@ def test_one_three_one_and_a_kill_in_the_middle_of_a_drain_and_nothing_is_lost(t
 
     trained = len({json.loads(line)["version"] for line in run.journal.read_text().splitlines()})
     change(run, {"run.versions": trained + 12})
+    run.calm.touch()
+    (hold := run.folder / "hold").touch()  # the run must not end before its second server has started
     with launched(run) as launcher:
-        until(run, launcher, lambda state: works(state, "rollout-0", "rollout-1"), "both servers of the last launch")
-        run.calm.touch()
+        until(run, launcher, lambda state: known(state, "rollout-0", "rollout-1"), "both servers of the last launch")
+        hold.unlink()
         assert launcher.wait(300) == 0, run.log("terminal").read_text()
     assert audit(run).batches == trained + 12 and failed_by_loss(run) == []
     with closing(reading(run.ledger)) as db:
@@ -152,6 +161,7 @@ def test_with_vllm_one_two_one(toy: Toy) -> None:
     run = toy.run("scaled")
     engine = "--rollout.engine={max_model_len: 64, max_num_seqs: 32, kv_cache_memory_bytes: 67108864}"
     settings = toy.settings("scaled", "--run.versions=100000", "--no-report", engine)
+    settings.append("--rollout.heartbeat_s=60")  # leases must not end by the clock
     with (run.path.parent / "scaled.log").open("wb") as sink:
         command = [sys.executable, "-m", "actors", "launch", *settings]
         launcher = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink, process_group=0)
