@@ -1,4 +1,5 @@
-"""`python -m actors launch|status|report|doctor ...`: start a whole run, watch it, sum it up, check the machine.
+"""`python -m actors launch|status|scale|report|doctor ...`: start a whole run, watch it, scale it, sum it up, check the
+machine.
 
 The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so neither Ray nor
 any process of the run is left when one of the two dies. Waits for the subcommand.
@@ -16,6 +17,7 @@ from configs.entrypoint import BAD_INPUT, DONE, StopSignals, run_and_exit, split
 COMMANDS = {
     "launch": ("actors.supervise.launch", "start all processes of a run, keep them, and report at its end"),
     "status": ("actors.watch.status", "who waits for whom in a run, and for how long; what became of its problems"),
+    "scale": ("actors.scaling.command", "more or fewer rollout servers while a run goes on"),
     "report": ("actors.report.summary", "rewards, samples and settings of a run, as text, PNG and HTML"),
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
 }

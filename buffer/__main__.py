@@ -89,6 +89,8 @@ async def run(config: Config) -> None:
             for change in changed:
                 log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, problems), store, problems, limits)
+            if any(change.key == "rollout.servers" for change in changed):
+                handlers.ledger.scale(None, by_person=True)  # what the run file says now is newer
             problems.listen(server.wake)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             if handlers.ledger.finished():

@@ -187,6 +187,8 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 def _devices(config: Config) -> Iterator[str]:
     attention, parallel, model = config.learner.attention, config.rollout.tensor_parallel, config.model.path
+    if (least := config.rollout.least_servers) > (most := config.rollout.most_servers):
+        yield f"rollout.servers: min {least} is more than max {most}; lower it or raise max"
     if attention not in ("auto", "sdpa"):
         key = f"learner.attention: {attention}"
         if config.learner.device == "cpu":
@@ -349,9 +351,9 @@ def _agents(config: Config, files: Collection[str]) -> Iterator[str]:
         yield f"rollout.environment.python: {python}: no such program (from {Path.cwd()}); {remedy}"
     if host in ("0.0.0.0", "::") and public is None:
         yield f"rollout.chat.host: {host} is no address that agents can call; set rollout.chat.public_url"
-    if config.rollout.chat.port and config.rollout.servers > 1:
+    if config.rollout.chat.port and (most := config.rollout.most_servers) > 1:
         remedy = "set it to 0, each then takes a free one, or rollout.servers to 1"
-        yield f"rollout.chat.port: {config.rollout.chat.port} for {config.rollout.servers} servers; {remedy}"
+        yield f"rollout.chat.port: {config.rollout.chat.port} for {most} servers; {remedy}"
 
 
 def _defined(key: str, file: str, function: str) -> Iterator[str]:

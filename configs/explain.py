@@ -74,11 +74,11 @@ def _images(config: Config) -> Iterator[str]:
 
 def _flow(config: Config, flow: Flow) -> Iterator[str]:
     rollout, staleness, each = config.rollout, admitted_staleness(config), places(config)
-    most = rollout.servers * most_running(config)
+    most = rollout.most_servers * most_running(config)
     bound = f"no group older than {config.batch.max_staleness} versions is trained"
     product = f"({staleness} + 1) x {config.batch.groups} = {open_groups(config):,} groups"
     yield f"staleness: {bound}; {product} may be open at once, generating or stored"
-    product = f"{rollout.servers} x {each:,} = {rollout.servers * each:,} at a time"
+    product = f"{rollout.most_servers} x {each:,} = {rollout.most_servers * each:,} at a time"
     how = "rollout.sequences, as far as the KV cache holds them"
     if rollout.sequences == "auto":
         start = min(share_of_batch(config), each)
@@ -97,9 +97,11 @@ def _flow(config: Config, flow: Flow) -> Iterator[str]:
 
 def _machines(config: Config) -> Iterator[str]:
     learner, rollout = config.learner, config.rollout
-    ranks, serving, budget = learner.ranks, rollout.servers * rollout.tensor_parallel, learner.tokens_per_microbatch
+    ranks, budget = learner.ranks, learner.tokens_per_microbatch
+    servers = rollout.least_servers
+    serving = servers * rollout.tensor_parallel
     gpus = (ranks if learner.device != "cpu" else 0) + (serving if rollout.device != "cpu" else 0)
-    parts = f"learner {ranks} rank{'s' * (ranks > 1)} + {rollout.servers} server{'s' * (rollout.servers > 1)}"
+    parts = f"learner {ranks} rank{'s' * (ranks > 1)} + {servers} server{'s' * (servers > 1)}"
     if gpus == ranks + serving:
         maybe = "" if learner.device == rollout.device == "cuda" else ", or the CPU where there is none"
         yield f"GPUs: {parts} x tensor parallel {rollout.tensor_parallel} = {gpus}{maybe}"
@@ -111,6 +113,9 @@ def _machines(config: Config) -> Iterator[str]:
         if ranks == shard:
             copies = f"one copy of the model over {shard} ranks"
         yield f"learner: {ranks} ranks on {learner.nodes} node{'s' * (learner.nodes > 1)}: {copies}"
+    if (most := rollout.most_servers) > servers:
+        each = f"{rollout.tensor_parallel} GPU{'s' * (rollout.tensor_parallel > 1)} each where there are any"
+        yield f"servers: {servers} to {most}, {each}: more while the learner waits, fewer while they do"
     if config.reward.servers:
         each = f"{config.reward.gpus} GPU{'s' * (config.reward.gpus > 1)} each where there are any"
         served = f"{config.reward.servers} of {config.reward.model}, from {config.reward.urls[0]} on"
@@ -164,7 +169,7 @@ def _buffer(config: Config, problems: int) -> Iterator[str]:
 
 def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator[str]:
     groups, staleness, each = config.batch.groups, admitted_staleness(config), places(config)
-    running, most = most_running(config), config.rollout.servers * most_running(config)
+    running, most = most_running(config), config.rollout.most_servers * most_running(config)
     if staleness == 0:
         yield "staleness 0 is synchronous: the servers wait while the learner trains, it waits while they generate"
     elif flow.running < NEARLY_FULL * most and config.rollout.sequences != "auto":
@@ -186,7 +191,7 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator
 
 def _as_fast(config: Config, flow: Flow) -> int | None:
     """The fewest sequences a server, in steps of 16, that make as many versions as `flow`; None for all it has."""
-    each, staleness = flow.running / config.rollout.servers, admitted_staleness(config)
+    each, staleness = flow.running / config.rollout.most_servers, admitted_staleness(config)
     tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
     fewer = (number for number in tried if number < most_running(config))
     return next((n for n in fewer if expected(config, staleness, n).speed >= AS_FAST * flow.speed), None)

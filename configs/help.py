@@ -24,6 +24,7 @@ EXAMPLES = {
     f"data.eval.{NAME}.path": "data/countdown/eval.parquet",
     "reward.function": "countdown",
     f"reward.function.{NAME}.function": "countdown",
+    "rollout.servers.max": "8",
 }
 """Example values of the required keys."""
 
@@ -93,8 +94,9 @@ def keys() -> dict[str, Key]:
                 continue
             meaning = " ".join(field["description"].split())
             table[dotted] = Key(dotted, _type(field, forms), show(field.get("default")), required, meaning)
+            forms_of_value = field.get("anyOf", ())
             for entry in _entries(field):
-                add(f"{dotted}.{NAME}", entry)
+                add(dotted if entry in forms_of_value else f"{dotted}.{NAME}", entry)
 
     for section, place in schema["properties"].items():
         add(section, place)

@@ -396,9 +396,20 @@ class EnvironmentConfig(Section):
     """The Python that it is installed in, such as `envs/wordle/bin/python`: not the one that Headrace runs with."""
 
 
+class ServerRange(Section):
+    """A number of servers that follows from who waits for whom."""
+
+    min: Positive = 1
+    """Fewest servers: the run starts with them."""
+    max: Positive
+    """Most servers, as far as Ray has GPUs for them."""
+
+
 class RolloutConfig(Section):
-    servers: Positive = 1
-    """Rollout servers that `python -m actors launch` starts, one vLLM engine each."""
+    servers: Positive | ServerRange = 1
+    """Rollout servers that `python -m actors launch` starts, one vLLM engine each. With `{min: 1, max: 8}` the run adds
+    some while the learner waits for them, and gives back those that wait for the learner. `python -m actors scale`
+    changes the number while the run goes on."""
     tensor_parallel: Positive = 1
     """GPUs per server."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -438,8 +449,20 @@ class RolloutConfig(Section):
     of the infrastructure do not count; 1: never."""
     heartbeat_s: Seconds = 2.0
     """Interval between heartbeats of a server; its leases end after five missed ones."""
+    drain_s: Seconds = 30.0
+    """Time in which a server that is to end may finish its groups; the others then make what it gives back."""
     engine: dict[str, Any] = {}
     """Passed to vLLM's AsyncEngineArgs unchanged, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
+
+    @property
+    def least_servers(self) -> int:
+        """Servers with which the run starts."""
+        return self.servers.min if isinstance(self.servers, ServerRange) else self.servers
+
+    @property
+    def most_servers(self) -> int:
+        """Servers that the run takes by itself at most."""
+        return self.servers.max if isinstance(self.servers, ServerRange) else self.servers
 
 
 class WeightsConfig(Section):

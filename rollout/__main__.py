@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from configs.resume import fingerprint
 from configs.schema import Config
 from rollout import evaluate
 from rollout.concurrency import SparePlaces, start
-from rollout.drain import FORCED, Drain
+from rollout.drain import FORCED, REPORT_S, Drain
 from rollout.engine import reward_server
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.episode import Failure
@@ -86,7 +87,7 @@ async def serve(config: Config, name: str, setup: RolloutSetup, sets: list[Probl
     """Connect, start the engine, work, close everything; returns the exit code."""
     from rollout.engine.vllm_engine import Engine
 
-    drain = Drain()
+    drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
         keys = client_keys_for(config.buffer.address, config.run.path)
         connection = Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
@@ -139,7 +140,7 @@ async def work(
     def stats() -> dict[str, float]:
         measured = engine.stats()
         rule.adapt(time.monotonic(), places, measured, buffer.learner_waits and engine.version > 0)
-        numbers = {"places": places.limit, "places_taken": places.taken, **rule.limits(places)}
+        numbers = {"places": places.limit, "places_taken": places.taken, "parked": places.parked, **rule.limits(places)}
         evaluating = {"evaluating": spare.taken} if spare.taken else {}
         return {**measured, **episodes.stages.stats(), **numbers, **evaluating}
 
@@ -163,6 +164,9 @@ async def work(
             last.cancel()
         for other in others:
             other.cancel()
+    with suppress(TimeoutError):  # then its leases end by missed heartbeats
+        async with asyncio.timeout(REPORT_S):
+            await buffer.leave()
 
 
 async def check_alive(engine: "Engine", timeout_s: float) -> None:

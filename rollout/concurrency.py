@@ -71,6 +71,11 @@ class Places:
             timer.cancel()
             self.lull = False
 
+    @property
+    def parked(self) -> int:
+        """Places that are free because the buffer admits no group."""
+        return max(0, self._limit - self.taken) if self.lull else 0
+
     def begin_lull(self) -> None:
         """No group is admitted from now on."""
         self.lull = True

@@ -15,8 +15,6 @@ from buffer.wire.protocol import WorkItem
 from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
-DRAIN_S = 30.0
-"""Time for groups in flight to be finished after the first signal; the rest is given back."""
 REPORT_S = 5.0
 """Time after that to report to the buffer; later, leases are left to expire."""
 FORCE_S = 10.0
@@ -29,7 +27,7 @@ RETURNED = Failure("draining: the server stops", returned=True)
 class Drain:
     """Made in the server's main task, before there is anything to drain: a signal then just ends that task."""
 
-    def __init__(self, drain_s: float = DRAIN_S) -> None:
+    def __init__(self, drain_s: float) -> None:
         self.drain_s, self.begun = drain_s, asyncio.Event()
         self.episodes: Episodes | None = None
         """What there is to drain, once groups can be in flight."""

@@ -50,8 +50,9 @@ MAY: dict[str, set[str]] = {
     "actors.watch": {"configs", "buffer", "actors.process", "actors.watch"},
     "actors.report": {"configs", "buffer", "actors.process", "actors.watch", "actors.report"},
     "actors.doctor": {"configs", "buffer", "rollout", "actors.process", "actors.doctor"},
+    "actors.scaling": {"configs", "buffer", "actors.watch", "actors.scaling"},
     "actors.supervise": {
-        *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor"),
+        *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor", "actors.scaling"),
         *("actors.supervise", "learner.saved.manifest"),  # the learner's checkpoints, without torch
     },
 }

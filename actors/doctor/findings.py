@@ -214,7 +214,11 @@ def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Fin
         remedy = f"lower {keys}, or name a Ray cluster in RAY_ADDRESS"
         yield Finding("fail", "GPUs of the run", missing, remedy)
     elif needed := sum(gpus_needed(config, count).values()):
-        yield Finding("ok", "GPUs of the run", f"{needed} of {count}")
+        least, most = config.rollout.least_servers, config.rollout.most_servers
+        room = min(most, least + (count - needed) // config.rollout.tensor_parallel)
+        ranged = most > least and gpus_needed(config, count)["servers"]
+        more = f", room for {room} of {most} servers" if ranged else ""
+        yield Finding("ok", "GPUs of the run", f"{needed} of {count}{more}")
     yield from (Finding("fail", RUN_FILE, line) for line in judgement.refused)
     yield from (Finding("warn", RUN_FILE, line) for line in judgement.warnings)
     yield from (Finding("ok", RUN_FILE, line) for line in judgement.facts)

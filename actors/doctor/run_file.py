@@ -194,7 +194,7 @@ def gpus_needed(config: Config, available: int) -> dict[str, int]:
     Example: `{"learner": 2, "servers": 4, "reward servers": 0}`
     """
     learner, rollout = config.learner, config.rollout
-    needed = {"learner": learner.ranks, "servers": rollout.servers * rollout.tensor_parallel}
+    needed = {"learner": learner.ranks, "servers": rollout.least_servers * rollout.tensor_parallel}
     needed["reward servers"] = config.reward.servers * config.reward.gpus
     devices = {"learner": learner.device, "servers": rollout.device, "reward servers": rollout.device}
     return {

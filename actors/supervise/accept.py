@@ -15,7 +15,7 @@ from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.past import Past, past
 from configs import resume
 from configs.load import ConfigError
-from configs.schema import Config
+from configs.schema import Config, ServerRange
 from learner.saved.manifest import complete, fault, folder_of, newest
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -69,6 +69,20 @@ def judge(config: Config) -> tuple[list[str], str | None]:
         again = f"the {known.trained} versions trained so far are trained again, on the same batches"
         news.append(f"{checkpoints}: no checkpoint yet; {again}")
     return news, _finished(config, known, version)
+
+
+def servers(config: Config) -> tuple[int, int]:
+    """Rollout servers to start with, and how many are wanted where no person has said otherwise.
+
+    What was wanted last holds on, unless the run file has changed its number since; `fleet.py` places what is missing.
+    """
+    known, wanted = past(config), config.rollout.servers
+    least, changed = config.rollout.least_servers, {change.key for change in resume.changes(known.settings, config)}
+    own = least
+    if isinstance(wanted, ServerRange) and known.servers and not known.by_person:
+        own = min(max(known.servers, wanted.min), wanted.max)
+    is_held = known.by_person and "rollout.servers" not in changed
+    return min(known.servers, least) if is_held else least, own
 
 
 def _finished(config: Config, known: Past, version: int) -> str | None:

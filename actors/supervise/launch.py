@@ -19,7 +19,8 @@ from pathlib import Path
 from actors.doctor.run_file import check_here, gpus_missing
 from actors.process import Process, Role
 from actors.supervise import accept
-from actors.supervise.ray_cluster import place, ray_cluster
+from actors.supervise.fleet import Fleet
+from actors.supervise.ray_cluster import place, ray_cluster, room
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.curve import is_loopback, make_keys
@@ -30,6 +31,8 @@ from configs.load import ConfigError, read, write
 from configs.schema import Config
 
 PROG = "python -m actors launch"
+REPORT_S = 10.0
+"""Time after `rollout.drain_s` for a server to give back what is unfinished, and to end."""
 ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Ray assigns these, so a process gets them from its keeper and not from the launcher."""
 
@@ -59,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
         display.say(line)
     if source:
         display.say(f"forked from {source}")
-    code = keep(processes(config), display, partial(prepare, config, source))
+    started, wanted = accept.servers(config)
+    code = keep(processes(config, started), display, partial(prepare, config, source), partial(server, config), wanted)
     if code > 128 and config.buffer.path:  # a signal
         display.say(f"stopped; go on with: {PROG} {config.run.path / 'config.yaml'}")
     if not flags.no_report and code == DONE and display.records.path.exists():
@@ -80,35 +84,48 @@ def prepare(config: Config, source: accept.Source | None = None) -> Path:
     return file
 
 
-def processes(config: Config) -> list[Process]:
-    """The processes of a run; each with the GPUs it takes if there are any."""
-    run, learner, rollout, reward = config.run.path, config.learner, config.rollout, config.reward
-    file = str(run / "config.yaml")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
-
-    def process(name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0) -> Process:
-        module = ("rollout", "reward") if role == "reward" else (role,)
-        argv = (sys.executable, "-m", *module, file, *flags)
-        return Process(name, role, argv, run / "logs" / f"{name}.log", os.getcwd(), env, gpus, drain_s)
-
+def processes(config: Config, servers: int | None = None) -> list[Process]:
+    """The processes of a run, each with the GPUs it takes if there are any; `servers` None: the fewest it may have."""
+    learner, reward, on_cpu = config.learner, config.reward, config.rollout.device == "cpu"
+    gpus = 0 if learner.device == "cpu" else learner.ranks
     return [
-        process("buffer", "buffer"),
-        process("learner", "learner", gpus=0 if learner.device == "cpu" else learner.ranks, drain_s=learner.timeout_s),
+        _process(config, "buffer", "buffer"),
+        _process(config, "learner", "learner", gpus=gpus, drain_s=learner.timeout_s),
+        *(server(config, number) for number in range(config.rollout.least_servers if servers is None else servers)),
         *(
-            process(name, "rollout", ["--name", name], 0 if rollout.device == "cpu" else rollout.tensor_parallel)
-            for name in (f"rollout-{number}" for number in range(rollout.servers))
-        ),
-        *(
-            process(name, "reward", ["--name", name], 0 if rollout.device == "cpu" else reward.gpus)
+            _process(config, name, "reward", ["--name", name], 0 if on_cpu else reward.gpus)
             for name in (f"reward-{number}" for number in range(reward.servers))
         ),
     ]
 
 
-def keep(processes: Sequence[Process], display: Display, prepare: Callable[[], object] = lambda: None) -> int:
+def server(config: Config, number: int) -> Process:
+    """Rollout server `number`."""
+    rollout, name = config.rollout, f"rollout-{number}"
+    gpus = 0 if rollout.device == "cpu" else rollout.tensor_parallel
+    return _process(config, name, "rollout", ["--name", name], gpus, rollout.drain_s + REPORT_S)
+
+
+def _process(
+    config: Config, name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0
+) -> Process:
+    file, log = str(config.run.path / "config.yaml"), config.run.path / "logs" / f"{name}.log"
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
+    module = ("rollout", "reward") if role == "reward" else (role,)
+    return Process(name, role, (sys.executable, "-m", *module, file, *flags), log, os.getcwd(), env, gpus, drain_s)
+
+
+def keep(
+    processes: Sequence[Process],
+    display: Display,
+    prepare: Callable[[], object] = lambda: None,
+    server: Callable[[int], Process] | None = None,
+    servers: int = 1,
+) -> int:
     """Call `prepare` once Ray has the GPUs, and keep `processes` until the run ends; the exit code.
 
-    Tests call it with commands of their own.
+    `server` makes further rollout servers by their number, `servers` are wanted; without it their number stays. Tests
+    call it with commands of their own.
     """
     with display.shown(), ray_cluster() as gpus:
         if missing := gpus_missing(display.config, gpus, "Ray sees"):
@@ -116,16 +133,27 @@ def keep(processes: Sequence[Process], display: Display, prepare: Callable[[], o
             remedy = f"lower {keys}, or set their device to cpu"
             print(f"{missing}: {remedy}", file=sys.stderr)
             return BAD_INPUT
-        if not gpus:  # then the device `auto` means CPU
-            processes = [replace(process, gpus=0) for process in processes]
+
+        def fitted(process: Process) -> Process:
+            return process if gpus else replace(process, gpus=0)  # without any, the device `auto` means CPU
+
         prepare()
-        return asyncio.run(_supervise(processes, display))
+        supervisor = Supervisor([fitted(process) for process in processes], place, display.show_event, display.say)
+        fleet = None
+        if server:
+            make, each = (lambda number: fitted(server(number))), fitted(server(0)).gpus
+            fleet = Fleet(display.config, supervisor, make, partial(room, each), display.say, servers)
+        return asyncio.run(_supervise(supervisor, display, fleet))
 
 
-async def _supervise(processes: Sequence[Process], display: Display) -> int:
-    watching = asyncio.create_task(display.watch())
+async def _supervise(supervisor: Supervisor, display: Display, fleet: Fleet | None) -> int:
+    tasks = [asyncio.create_task(display.watch())]
+    if fleet:
+        tasks.append(asyncio.create_task(fleet.follow()))
+        tasks[-1].add_done_callback(supervisor.notice_failure)
     try:
-        return await Supervisor(processes, place, display.show_event, display.say).run()
+        return await supervisor.run()
     finally:
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         display.refresh()

@@ -5,6 +5,7 @@ on this machine and stopped again. Calls of a `RemoteKeeper` wait for its keeper
 along; Ray makes a new keeper, which starts the process again.
 """
 
+import asyncio
 import os
 import secrets
 import tempfile
@@ -48,6 +49,12 @@ class RemoteKeeper:
         """As `Keeper.kill`."""
         await self._actor.kill.remote()
 
+    def release(self) -> None:
+        """End the keeper itself, wherever it is or waits to be: what Ray gave it is free."""
+        import ray
+
+        ray.kill(self._actor)
+
 
 async def place(process: Process) -> RemoteKeeper:
     """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
@@ -64,8 +71,20 @@ async def place(process: Process) -> RemoteKeeper:
         strategies = ray.util.scheduling_strategies
         options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here, soft=False)
     keeper = RemoteKeeper(ray.remote(Keeper).options(**options).remote(process))
-    await keeper.events(0)
+    try:
+        await keeper.events(0)
+    except asyncio.CancelledError:  # it is not wanted any more, placed or not
+        keeper.release()
+        raise
     return keeper
+
+
+def room(gpus: int) -> int | None:
+    """How many more processes of `gpus` GPUs Ray has room for, each of them on one node; None: any number."""
+    from ray._private import state  # the public function sums over the nodes
+
+    free = state.available_resources_per_node() if gpus else {}
+    return sum(int(node.get("GPU", 0)) // gpus for node in free.values()) if gpus else None
 
 
 @contextmanager

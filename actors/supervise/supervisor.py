@@ -2,23 +2,27 @@
 
 Consumes the keepers' events and the launcher's signals, in one queue, and waits for nothing else. The first event that
 ends the run (the learner is done, a process refuses its input or cannot be kept, a signal) gives its verdict; then
-learner, servers, reward servers and buffer are drained in this order. A signal during the drain kills them. Built by
-`launch.py`.
+learner, servers, reward servers and buffer are drained in this order. A signal during the drain kills them. While the
+run goes on, `fleet.py` has servers added and drained. Built by `launch.py`.
 """
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.process import FINAL, Event, Process
 from actors.supervise.ray_cluster import RemoteKeeper
+from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
 FAILED_DRAIN_S = 30.0
 """Most time for each drain of a run that failed: nobody waits for a checkpoint that may never come."""
 LAST_EVENTS_S = 5.0
 """Time for the last events of processes that have ended."""
+LOST_S = 15.0
+"""A keeper that does not answer for so long after the end of a drain is lost, with its machine."""
 DRAIN_ORDER = ("learner", "rollout", "reward", "buffer")
 """The learner's last version may still need servers and buffer."""
 
@@ -43,38 +47,99 @@ class Supervisor:
         show_event: Callable[[Process, Event], None],
         say: Callable[[str], None],
     ) -> None:
-        self.processes = processes
+        self.processes = list(processes)
         self._place, self._show_event, self._say = place, show_event, say
         self._keepers: dict[str, RemoteKeeper] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self._lives: dict[str, ServerLife] = {p.name: "placing" for p in processes if p.role == "rollout"}
+        """Of the rollout servers."""
+        self._added: set[str] = set()
+        """Names of servers that were added while the run went on."""
+        self._drains: dict[str, asyncio.Task[None]] = {}
+        """Of servers that are drained, or were, while the run goes on."""
         self._ended: set[str] = set()
         """Names of processes that will not be started again."""
-        self._news: asyncio.Queue[tuple[Process, Event] | int] = asyncio.Queue()
-        """Final events, and numbers of signals."""
+        self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()
+        """Final events, numbers of signals, and why a task of ours failed."""
+        self.left: list[str] = []
+        """Servers that were drained while the run went on, and are gone."""
+        self.ending = False
+        """The verdict is there: nothing is added any more."""
 
     async def run(self) -> int:
         """Place, watch, judge, drain. Returns the exit code; no process is left then."""
-        followers = []
         with StopSignals(drain=self._news.put_nowait, force=self._news.put_nowait):
-            for process in self.processes:
+            for process in tuple(self.processes):  # servers may be added meanwhile
                 self._keepers[process.name] = await self._place(process)
-                followers.append(asyncio.create_task(self._follow(process)))
-            while (verdict := self._judge(await self._next(followers))) is None:
+                self._watch(process, self._follow(process))
+            while (verdict := self._judge(await self._next())) is None:
                 pass
+            self.ending = True
             self._say(verdict.why)
             await self._end(verdict)
-            await asyncio.wait(followers, timeout=LAST_EVENTS_S)
+            await asyncio.wait(self._followers.values(), timeout=LAST_EVENTS_S)
         if verdict.last:
             self._say(verdict.last)
         return verdict.code
 
-    async def _next(self, followers: Sequence[asyncio.Task[None]]) -> tuple[Process, Event] | int:
-        """The next news. Raises what a follower raised."""
-        news = asyncio.create_task(self._news.get())
-        await asyncio.wait({news, *(task for task in followers if not task.done())}, return_when="FIRST_COMPLETED")
-        for task in followers:
-            if task.done():
-                task.result()
-        return await news
+    def servers(self) -> dict[str, ServerLife]:
+        """The rollout servers, the oldest first, those that have left apart."""
+        return dict(self._lives)
+
+    def add(self, process: Process) -> None:
+        """Keep one more rollout server from now on, unless the run ends."""
+        if not self.ending:
+            self.processes.append(process)
+            self._added.add(process.name)
+            self._lives[process.name] = "placing"
+            self._watch(process, self._place_and_follow(process))
+
+    async def drain_server(self, name: str, within_s: float) -> None:
+        """Have a rollout server finish its groups or give them back, `within_s` seconds at most; it does not come back.
+
+        Returns once it is gone, also where its machine is. A server that is drained already goes on with that.
+        """
+        if name in self._lives and name not in self._drains:
+            self._lives[name] = "draining"
+            self._drains[name] = asyncio.create_task(self._leave(name, within_s))
+            self._drains[name].add_done_callback(self.notice_failure)
+        if name in self._drains:
+            await asyncio.shield(self._drains[name])
+
+    def notice_failure(self, task: asyncio.Task[None]) -> None:
+        """A task of the launcher has ended: if it failed, so does the run."""
+        if not task.cancelled() and (error := task.exception()):
+            self._news.put_nowait(error)
+
+    async def _leave(self, name: str, within_s: float) -> None:
+        follower, keeper = self._followers[name], self._keepers.get(name)
+        if keeper is not None:
+            self._say(f"draining {name}")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s + LOST_S):
+                    await keeper.drain(within_s)
+            await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
+        follower.cancel()
+        self._ended.add(name)
+        if keeper := self._keepers.pop(name, None):
+            keeper.release()
+        del self._lives[name]
+        self.left.append(name)
+
+    def _watch(self, process: Process, following: Coroutine[None, None, None]) -> None:
+        follower = self._followers[process.name] = asyncio.create_task(following)
+        follower.add_done_callback(self.notice_failure)
+
+    async def _next(self) -> tuple[Process, Event] | int:
+        """The next news. Raises what a task of the launcher raised."""
+        news = await self._news.get()
+        if isinstance(news, BaseException):
+            raise news
+        return news
+
+    async def _place_and_follow(self, process: Process) -> None:
+        self._keepers[process.name] = await self._place(process)
+        await self._follow(process)
 
     async def _follow(self, process: Process) -> None:
         """Show a process's events until the final one."""
@@ -83,6 +148,8 @@ class Supervisor:
             for event in await keeper.events(after):
                 after = event.number
                 self._show_event(process, event)
+                if event.kind != "line" and self._lives.get(process.name, "draining") != "draining":
+                    self._lives[process.name] = event.kind
                 if event.kind in FINAL:
                     self._ended.add(process.name)
                     self._news.put_nowait((process, event))
@@ -93,9 +160,11 @@ class Supervisor:
             what = "the learner finishes its version and writes a checkpoint"
             return Verdict(128 + news, f"{signal.Signals(news).name}: draining; {what} (Ctrl-C again to force quit)")
         process, event = news
-        if event.kind == "refused":
+        if process.name in self._drains:  # it was to end, however it did
+            return None
+        if event.kind == "refused" and process.name not in self._added:
             return Verdict(BAD_INPUT, f"{process.name} refused its input:\n{event.text}")
-        if event.kind == "gave_up":
+        if event.kind in ("gave_up", "refused"):
             why = f"{process.name} could not be kept: {event.text}"
             if process.role not in ("rollout", "reward") or not self._alive(process.role):
                 return Verdict(FAILED, why)
@@ -108,7 +177,9 @@ class Supervisor:
         return None
 
     def _alive(self, role: str) -> list[Process]:
-        return [process for process in self.processes if process.role == role and process.name not in self._ended]
+        """Processes that go on, those that are drained apart."""
+        gone = self._ended | self._drains.keys()
+        return [process for process in self.processes if process.role == role and process.name not in gone]
 
     async def _end(self, verdict: Verdict) -> None:
         """Drain all processes; at a signal, kill them."""
@@ -127,8 +198,12 @@ class Supervisor:
             pass
 
     async def _drain(self, failed: bool) -> None:
+        for name in [name for name, life in self._lives.items() if life == "placing" and name not in self._keepers]:
+            self._followers[name].cancel()
+            self._ended.add(name)
         for role in DRAIN_ORDER:
             if alive := self._alive(role):
                 self._say(f"draining {', '.join(process.name for process in alive)}")
             timeouts = {p.name: min(p.drain_s, FAILED_DRAIN_S) if failed else p.drain_s for p in alive}
-            await asyncio.gather(*(self._keepers[name].drain(timeout_s) for name, timeout_s in timeouts.items()))
+            drains = [self._keepers[name].drain(timeout_s) for name, timeout_s in timeouts.items()]
+            await asyncio.gather(*drains, *(self._drains.values() if role == "rollout" else ()))

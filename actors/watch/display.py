@@ -158,7 +158,11 @@ class Display:
             running = f", running {totals[0]:.0f} of {totals[1]:.0f}" if known else ""
         else:
             alive = sum(kind == "started" for name, kind in self.processes.items() if name.startswith("rollout"))
-        return f"{alive}/{self.config.rollout.servers} alive{running}"
+        kept = self.state.kept if self.state else None
+        draining = [name for name, life in kept.servers.items() if life == "draining"] if kept else []
+        alive -= sum(name in draining for name in self.heard())
+        wanted = (self.state and self.state.wanted_servers) or self.config.rollout.least_servers
+        return f"{alive}/{wanted} alive{f', {len(draining)} draining' * bool(draining)}{running}"
 
     def heard(self) -> list[str]:
         """Servers that the buffer hears from: what the others said last is no longer so."""

@@ -159,6 +159,21 @@ def silent(state: State, config: Config) -> list[str]:
     return [name for name, server in state.servers.items() if float(server.get("silent_s", 0.0)) > limit_s]
 
 
+def servers_lines(state: State) -> Iterator[str]:
+    """How many rollout servers are wanted, and those that do not just run; nothing without a launcher.
+
+    Example: `"servers: 3 wanted by hand, 2 run; rollout-2 placing"`
+    """
+    if (kept := state.kept) is None:
+        return
+    by = " by hand" * state.wanted_by_person
+    others = [f"{name} {life.replace('_', ' ')}" for name, life in kept.servers.items() if life != "started"]
+    runs = f"{len(kept.servers) - len(others)} run"
+    yield "; ".join([f"servers: {state.wanted_servers} wanted{by}, {runs}", *others])
+    if kept.advice:
+        yield f"servers: {kept.advice}"
+
+
 def failures(state: State) -> str:
     """Failed attempts and dropped items of the run in one line, nothing if there are none.
 

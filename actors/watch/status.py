@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.watch.metrics_log import Records, evaluation_lines
-from actors.watch.run_state import LIMITS, ask, find_run, fullness, ledger_lines, silent, stored, waits
+from actors.watch.run_state import LIMITS, ask, find_run, fullness, ledger_lines, servers_lines, silent, stored, waits
 from buffer.store.past import history
 from buffer.store.sqlite import StoreError, reading
 from buffer.wire.protocol import State
@@ -58,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
     if answer and answer.evaluation:
         console.print(answer.evaluation)
+    if answer:
+        console.print(*servers_lines(answer), sep="\n", end="\n" * bool(answer.kept))
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
         if state.servers:

@@ -182,12 +182,26 @@ class Ledger:
                 self._end(item, "lost: its server does not know of it", now)
         return [lease for lease in holding if lease not in record.leases and lease not in record.done]
 
-    def leave(self, server: str, reason: str, now: float) -> None:
-        """The server is gone (its successor said Hello): end its leases."""
+    def leave(self, server: str, reason: str, now: float, returned: bool = False) -> None:
+        """The server is gone (its successor said Hello): end its leases. `returned`: it was drained, and what it had
+        counts as given back."""
         self.evaluations.leave(server)
-        if server in self.state.servers:
-            self._end_all(self.state.servers[server], reason, now)
-            del self.state.servers[server]
+        if server not in self.state.servers:
+            return
+        if returned:
+            for lease, number in list(self.state.servers[server].leases.items()):
+                self.fail(server, number, lease, reason, now, returned=True)
+        self._end_all(self.state.servers[server], reason, now)
+        del self.state.servers[server]
+
+    def scale(self, servers: int | None, by_person: bool) -> bool:
+        """So many rollout servers are wanted from now on; None: a person's number no longer holds. Returns whether that
+        is news: while a person's number holds, the rule's changes nothing."""
+        state, before = self.state, (self.state.wanted_servers, self.state.wanted_by_person)
+        if by_person or not state.wanted_by_person:
+            state.wanted_servers = state.wanted_servers if servers is None else servers
+            state.wanted_by_person = int(by_person and servers is not None)
+        return before != (state.wanted_servers, state.wanted_by_person)
 
     def expire(self, now: float) -> float | None:
         """End the leases of servers not heard of for `lease_s`, and the waits of failed items for another server.

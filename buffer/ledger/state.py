@@ -13,7 +13,10 @@ from buffer.ledger.pool import Pool
 from buffer.ledger.totals import Totals
 from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
 
-COUNTERS = ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up")
+COUNTERS = (
+    *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
+    *("wanted_servers", "wanted_by_person"),
+)
 EXAMPLES = 3
 """Rows kept whose attempts failed last."""
 REMEMBERED = 1024
@@ -72,6 +75,8 @@ class LedgerState:
         """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
         self.given_up = 0
         """1 once the run was given up because of them."""
+        self.wanted_servers = self.wanted_by_person = 0
+        """Rollout servers that are wanted, 0 before anybody said so; 1 while the number is a person's."""
         self.told = False
         """Whether the learner was told so."""
         self.revision = 0

@@ -27,6 +27,10 @@ class Past(NamedTuple):
     """Versions trained."""
     used_up: bool = False
     """Every problem of every epoch that `data.epochs` asks for was trained or dropped."""
+    servers: int = 0
+    """Rollout servers that were wanted last; 0: as the run file has it."""
+    by_person: bool = False
+    """A person said so."""
 
 
 def past(config: Config) -> Past:
@@ -40,7 +44,9 @@ def past(config: Config) -> Past:
     known = json.loads(meta["settings"]) if "settings" in meta else written(config.run.path)
     epochs, trained = config.data.epochs, meta.get("last_trained", -1) + 1
     dispatched = epochs is not None and meta.get("next_item", 0) >= epochs * meta.get("problems", 1)
-    return Past(known, meta.get("oldest", 0), trained, dispatched and not num_open and trained == meta["version"])
+    used_up = dispatched and not num_open and trained == meta["version"]
+    wanted = meta.get("wanted_servers", 0), bool(meta.get("wanted_by_person", 0))
+    return Past(known, meta.get("oldest", 0), trained, used_up, *wanted)
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:

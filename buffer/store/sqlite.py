@@ -101,6 +101,11 @@ class Store:
             self._db.executemany(sql.CHANGE, rows)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", [json.dumps(settings)])
 
+    def record_change(self, change: Change) -> None:
+        """Note what was changed while the ledger is served."""
+        self._db.execute(sql.CHANGES)
+        self._db.execute(sql.CHANGE, (change.key, json.dumps(change.old), json.dumps(change.new), time.time()))
+
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
         """Raises StoreError if a file that holds named samples is missing."""
         if not self.path:

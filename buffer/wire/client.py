@@ -124,6 +124,10 @@ class RolloutClient:
         self.evaluating = None
         return stored
 
+    async def leave(self) -> None:
+        """This server ends: the buffer may give what it still has to others."""
+        await self.client.expect(protocol.Goodbye(), protocol.Ack)
+
     async def where(self, known: str | None) -> str:
         """Address of the learner's weights wire; waits until there is one other than `known`."""
         return (await self.client.expect(protocol.Where(known=known), protocol.WeightsAddress)).address

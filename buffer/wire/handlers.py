@@ -30,6 +30,7 @@ from buffer.wire.message import Message
 from buffer.wire.sample import sample_stats
 from buffer.wire.split import BatchCut
 from configs.flow.capacity import CACHE_BYTES
+from configs.resume import Change
 
 log = logging.getLogger(__name__)
 AWAY_S, HOLD_S = 1.0, 2.0
@@ -123,6 +124,8 @@ class Handlers:
         """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
         self.weights: str | None = None
         """Address of the learner's weights wire."""
+        self.kept: protocol.Kept | None = None
+        """The launcher's last word on its servers."""
         self._revision = 0
         self._replaced: set[str] = set()
         """Tokens of processes whose name another one has taken over."""
@@ -148,6 +151,7 @@ class Handlers:
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
             protocol.Evaluate: self._evaluate, protocol.Evaluated: self._evaluated, protocol.Results: self._results,
+            protocol.Goodbye: self._goodbye, protocol.Scale: self._scale, protocol.Kept: self._note_kept,
         }  # fmt: skip
 
     @property
@@ -297,7 +301,14 @@ class Handlers:
             waiters=waiters,
             errors=errors,
             evaluation=reasons.evaluation(self.ledger),
+            wanted_servers=self._wanted_servers(),
+            wanted_by_person=bool(ledger.state.wanted_by_person),
+            kept=self.kept,
         )
+
+    def _wanted_servers(self) -> int | None:
+        held = self.ledger.state.wanted_servers if self.ledger.state.wanted_by_person else None
+        return held or (self.kept.wanted if self.kept else None)
 
     def _server(self, peer: Peer, now: float) -> dict[str, Any]:
         known = self.ledger.servers.get(peer.key)
@@ -428,6 +439,37 @@ class Handlers:
         figures = json.loads(found.results or "{}")
         who, why = server_name(found.server), found.reason
         return protocol.EvaluationResult(due=found.due, version=found.version, server=who, figures=figures, reason=why)
+
+    def _scale(self, peer: Peer, scale: protocol.Scale, now: float) -> Message:
+        kept, wanted, before = self.kept, scale.servers, self._wanted_servers()
+        if peer.hello.role != "observer":
+            raise ValueError(f"Scale of {peer.hello.name}, a {peer.hello.role}: only observers ask for it")
+        if kept is None:
+            raise ValueError("no launcher keeps this run's servers: start and stop them by hand")
+        if scale.by == "person" and wanted is not None and not kept.least <= wanted <= kept.most:
+            raise ValueError(f"{wanted} servers: the run may have {kept.least} to {kept.most}; {kept.bound}")
+        if self.ledger.scale(wanted, scale.by == "person"):
+            to = f"{wanted or 'as the run file says'} ({scale.why or 'asked for by hand'})"
+            self.store.record_change(Change("rollout.servers", before, to))
+        return protocol.Ack()
+
+    def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:
+        self.kept, left = kept, {*kept.left}
+        self._forget({key for key in self.ledger.servers if server_name(key) in left}, now)
+        self._forget({one.key for one in self.peers.values() if one.hello.name in left}, now)
+        return protocol.Ack()
+
+    def _goodbye(self, peer: Peer, goodbye: protocol.Goodbye, now: float) -> Message:
+        self._forget({peer.key}, now)
+        return protocol.Ack()
+
+    def _forget(self, servers: set[str], now: float) -> None:
+        """These rollout servers were drained and are gone; requests of theirs that are parked go with them."""
+        for key in servers:
+            self.ledger.leave(key, "its server was drained", now, returned=True)
+        for identity in [who for who, one in self.peers.items() if one.key in servers and one.hello.role == "rollout"]:
+            del self.peers[identity]
+            self._revision += 1
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         return protocol.Rewound(replay=self.ledger.rewind(rewind.version))

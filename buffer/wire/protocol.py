@@ -4,9 +4,10 @@ How a message travels is in `message.py`. Each request is idempotent: a client t
 same `id`, as often as it likes. A request that cannot be answered yet is parked by the buffer, never polled for.
 
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
-              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored
+              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
               Results -> EvaluationResult | Ack
+    observer: Scale -> Ack   Kept -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
@@ -23,6 +24,8 @@ from buffer.wire.message import Array, Count, Message
 PROTOCOL = 7
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
+ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
+"""`failed`: it is started again after a pause; the last three: it is not."""
 
 
 class WorkItem(Message):
@@ -142,6 +145,10 @@ class Results(Message):
     known: list[Count]
 
 
+class Goodbye(Message):
+    """The server ends, drained or done: what it still has goes to others, and counts no attempt."""
+
+
 class Rewind(Message):
     """The learner restored `version`: batches from there on are to be served again, the same groups in each."""
 
@@ -163,6 +170,37 @@ class Trained(Message):
 
     version: Count
     oldest_kept: Count
+
+
+class Scale(Message):
+    """So many rollout servers are wanted, until the next Scale, also over restarts; null: as many as the run file says.
+
+    Refused beyond what the launcher can keep. `rule`: the launcher's own wish, which changes nothing while a person's
+    number holds.
+    """
+
+    servers: Annotated[int, Field(ge=1)] | None
+    by: Literal["person", "rule"] = "person"
+    why: str = ""
+    """In a few words."""
+
+
+class Kept(Message):
+    """The launcher's word on the rollout servers that it keeps; each replaces the one before."""
+
+    servers: dict[str, ServerLife]
+    """By name, those that have left apart."""
+    left: list[str] = Field(default_factory=list)
+    """Names of those that were drained and are gone: what they had goes to others, and counts no attempt."""
+    wanted: Count
+    """Servers that the launcher works towards."""
+    least: Count
+    most: Count
+    """What `Scale` may ask for."""
+    bound: str = ""
+    """Why not more."""
+    advice: str = ""
+    """What would help where the number of servers does not."""
 
 
 class Status(Message):
@@ -341,6 +379,12 @@ class State(Message):
     """Messages refused since the start."""
     evaluation: str = ""
     """The one that is being made, in words."""
+    wanted_servers: Count | None = None
+    """Rollout servers that are wanted; null while nobody has said so."""
+    wanted_by_person: bool = False
+    """`Scale` said so, and not the run file or its rule."""
+    kept: Kept | None = None
+    """The launcher's last word; null without a launcher."""
 
 
 class Refused(Message):
@@ -355,8 +399,11 @@ class NotRegistered(Message):
 
 REQUESTS: dict[str, type[Message]] = {
     m.__name__: m
-    for m in (Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Status)
-}
+    for m in (
+        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Goodbye, Scale,
+        Kept, Status,
+    )
+}  # fmt: skip
 ANSWERS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (

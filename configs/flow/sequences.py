@@ -19,8 +19,8 @@ more gets up to 1,024.
 
 
 def share_of_batch(config: Config) -> int:
-    """Samples of a batch that one server makes, in whole groups."""
-    return ceil(config.batch.groups / config.rollout.servers) * config.batch.samples
+    """Samples of a batch that one server makes, in whole groups: where their number changes, one of the most."""
+    return ceil(config.batch.groups / config.rollout.most_servers) * config.batch.samples
 
 
 def max_sequences(config: Config, cpu: bool) -> int:

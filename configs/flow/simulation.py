@@ -41,7 +41,7 @@ def most_running(config: Config) -> int:
 
 def expected(config: Config, staleness: int, fewer: int | None = None) -> Flow:
     """The run as simulated, with this bound on age; `fewer` sequences a server with the same learner, where given."""
-    batch, servers, most = config.batch, config.rollout.servers, most_running(config)
+    batch, servers, most = config.batch, config.rollout.most_servers, most_running(config)
     scale = max(1.0, batch.groups * batch.samples / SIMULATED_SAMPLES)
     groups = max(1, round(batch.groups / scale))
     answer = max_sample_tokens(config) - config.data.max_prompt_tokens

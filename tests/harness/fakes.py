@@ -41,6 +41,9 @@ class LocalKeeper:
     async def kill(self) -> None:
         await asyncio.to_thread(self.keeper.kill)
 
+    def release(self) -> None:
+        """Nothing holds it but the test."""
+
 
 # a rollout server's surroundings (tests/rollout)
 

@@ -293,3 +293,20 @@ async def test_the_end_of_the_groups_is_a_lull_for_good():
     buffer.end()
     await asyncio.wait_for(roll(buffer.ask, buffer, made_by(single_turn, 4), places), 5)
     assert places.lull and SparePlaces(places, 0.25)
+
+
+def test_places_are_parked_while_they_are_free_and_nothing_is_admitted() -> None:
+    async def story() -> None:
+        places = Places(10, samples=4)
+        held = places.take()
+        assert places.parked == 0
+        places.begin_lull()
+        assert places.parked == 6
+        places.take(), places.take()
+        assert places.parked == 0  # more are taken than there are
+        assert held
+        with places.asking():
+            pass
+        assert not places.lull
+
+    asyncio.run(story())

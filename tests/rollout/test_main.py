@@ -132,7 +132,7 @@ async def test_a_finished_buffer_ends_without_a_drain():
 
 async def serve(trail: list[str], with_groups: bool) -> None:
     """A server that gets two signals: groups are in flight, or it still starts."""
-    drain = draining(parts()[1]) if with_groups else Drain()
+    drain = draining(parts()[1]) if with_groups else Drain(30.0)
     with StopSignals(drain.begin, drain.force) as signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)

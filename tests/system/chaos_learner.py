@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Journal:
     path: Path
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
+        while (self.path.parent / "hold").exists():
+            time.sleep(0.05)
         item, positions = part.rows.item.numpy().tolist(), part.positions.numpy().tolist()
         placed = ((item[at], at - item.index(item[at]), data) for at, data in zip(positions, part.samples, strict=True))
         digest = digest_of(placed)

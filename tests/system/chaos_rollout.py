@@ -20,10 +20,11 @@ import zmq.asyncio
 
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
-from configs.entrypoint import configure_logging
+from configs.entrypoint import StopSignals, configure_logging
 from configs.resume import fingerprint
 from configs.schema import Config
 from rollout.concurrency import start
+from rollout.drain import REPORT_S, Drain
 from rollout.episodes.episode import Episodes, Failure
 from rollout.episodes.sampler import Sampler
 from rollout.errors import PromptError
@@ -145,6 +146,17 @@ async def main(run: Run, name: str) -> None:
     """Build the parts and run the loops until there is no more work."""
     config, engine = run.config(), Engine(run)
     client = Connection(config.buffer.address, name, "rollout", fingerprint(config))
+    drain = Drain(config.rollout.drain_s)
+    with StopSignals(drain.begin, drain.force):
+        try:
+            await work(run, config, engine, client, drain)
+        except asyncio.CancelledError:  # it was stopped before it had anything to drain
+            if drain.episodes is not None:
+                raise
+
+
+async def work(run: Run, config: Config, engine: Engine, client: Connection, drain: Drain) -> None:
+    """The loops, until there is no more work or the drain has ended."""
     async with RewardPool(config.reward) as rewards, client:
         buffer = RolloutClient(client, lambda: engine.version)
         answer, prompts = config.sampling.max_tokens, Prompts()
@@ -156,10 +168,15 @@ async def main(run: Run, name: str) -> None:
                 tasks.create_task(following(config, buffer, engine)),
                 tasks.create_task(heartbeats(buffer, config.rollout.heartbeat_s, dict, revoke)),
             ]
-            await engine.first.wait()
-            await roll(buffer.ask, buffer, episodes, start(config, True, lambda tokens: 64)[0])
+            drain.episodes = episodes
+            await drain.wait(first := asyncio.ensure_future(engine.first.wait()))
+            first.cancel()
+            await roll(partial(drain.ask, buffer), buffer, episodes, start(config, True, lambda tokens: 64)[0])
             for other in others:
                 other.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await buffer.leave()
 
 
 if __name__ == "__main__":

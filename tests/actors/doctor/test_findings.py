@@ -136,6 +136,8 @@ def test_gpus_of_the_run(tmp_path: Path) -> None:
     assert (found.state, found.says) == ("fail", "the run needs 1 GPUs (learner 1), here are 0")
     (found,) = troubles(replace(CUDA, cluster="10.0.0.1:6379"), config(tmp_path, "rollout.servers=2"))
     assert found.state == "warn"
+    ranged = config(tmp_path, "rollout.servers={min: 1, max: 8}")
+    assert "2 of 2, room for 1 of 8 servers" in [found.says for found in doctor(ranged, CUDA, lambda run: Judgement())]
 
 
 def test_room_for_the_model(tmp_path: Path) -> None:

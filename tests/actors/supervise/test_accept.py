@@ -127,3 +127,35 @@ def test_forks(words: list[str], tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             accept.source(load([*words, *argv]), name)
+
+
+RANGE = "--rollout.servers={min: 2, max: 5}"
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "by_person", "servers"),
+    [
+        ("--rollout.servers=3", 0, 0, (3, 3)),
+        ("--rollout.servers=3", 5, 1, (3, 3)),  # the fleet places the other two
+        ("--rollout.servers=3", 1, 1, (1, 3)),
+        ("--rollout.servers=3", 5, 0, (3, 3)),
+        (RANGE, 0, 0, (2, 2)),
+        (RANGE, 4, 0, (2, 4)),
+        (RANGE, 9, 0, (2, 5)),
+        (RANGE, 4, 1, (2, 2)),
+    ],
+)
+def test_a_run_goes_on_with_the_servers_that_were_wanted_last(
+    words: list[str], word: str, known: int, by_person: int, servers: tuple[int, int]
+) -> None:
+    config = load([*words, word])
+    assert accept.servers(config) == (config.rollout.least_servers,) * 2
+    served(config)
+    tell(config, wanted_servers=known, wanted_by_person=by_person)
+    assert accept.servers(config) == servers
+
+
+def test_a_new_number_in_the_run_file_is_newer_than_a_persons(words: list[str]) -> None:
+    served(load([*words, "--rollout.servers=3"]))
+    tell(load(words), wanted_servers=1, wanted_by_person=1)
+    assert accept.servers(load([*words, "--rollout.servers=4"])) == (4, 4)

@@ -35,13 +35,15 @@ class Story:
     def __init__(self, folder: Path, **codes: str) -> None:
         self.events: list[tuple[str, Event]] = []
         self.said: list[str] = []
+        self.keepers: list[LocalKeeper] = []
         self.processes = [process(name, code, folder) for name, code in codes.items()]
         self.supervisor = Supervisor(self.processes, self.place, self.show_event, self.say)
         self.when: list[tuple[str, Callable[[], object]]] = []
         """What to do when a text is said or printed, in this order."""
 
     async def place(self, process: Process) -> LocalKeeper:
-        return LocalKeeper(process)
+        self.keepers.append(LocalKeeper(process))
+        return self.keepers[-1]
 
     def show_event(self, process: Process, event: Event) -> None:
         self.events.append((process.name, event))
@@ -173,3 +175,94 @@ def test_the_last_reward_server_that_cannot_be_kept_stops_the_run(tmp_path: Path
     assert len(gave_up) == 2 and "it failed 2 times in a row and never scored an answer" in gave_up[0]
     assert gave_up[0].endswith("the run goes on with the other servers")
     assert [event.code for who, event in story.events if who == "reward_1" and event.kind == "failed"] == [0]
+
+
+SLOW_END = """
+import time
+signal.sigwait({signal.SIGTERM})
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+time.sleep(1)
+"""
+WAITS_FOR_GO = "import pathlib, sys, time\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.02)"
+
+
+def test_servers_are_added_and_drained_while_the_run_goes_on(tmp_path: Path) -> None:
+    """A drained one does not come back, and is not missed."""
+    story = Story(tmp_path, buffer=STAYS, learner=WAITS_FOR_GO.format(str(tmp_path / "go")), rollout_0=STAYS)
+    supervisor, lives = story.supervisor, []
+
+    def drain() -> None:
+        lives.append(supervisor.servers())
+        tasks.append(asyncio.get_running_loop().create_task(supervisor.drain_server("rollout_0", 60.0)))
+        tasks[0].add_done_callback(lambda _: (tmp_path / "go").touch())
+
+    tasks: list[asyncio.Task[None]] = []
+    story.when = [("[rollout_0] ready", lambda: supervisor.add(process("rollout_1", STAYS, tmp_path)))]
+    story.when += [("[rollout_1] ready", drain)]
+    assert story.go() == 0
+    assert lives == [{"rollout_0": "started", "rollout_1": "started"}]
+    assert supervisor.left == ["rollout_0"] and list(supervisor.servers()) == ["rollout_1"]
+    assert story.lines("drained")[:2] == ["rollout_0", "rollout_1"]
+    assert [event.kind for who, event in story.events if who == "rollout_0" and event.kind != "line"] == [
+        "started",
+        "ended",
+    ]
+
+
+def test_a_server_that_does_not_end_is_killed_when_its_time_is_up(tmp_path: Path) -> None:
+    story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0=STAYS, rollout_1=STUBBORN)
+    tasks: list[asyncio.Task[None]] = []
+
+    def drain() -> None:
+        tasks.append(asyncio.get_running_loop().create_task(story.supervisor.drain_server("rollout_1", 0.3)))
+        tasks[0].add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
+
+    story.when = [("[rollout_1] ready", drain)]
+    began = time.monotonic()
+    assert story.go() == 130 and time.monotonic() - began < 50  # not the 60 of its sleep
+    assert story.last("rollout_1").code == 137 and story.supervisor.left == ["rollout_1"]
+
+
+def test_the_end_of_the_run_waits_for_a_drain_and_signals_it_once(tmp_path: Path) -> None:
+    """A second SIGTERM would force it."""
+    slow = STAYS.replace("signal.sigwait({signal.SIGTERM})", SLOW_END)
+    story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0=STAYS, rollout_1=slow)
+    tasks: list[asyncio.Task[None]] = []
+
+    def drain() -> None:
+        tasks.append(asyncio.get_running_loop().create_task(story.supervisor.drain_server("rollout_1", 60.0)))
+
+    story.when = [("[rollout_1] ready", drain), ("draining rollout_1", lambda: os.kill(os.getpid(), signal.SIGINT))]
+    assert story.go() == 130
+    assert story.last("rollout_1").code == 0 and "rollout_1" in story.lines("drained")
+    assert story.lines("drained")[-1] == "buffer"
+    assert not [said for said in story.said if said.startswith("draining") and said.count("rollout_1") and "," in said]
+
+
+def test_an_added_server_that_refuses_its_input_does_not_end_the_run(tmp_path: Path) -> None:
+    """Its machine may lack what the first ones have."""
+    story = Story(tmp_path, buffer=STAYS, learner=WAITS_FOR_GO.format(str(tmp_path / "go")), rollout_0=STAYS)
+    refuses = process("rollout_1", "print('no model there'); raise SystemExit(2)", tmp_path)
+    story.when = [("[rollout_0] ready", lambda: story.supervisor.add(refuses))]
+    story.when += [("the run goes on", (tmp_path / "go").touch)]
+    assert story.go() == 0
+    assert story.supervisor.servers()["rollout_1"] == "refused"
+
+
+def test_an_error_of_the_launcher_itself_ends_it(tmp_path: Path) -> None:
+    story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0=STAYS)
+
+    async def broken() -> None:
+        raise RuntimeError("no such thing")
+
+    def begin() -> None:
+        task = asyncio.get_running_loop().create_task(broken())
+        task.add_done_callback(story.supervisor.notice_failure)
+
+    story.when = [("[rollout_0] ready", begin)]
+    try:
+        with pytest.raises(RuntimeError, match="no such thing"):
+            story.go()
+    finally:
+        for keeper in story.keepers:
+            keeper.keeper.kill()

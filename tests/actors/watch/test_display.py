@@ -11,7 +11,7 @@ from rich.console import Console
 from actors.process import Event, Process
 from actors.watch.display import Display, time_left, waiting
 from actors.watch.metrics_log import Records
-from buffer.wire.protocol import State
+from buffer.wire.protocol import Kept, State
 from configs.load import load
 
 FULL = {
@@ -24,6 +24,7 @@ FULL = {
     "time/wait_s": 0.5,
     "time/version_s": 2.0,
 }
+BARE: dict[str, Any] = dict(version=0, trained=-1, counts={}, dropped={}, ages={}, bytes_stored=0, waiters=[], errors=0)
 
 
 def display(folder: Path, terminal: bool = False) -> Display:
@@ -229,3 +230,15 @@ def test_the_panel_shows_the_last_evaluation_and_the_one_that_is_being_made(tmp_
     shown.console.print(shown.panel())
     text = " ".join(said(shown).split())
     assert "eval 11" in text and "mean@8 0.400" in text and "rollout-1 evaluates version 20" in text
+
+
+def test_the_servers_are_those_that_are_wanted_now(tmp_path: Path) -> None:
+    shown = display(tmp_path)
+    servers = {f"rollout-{n}": {"silent_s": 0.1, "stats": {}} for n in range(3)}
+    kept = Kept(
+        servers={"rollout-0": "started", "rollout-1": "started", "rollout-2": "draining"}, wanted=4, least=1, most=9
+    )
+    shown.state = State(**{**BARE, "servers": servers}, wanted_servers=4, kept=kept)
+    assert shown.servers() == "2/4 alive, 1 draining"
+    shown.state = State(**{**BARE, "servers": servers})
+    assert shown.servers() == "3/2 alive"

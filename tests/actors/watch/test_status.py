@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 from actors.watch import status
-from actors.watch.run_state import LIMITS, ask, failures, fullness, silent, waits
+from actors.watch.run_state import LIMITS, ask, failures, fullness, servers_lines, silent, waits
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.message import pack, unpack
-from buffer.wire.protocol import REQUESTS, Hello, State, Waiter, Welcome
+from buffer.wire.protocol import REQUESTS, Hello, Kept, ServerLife, State, Waiter, Welcome
 from configs.load import load, write
 from configs.schema import Config
 from rollout.concurrency import Auto, Fixed, Places
@@ -294,3 +294,14 @@ def test_status_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:
     assert asyncio.run(ask(config(tmp_path, "tcp://127.0.0.1:9"), 0.2)) is None
+
+
+def test_how_many_servers_are_wanted_and_what_the_others_do() -> None:
+    lives: dict[str, ServerLife] = {"rollout-0": "started", "rollout-2": "placing", "rollout-1": "gave_up"}
+    kept = Kept(servers=lives, wanted=3, least=1, most=8, advice="the learner waits: raise batch.max_staleness (0)")
+    now = state(WAITERS).model_copy(update={"kept": kept, "wanted_servers": 3, "wanted_by_person": True})
+    assert list(servers_lines(now)) == [
+        "servers: 3 wanted by hand, 1 run; rollout-2 placing; rollout-1 gave up",
+        "servers: the learner waits: raise batch.max_staleness (0)",
+    ]
+    assert list(servers_lines(state(WAITERS))) == []

@@ -1,0 +1,115 @@
+"""`python -m actors scale RUN --servers N|auto [--no-wait]`: more or fewer rollout servers while a run goes on.
+
+Tells the buffer how many are wanted (`Scale`), which the run's launcher does (`supervise/fleet.py`); says what will
+happen and, but for `--no-wait`, waits until it has: new servers generate, the others are gone. The number holds until
+the next `scale`, over restarts too; `auto` goes back to what the run file says. Ctrl-C ends the waiting only.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from actors.watch.run_state import find_run, silent
+from buffer.curve import KeysError, client_keys_for
+from buffer.wire.connection import Connection, RefusedError
+from buffer.wire.protocol import Ack, Kept, Scale, State, Status
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
+from configs.schema import Config
+
+PROG = "python -m actors scale"
+ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
+"""Longest wait for the buffer's answer; and how often it is asked for the launcher's first word since its start."""
+GIVEN_UP = ("gave_up", "refused", "ended")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code: 0 done (with `--no-wait`: accepted), 1: buffer or launcher do not answer, or a new server could not be
+    kept, 2: no such run, or a number that the run cannot have."""
+    flags, rest = split_flags(argv, PROG, servers={"metavar": "N|auto"}, no_wait={"action": "store_true"})
+    config, run = find_run(rest, f"{PROG} --servers N|auto [--no-wait]")
+    words = str(flags.servers)
+    if words != "auto" and not (words.isdigit() and int(words) >= 1):
+        problem = "missing" if flags.servers is None else f"{words} is not a whole number >= 1 or auto"
+        print(f"--servers: {problem}; write --servers=4, or --servers=auto for what the run file says", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        return asyncio.run(scale(config, None if words == "auto" else int(words), waits=not flags.no_wait))
+    except RefusedError as error:
+        print(f"--servers: {error.reason}", file=sys.stderr)
+        return BAD_INPUT
+    except (TimeoutError, KeysError) as error:
+        silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `status {run}`"
+        print(error if isinstance(error, KeysError) else silence, file=sys.stderr)
+        return FAILED
+
+
+async def scale(config: Config, servers: int | None, waits: bool) -> int:
+    """Ask for so many servers, None: as the run file says; the exit code.
+
+    Raises RefusedError with the buffer's reason, TimeoutError if it does not answer, KeysError.
+    """
+    keys = client_keys_for(config.buffer.address, config.run.path)
+    async with AsyncExitStack() as stack:
+        async with asyncio.timeout(ANSWER_S):
+            connection = Connection(config.buffer.address, "scale", "observer", keys=keys)
+            await stack.enter_async_context(connection)
+        if (kept := await launchers_word(connection)) is None:
+            print("no launcher keeps this run's servers: start and stop them by hand", file=sys.stderr)
+            return FAILED
+        async with asyncio.timeout(ANSWER_S):
+            await connection.expect(Scale(servers=servers), Ack)
+        print("\n".join(prospect(config, kept, servers)), flush=True)
+        return await arrival(config, connection, servers) if waits and servers else DONE
+
+
+async def launchers_word(connection: Connection) -> Kept | None:
+    """What the launcher keeps; None without a launcher. Raises TimeoutError."""
+    for _ in range(LAUNCHER_POLLS):
+        async with asyncio.timeout(ANSWER_S):
+            state = await connection.expect(Status(), State)
+        if state.kept is not None:
+            return state.kept
+        await asyncio.sleep(POLL_S)
+    return None
+
+
+def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
+    """What will happen, in lines."""
+    going = [name for name, life in kept.servers.items() if life not in ("draining", *GIVEN_UP)]
+    if servers is None:
+        return ["the number of servers is the run file's again"]
+    if servers == len(going) == kept.wanted:
+        return [f"{servers} servers are kept already: {', '.join(going)}"]
+    if servers < len(going):
+        bound = f"their groups are finished within {config.rollout.drain_s:g} s, or made by the others"
+        return [f"servers: {len(going)} -> {servers}; drained: {', '.join(going[servers:])}; {bound}"]
+    new = f"{servers - len(going)} to be placed; vLLM starts in a minute or two, then they generate"
+    return [f"servers: {len(going)} -> {servers}; {new}"]
+
+
+async def arrival(config: Config, connection: Connection, servers: int) -> int:
+    """Wait until the servers are as asked for, and say what happens meanwhile; the exit code."""
+    told: dict[str, str] = {}
+    while True:
+        state = await connection.expect(Status(), State)
+        now = lives(state, config)
+        for name, life in {**dict.fromkeys(told.keys() - now.keys(), "has left"), **now}.items():
+            if told.get(name) != life and state.kept:
+                print(f"{name} {life.replace('_', ' ')}", flush=True)
+        told = now if state.kept else told
+        if failed := [name for name, life in told.items() if life in GIVEN_UP]:
+            print(f"{', '.join(failed)} could not be kept: see logs/; scale down and up again to try anew")
+            return FAILED
+        if state.kept and state.kept.wanted == servers == len(told) and set(told.values()) == {"generates"}:
+            return DONE
+        await asyncio.sleep(POLL_S)
+
+
+def lives(state: State, config: Config) -> dict[str, str]:
+    """The kept servers, as `ServerLife` has it, and `generates` for those that work."""
+    found, gone = dict[str, str](state.kept.servers if state.kept else {}), silent(state, config)
+    for name, life in found.items():
+        if life == "started" and name not in gone and state.servers.get(name, {}).get("version") is not None:
+            found[name] = "generates"
+    return found

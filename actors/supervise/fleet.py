@@ -1,0 +1,150 @@
+"""The rollout servers of a run while it goes on: places further ones, drains some, as a person or the rule wants it.
+
+Asks the buffer once a second how many are wanted (`State.wanted_servers`, which `python -m actors scale` sets), tells
+it what is kept (`Kept`), and has the supervisor add and drain. With `rollout.servers: {min, max}` and no number of a
+person, `actors/scaling/rule.py` decides, and its number is kept in the buffer too. Built by `launch.py`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import count
+
+from actors.process import Process
+from actors.scaling.rule import Look, Rule, Wish
+from actors.supervise.supervisor import Supervisor
+from actors.watch.run_state import silent
+from buffer.curve import client_keys_for
+from buffer.wire.connection import Connection
+from buffer.wire.protocol import Kept, Scale, State, Status
+from configs.schema import Config, ServerRange
+
+POLL_S = 1.0
+MOST_SERVERS = 4096
+"""Where nothing else bounds their number, a larger one is a slip of the keyboard."""
+
+
+class Fleet:
+    """`server` makes the process of this number, `room` says how many more like it Ray has room for; None: any number.
+
+    `supervisor` keeps servers 0 to N - 1 already; `wanted` are those that the run file or its rule asks for.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        supervisor: Supervisor,
+        server: Callable[[int], Process],
+        room: Callable[[], int | None],
+        say: Callable[[str], None],
+        wanted: int,
+    ) -> None:
+        self.config, self._supervisor, self._server, self._room, self._say = config, supervisor, server, room, say
+        servers = config.rollout.servers
+        self.wanted = sum(process.role == "rollout" for process in supervisor.processes)
+        self._own = wanted
+        """What is wanted where no person says otherwise."""
+        self._rule = None
+        if isinstance(servers, ServerRange):
+            self._rule = Rule(servers.min, servers.max, config.batch.max_staleness)
+        self._numbers = count(self.wanted)
+        """Of the next servers: a name is never used twice in a launch."""
+        self._drains: set[asyncio.Task[None]] = set()
+
+    async def follow(self) -> None:
+        """Do what is wanted until cancelled; wait while the buffer does not answer."""
+        address = self.config.buffer.address
+        keys = client_keys_for(address, self.config.run.path)
+        async with Connection(address, "launcher", "observer", keys=keys) as connection:
+            while True:
+                state = await connection.expect(Status(), State)
+                wish = self.adapt(state, time.monotonic())
+                if wish:
+                    await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                if state.kept != (kept := self.kept()):
+                    await connection.request(kept)
+                await asyncio.sleep(POLL_S)
+
+    def adapt(self, state: State, now: float) -> Wish | None:
+        """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now."""
+        if self._supervisor.ending:
+            return None
+        held = state.wanted_servers if state.wanted_by_person else None
+        wish = self._ask_rule(state, now) if held is None else None
+        if wish:
+            self._own = wish.servers
+        self._want(held or self._own, wish.why if wish else "asked for by hand" if held else "as the run file says")
+        for name in self._staying()[self.wanted :]:
+            drain = asyncio.create_task(self._supervisor.drain_server(name, self._server(0).drain_s))
+            self._drains.add(drain)
+            drain.add_done_callback(self._drains.discard)
+        missing, room = self.wanted - len(self._staying()), self._free()
+        for _ in range(missing if room is None else min(missing, room)):
+            self._supervisor.add(self._server(next(self._numbers)))
+        return wish
+
+    def kept(self) -> Kept:
+        """What the buffer is told."""
+        least, most, bound = self._bounds()
+        return Kept(
+            servers=self._supervisor.servers(),
+            left=self._supervisor.left,
+            wanted=self.wanted,
+            least=least,
+            most=most,
+            bound=bound,
+            advice=self._rule.advice if self._rule else "",
+        )
+
+    def _want(self, servers: int, why: str) -> None:
+        if servers != self.wanted:
+            self._say(f"servers: {self.wanted} -> {servers} ({why})")
+            self.wanted = servers
+
+    def _ask_rule(self, state: State, now: float) -> Wish | None:
+        """Its wish; while servers are on their way, it looks away."""
+        if self._rule is None:
+            return None
+        lives, gone = self._supervisor.servers(), silent(state, self.config)
+        works = [name for name, life in lives.items() if life == "started" and name not in gone]
+        known = [state.servers[name] for name in works if name in state.servers]
+        if len(works) < len(lives) or len(known) < len(works) or any(one["version"] is None for one in known):
+            self._rule.changing(now)
+            return None
+        stats, free, before = [one["stats"] for one in known], self._free(), self._rule.advice
+        look = Look(
+            at=now,
+            version=state.trained + 1,
+            learner_waits=any(waiter.kind == "Take" for waiter in state.waiters),
+            places=sum(one.get("places", 0.0) for one in stats),
+            parked=sum(one.get("parked", 0.0) for one in stats),
+            leased=state.counts.get("leased", 0),
+            made=state.lengths.get("generated", [0])[0],
+        )
+        wish = self._rule.look(look, len(works), self._rule.most if free is None else free)
+        if self._rule.advice and not before:
+            self._say(f"servers: {self.wanted} stay: {self._rule.advice}")
+        return wish
+
+    def _staying(self) -> list[str]:
+        """Servers that are not drained, the oldest first. Those that gave up keep their place: others would too."""
+        return [name for name, life in self._supervisor.servers().items() if life != "draining"]
+
+    def _free(self) -> int | None:
+        """Servers for which Ray has room beyond those that it is placing already; None: any number."""
+        room, lives = self._room(), self._supervisor.servers().values()
+        return None if room is None else max(0, room - sum(life == "placing" for life in lives))
+
+    def _bounds(self) -> tuple[int, int, str]:
+        """Fewest and most servers that may be asked for, and why not more."""
+        servers, port, room = self.config.rollout.servers, self.config.rollout.chat.port, self._room()
+        least, most, bound = 1, MOST_SERVERS, "more are a slip of the keyboard"
+        if isinstance(servers, ServerRange):
+            least, most, bound = servers.min, servers.max, f"rollout.servers has min {servers.min}, max {servers.max}"
+        if port:
+            most, bound = 1, f"rollout.chat.port is {port}, for one server"
+        placed = sum(life not in ("placing", "draining") for life in self._supervisor.servers().values())
+        draining = sum(life == "draining" for life in self._supervisor.servers().values())
+        if room is not None and placed + draining + room < most:
+            most, bound = placed + draining + room, f"Ray has GPUs for {placed + draining + room} of them"
+        return least, max(most, least), bound

@@ -1,0 +1,167 @@
+"""The fleet: what it adds, drains and says for what the buffer answers. The supervisor is a list of names here."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.process import Process
+from actors.supervise.fleet import Fleet
+from buffer.wire.protocol import ServerLife, State, Waiter
+from configs.load import load
+
+STATE = State(version=0, trained=-1, counts={}, dropped={}, ages={}, bytes_stored=0, servers={}, waiters=[], errors=0)
+
+
+class NamesOnly:
+    """Stands for `Supervisor`: notes what it is asked for. What is added is placed at once, what is drained stays."""
+
+    def __init__(self, servers: int) -> None:
+        self.processes = [server(number) for number in range(servers)]
+        self.lives: dict[str, ServerLife] = {process.name: "started" for process in self.processes}
+        self.left: list[str] = []
+        self.ending = False
+
+    def servers(self) -> dict[str, ServerLife]:
+        return dict(self.lives)
+
+    def add(self, process: Process) -> None:
+        self.lives[process.name] = "placing"
+
+    async def drain_server(self, name: str, within_s: float) -> None:
+        self.lives[name] = "draining"
+
+
+def server(number: int) -> Process:
+    return Process(f"rollout-{number}", "rollout", ("x",), Path("log"))
+
+
+class Fixture:
+    """A fleet that keeps `servers`, with room for `room` more; `words` go into the run file."""
+
+    def __init__(self, servers: int, *words: str, room: int | None = None, own: int | None = None) -> None:
+        required = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math"]
+        self.supervisor, self.said, self.room = NamesOnly(servers), list[str](), room
+        config = load([*required, *words])
+        wanted = config.rollout.least_servers if own is None else own
+        self.fleet = Fleet(config, self.supervisor, server, lambda: self.room, self.said.append, wanted)  # type: ignore[arg-type]
+
+    def adapt(self, now: float = 0.0, **changes: Any) -> dict[str, ServerLife]:
+        """What is kept once the fleet has seen this state."""
+
+        async def seen() -> None:
+            self.fleet.adapt(STATE.model_copy(update=changes), now)
+            await asyncio.sleep(0)  # drains begin
+
+        asyncio.run(seen())
+        return self.supervisor.servers()
+
+    def gone(self, name: str) -> None:
+        del self.supervisor.lives[name]
+        self.supervisor.left.append(name)
+
+
+def by_hand(servers: int) -> dict[str, Any]:
+    return {"wanted_servers": servers, "wanted_by_person": True}
+
+
+def test_a_person_gets_more_and_fewer_the_newest_are_drained_and_no_name_comes_twice() -> None:
+    it = Fixture(1, room=8)
+    assert it.adapt(**by_hand(3)) == {"rollout-0": "started", "rollout-1": "placing", "rollout-2": "placing"}
+    assert it.adapt(**by_hand(3)) == it.adapt(**by_hand(3))
+    assert it.said == ["servers: 1 -> 3 (asked for by hand)"]
+    assert it.adapt(**by_hand(1)) == {"rollout-0": "started", "rollout-1": "draining", "rollout-2": "draining"}
+    it.gone("rollout-2")
+    assert it.adapt(**by_hand(2)) == {"rollout-0": "started", "rollout-1": "draining", "rollout-3": "placing"}
+    assert it.fleet.kept().left == ["rollout-2"] and it.fleet.kept().wanted == 2
+
+
+def test_without_a_persons_number_it_is_the_run_files() -> None:
+    it = Fixture(2, "--rollout.servers=2")
+    assert len(it.adapt()) == 2 and len(it.adapt(**by_hand(4))) == 4
+    now = it.adapt(wanted_servers=4, wanted_by_person=False)
+    assert list(now.values()) == ["started", "started", "draining", "draining"]
+    assert it.said[-1] == "servers: 4 -> 2 (as the run file says)"
+
+
+def test_what_ray_has_no_room_for_is_placed_once_it_has() -> None:
+    """A server that is being placed takes of the room before Ray has noticed."""
+    it = Fixture(1, room=1)
+    assert len(it.adapt(**by_hand(4))) == 2 and len(it.adapt(**by_hand(4))) == 2
+    it.supervisor.lives["rollout-1"] = "started"
+    assert len(it.adapt(**by_hand(4))) == 3
+    assert (kept := it.fleet.kept()).wanted == 4 and kept.most == 3 and kept.bound == "Ray has GPUs for 3 of them"
+
+
+def test_one_that_gave_up_keeps_its_place_and_nothing_is_placed_while_the_run_ends() -> None:
+    it = Fixture(2)
+    it.supervisor.lives["rollout-1"] = "gave_up"
+    assert it.adapt(**by_hand(2)) == {"rollout-0": "started", "rollout-1": "gave_up"}
+    it.supervisor.ending = True
+    assert len(it.adapt(**by_hand(4))) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "bounds", "bound"),
+    [
+        (["--rollout.servers={min: 2, max: 5}"], (2, 5), "rollout.servers has min 2, max 5"),
+        (["--rollout.chat.port=9000"], (1, 1), "rollout.chat.port is 9000, for one server"),
+        ([], (1, 4096), "more are a slip of the keyboard"),
+    ],
+)
+def test_the_bounds_of_what_may_be_asked_for(words: list[str], bounds: tuple[int, int], bound: str) -> None:
+    kept = Fixture(1, *words).fleet.kept()
+    assert ((kept.least, kept.most), kept.bound) == (bounds, bound)
+
+
+def watched(at: float, waits: bool, parked: float = 0.0, servers: int = 2) -> dict[str, Any]:
+    """A run `at` seconds in: a version every ten seconds."""
+    stats = {"version": 1, "leases": 4, "silent_s": 0.1, "stats": {"places": 10.0, "parked": parked}}
+    waiters = [Waiter(who="learner", kind="Take", why="", seconds=1.0)] * waits
+    return {
+        "trained": int(at) // 10,
+        "counts": {"leased": 8},
+        "lengths": {"generated": [int(at), 0, 0, 0, 0]},
+        "servers": {f"rollout-{number}": stats for number in range(servers)},
+        "waiters": waiters,
+    }
+
+
+def test_the_rule_asks_for_more_says_why_and_looks_away_while_they_start() -> None:
+    it = Fixture(2, "--rollout.servers={min: 2, max: 5}", room=8)
+    for second in range(62):
+        kept = it.adapt(now=float(second), **watched(second, waits=True))
+    assert list(kept.values()) == ["started", "started", "placing", "placing"]
+    (line,) = it.said
+    assert line.startswith("servers: 2 -> 4 (the learner waited 100% of the last 60 s for a batch, 0% of the servers'")
+    for second in range(62, 300):
+        it.adapt(now=float(second), **watched(second, waits=True))
+    assert it.fleet.wanted == 4
+    it.supervisor.lives |= {"rollout-2": "started", "rollout-3": "started"}
+    for second in range(300, 420):
+        it.adapt(now=float(second), **watched(second, waits=True, servers=4))
+    assert it.fleet.wanted == 5
+
+
+def test_a_persons_number_holds_against_the_rule_until_auto() -> None:
+    it = Fixture(2, "--rollout.servers={min: 2, max: 5}", room=8)
+    for second in range(200):
+        it.adapt(now=float(second), **watched(second, waits=True), **by_hand(2))
+    assert it.fleet.wanted == 2
+    for second in range(200, 262):
+        it.adapt(now=float(second), **watched(second, waits=True))
+    assert it.fleet.wanted == 4
+
+
+def test_the_number_of_the_last_launch_is_the_rules_first() -> None:
+    it = Fixture(2, "--rollout.servers={min: 2, max: 5}", room=8, own=4)
+    assert len(it.adapt()) == 4
+
+
+def test_where_servers_do_not_help_it_says_what_does_once() -> None:
+    it = Fixture(2, "--rollout.servers={min: 2, max: 5}", room=8)
+    for second in range(250):
+        it.adapt(now=float(second), **watched(second, waits=True, parked=5.0))
+    assert len(it.said) == 1 and "raise batch.max_staleness (4)" in it.said[0] and it.fleet.wanted == 2
+    assert "batch.max_staleness" in it.fleet.kept().advice
