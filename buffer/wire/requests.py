@@ -65,9 +65,12 @@ class PendingRequests:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error))
             return
-        if peer := self.handlers.peers.get(identity):
-            peer.heard = now
+        self.handlers.heard(identity, now)
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
+
+    def disconnected(self, identity: bytes, now: float) -> None:
+        """The connection of this process broke: it has ended, or will connect again."""
+        self.handlers.disconnected(identity, now)
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""

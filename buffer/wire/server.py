@@ -11,6 +11,7 @@ import asyncio
 import errno
 import logging
 import sqlite3
+import struct
 import time
 from typing import Any
 
@@ -65,6 +66,11 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._news = False
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._speakers: dict[int, bytes] = {}
+        """By the file descriptor of a connection: identity of the process that was last heard over it."""
+        self._broken: list[bytes] = []
+        """Identities whose connections broke since the last look."""
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -83,6 +89,8 @@ class BufferServer:
     async def __aexit__(self, *error: object) -> None:
         if self._auth:
             self._auth.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
         self._context.term()
 
@@ -109,12 +117,22 @@ class BufferServer:
 
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
-        due: float | None = None
         self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch_connections())
+        try:
+            await self._serve(requests)
+        finally:
+            watching.cancel()
+
+    async def _serve(self, requests: PendingRequests) -> None:
+        due: float | None = None
         while True:
             await self._wake(due)
             received, more = self._receive()
             now = time.monotonic()
+            broken, self._broken = self._broken, []
+            for identity in broken:  # first: what was received is by processes that are there, perhaps again
+                requests.disconnected(identity, now)
             for frames in received:
                 requests.receive(frames, now)
             if not more:  # a server is silent only if no message of it waits to be read
@@ -149,6 +167,14 @@ class BufferServer:
         """Whether `wake` was called since the last wait."""
         return self._news
 
+    async def _watch_connections(self) -> None:
+        """Note whose connections break: the kernel tells at once when a process ends, however it does."""
+        while True:
+            _, descriptor = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
+            if identity := self._speakers.pop(descriptor, None):
+                self._broken.append(identity)
+                self._on_news()
+
     def _on_news(self) -> None:
         self._news = True
         if self._polling:
@@ -163,6 +189,7 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
+            self._speakers[int(identity.get(zmq.SRCFD))] = identity.bytes
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True
