@@ -123,7 +123,7 @@ def role_rows(role: str, found: Sequence[Recovery]) -> list[ResultRow]:
     return rows
 
 
-def measure(args: argparse.Namespace, file: Path) -> tuple[list[ResultRow], Seen]:
+def measure(args: argparse.Namespace, file: Path) -> list[ResultRow]:
     """Run, kill, end, judge, audit. A run that fails has a row that says why, whatever else is known of it."""
     rows: list[ResultRow] = []
     kills = max(1, round(60 * args.minutes / args.every_s))
@@ -131,6 +131,7 @@ def measure(args: argparse.Namespace, file: Path) -> tuple[list[ResultRow], Seen
         progress(f"{kills} kills; the run is in {launched.config.run.path}, its terminal in {launched.terminal}")
         try:
             calm, deaths = soak(launched.config.rollout.servers, observer, kills, args.every_s, args.calm_s)
+            file.with_suffix(".seen.json").write_text(json.dumps(asdict(observer.seen)))
             rows += rows_of(observer.seen, calm, deaths)
             if (code := launched.end()) != 128 + signal.SIGINT:
                 raise Stalled(f"the launcher ended with {code}")
@@ -141,7 +142,7 @@ def measure(args: argparse.Namespace, file: Path) -> tuple[list[ResultRow], Seen
         except (Stalled, Lost, ValueError, subprocess.TimeoutExpired) as error:
             progress(launched.last_lines())
             rows.append(ResultRow("FAILED", 0.0, "", f"{type(error).__name__}: {error}"))
-    return rows, observer.seen
+    return rows
 
 
 def main() -> int:
@@ -166,9 +167,8 @@ def main() -> int:
         data, model = prepare(work, args.model)
         servers = args.gpus - 1 if args.gpus else args.servers
         file = write_run(work, data, model, args.model is None, servers, args.checkpoint_every)
-    rows, seen = measure(args, file)
+    rows = measure(args, file)
     write(args.out, "soak", [row.line() for row in rows])
-    file.with_suffix(".seen.json").write_text(json.dumps(asdict(seen)))
     return 1 if any(row.what == "FAILED" for row in rows) else 0
 
 

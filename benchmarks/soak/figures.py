@@ -15,7 +15,7 @@ from statistics import mean
 
 from benchmarks.soak.observer import PROGRESS, Seen
 
-WINDOW = 5
+WINDOW = 10
 DEAD_SHARE, ASSUMED_S = 0.1, 30.0
 KILL_EVERY_S = ASSUMED_S / DEAD_SHARE
 """The schedule: a kill each 300 s, of any process. One is dead for 10 % of the time then, if a recovery takes 30 s."""

@@ -26,8 +26,7 @@ END_S = 120.0
 """Time for the end after SIGINT: the learner's version and its last checkpoint, and the drain of the others."""
 KV_BYTES = 128 * 2**20
 TOY: dict[str, dict[str, Any]] = {
-    "batch": {"groups": 16, "samples": 8},
-    "rollout": {"sequences": 128, "engine": {"max_num_seqs": 128, "kv_cache_memory_bytes": KV_BYTES}},
+    "rollout": {"sequences": 256, "engine": {"max_num_seqs": 256, "kv_cache_memory_bytes": KV_BYTES}},
 }
 SMOLLM2_PROBLEMS = ("--numbers", "2", "3", "--largest", "20", "--target", "40", "--count", "4000", "--prompt", "words")
 

@@ -35,9 +35,9 @@ WARN_S = 10.0
 """Shortest time between two lines of the log about it."""
 OBSERVER_S = 60
 """An observer not heard of for so long is forgotten."""
-BACK_S = 2.0
-"""Time to come back after a connection broke, twice the longest that a client waits before it connects again: a process
-that does not has ended, for a network that fails breaks no connection before the heartbeats tell."""
+BACK = 0.25
+"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives is
+heard of by then. A network that fails breaks no connection before the lease ends."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class Handlers:
     def disconnected(self, identity: bytes, now: float) -> None:
         """The connection of this process broke."""
         if (peer := self.peers.get(identity)) and peer.hello.role == "rollout":
-            peer.broke, self._broken[identity] = now, now + BACK_S
+            peer.broke, self._broken[identity] = now, now + BACK * self.ledger.lease_s
 
     def _lose(self, now: float) -> float | None:
-        """End the leases of servers whose connection broke BACK_S ago; returns when to call again."""
+        """End the leases of servers that did not come back in time; returns when to call again."""
         for identity in [identity for identity, due in self._broken.items() if now >= due]:
             del self._broken[identity]
             if peer := self.peers.get(identity):  # else it was replaced

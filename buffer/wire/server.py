@@ -11,7 +11,6 @@ import asyncio
 import errno
 import logging
 import sqlite3
-import struct
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, split
+from buffer.wire.connection import broken
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 
@@ -66,11 +66,10 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._news = False
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._speakers: dict[int, bytes] = {}
         """By the file descriptor of a connection: identity of the process that was last heard over it."""
-        self._broken: list[bytes] = []
-        """Identities whose connections broke since the last look."""
+        self._broken: list[int] = []
+        """File descriptors of the connections that broke since the last look."""
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -89,8 +88,6 @@ class BufferServer:
     async def __aexit__(self, *error: object) -> None:
         if self._auth:
             self._auth.stop()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
         self._socket.close()
         self._context.term()
 
@@ -123,6 +120,7 @@ class BufferServer:
             await self._serve(requests)
         finally:
             watching.cancel()
+            await asyncio.wait({watching})
 
     async def _serve(self, requests: PendingRequests) -> None:
         due: float | None = None
@@ -130,11 +128,10 @@ class BufferServer:
             await self._wake(due)
             received, more = self._receive()
             now = time.monotonic()
-            broken, self._broken = self._broken, []
-            for identity in broken:  # first: what was received is by processes that are there, perhaps again
-                requests.disconnected(identity, now)
             for frames in received:
                 requests.receive(frames, now)
+            for identity in self._ended():
+                requests.disconnected(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
             requests.retry(now)
@@ -168,12 +165,14 @@ class BufferServer:
         return self._news
 
     async def _watch_connections(self) -> None:
-        """Note whose connections break: the kernel tells at once when a process ends, however it does."""
-        while True:
-            _, descriptor = struct.unpack("=hi", (await self._monitor.recv_multipart())[0])
-            if identity := self._speakers.pop(descriptor, None):
-                self._broken.append(identity)
-                self._on_news()
+        async for descriptor in broken(self._socket):
+            self._broken.append(descriptor)
+            self._on_news()
+
+    def _ended(self) -> list[bytes]:
+        """Identities whose connections broke since the last call, but for those heard over another one since."""
+        ended, self._broken = [self._speakers.pop(descriptor, b"") for descriptor in self._broken], []
+        return [identity for identity in ended if identity not in self._speakers.values()]
 
     def _on_news(self) -> None:
         self._news = True

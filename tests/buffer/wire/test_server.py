@@ -18,7 +18,6 @@ import zmq.asyncio
 from buffer.store.sqlite import Store
 from buffer.wire import handlers
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
-from buffer.wire.handlers import BACK_S
 from buffer.wire.message import Message, pack, unpack
 from buffer.wire.protocol import (
     ANSWERS,
@@ -272,7 +271,7 @@ async def test_leases_end_by_the_clock_and_wake_the_ask_that_waits_for_work():
 @in_loop
 async def test_the_leases_of_a_server_that_ended_end_long_before_the_heartbeats_tell():
     async with (
-        buffer(make_requests(max_staleness=0, lease_s=3600.0)) as it,
+        buffer(make_requests(max_staleness=0, lease_s=8.0)) as it,
         rollout(it.address, "rollout-1") as samples,
     ):
         async with Wire(it.address) as dead:
@@ -286,22 +285,24 @@ async def test_the_leases_of_a_server_that_ended_end_long_before_the_heartbeats_
             put = Put(item=lease.item, lease=lease.lease, samples=[s.pack() for s in group(lease.item)])
             answer = await late.ask(4, put)
             assert isinstance(answer, Stored) and not answer.accepted
+            state = await late.ask(5, Status())
+            assert isinstance(state, State) and list(state.failed) == ["infrastructure: its server ended"]
 
 
 def test_a_server_that_connects_again_keeps_its_leases():
-    handlers = make_requests(lease_s=3600.0).handlers
+    handlers = make_requests(lease_s=10.0).handlers
     ended, back, learner = b"ended", b"back", b"learner"
     handlers.hello(ended, hello("rollout-0", "a"), 0.0)
     handlers.hello(back, hello("rollout-1", "b"), 0.0)
     handlers.hello(learner, hello("learner-0", "c", "learner"), 0.0)
     for identity in (ended, back):
-        assert handlers.answer(handlers.peers[identity], 1, Ask(request=1, version=0, room=2), 1.0).items
+        assert handlers.answer(handlers.peers[identity], 1, Ask(request=1, version=0, room=2), 9.0).items
     for identity in (ended, back, learner, b"nobody"):
         handlers.disconnected(identity, 10.0)
     assert handlers.state([], 0, 11.0).servers["rollout-0"]["gone_s"] == 1.0
     handlers.heard(back, 11.0)
-    assert handlers.expire(11.5) == 10.0 + BACK_S
-    handlers.expire(10.0 + BACK_S)
+    assert handlers.expire(11.5) == 12.5
+    handlers.expire(12.5)
     servers = handlers.state([], 0, 13.0).servers
     assert (servers["rollout-0"]["leases"], servers["rollout-1"]["leases"]) == (0, 2)
     assert "gone_s" in servers["rollout-0"] and "gone_s" not in servers["rollout-1"]
