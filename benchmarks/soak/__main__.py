@@ -156,7 +156,9 @@ def main() -> int:
     parser.add_argument("--checkpoint-every", type=int, default=5, help="versions between two checkpoints")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-soak"))
     parser.add_argument("--run-file", type=Path, help="soak this run instead of the benchmark's own")
-    parser.add_argument("--launch", nargs="+", default=LAUNCH, help="command that keeps the run")
+    parser.add_argument(
+        "--launch", nargs=argparse.REMAINDER, default=LAUNCH, help="the rest of the line: what keeps the run"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "soak.json")
     args = parser.parse_args()
     if args.gpus == 1 or (args.gpus and args.model is None):

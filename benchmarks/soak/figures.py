@@ -123,7 +123,7 @@ MARKS: dict[str, Sequence[tuple[str, str, str]]] = {
         ("noticed", "{}", r"--- \S+ failed"),
         ("started", "{}", r"--- \S+ started"),
         ("imports, reward workers", "{}", r"waits for the buffer"),
-        ("vLLM started, joined", "learner", r"weights: {} joined"),
+        ("vLLM started", "{}", r"weights: the learner is at"),
         ("first policy", "{}", r"generating with version"),
         ("first group", "{}", re.escape(PROGRESS)),
     ),

@@ -32,7 +32,7 @@ OPTIONS = {
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
     zmq.RECONNECT_IVL: 50,  # ms
-    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.RECONNECT_IVL_MAX: 250,  # a buffer that was started again serves all clients at once
     zmq.HEARTBEAT_IVL: 5000,  # a dead network is a lost connection after HEARTBEAT_TIMEOUT ms
     zmq.HEARTBEAT_TIMEOUT: 15000,
 }
