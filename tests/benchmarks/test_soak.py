@@ -105,7 +105,7 @@ def test_a_run_with_a_kill_of_each_process_loses_nothing(tmp_path: Path) -> None
         "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "keep": "all"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    words = ["--run-file", tmp_path / "run.yaml", "--work", tmp_path, "--out", tmp_path / "soak.json"]
+    words: list[str | Path] = ["--run-file", tmp_path / "run.yaml", "--work", tmp_path, "--out", tmp_path / "soak.json"]
     words += ["--minutes", str(4 / 60), "--every-s", "1", "--calm-s", "1"]
     launch = ["--launch", sys.executable, "-m", "tests.benchmarks.soak_stand_ins", "launch"]
     soak = subprocess.run(

@@ -60,7 +60,7 @@ class LearnerConnection:
     async def close(self) -> None:
         """Say Leave and close."""
         self.say(Leave())
-        ending = [self._break, *([self._next] if self._next else [])]
+        ending: list[asyncio.Future[Any]] = [self._break, *([self._next] if self._next else [])]
         for one in ending:
             one.cancel()
         await asyncio.wait(ending)
