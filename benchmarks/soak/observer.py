@@ -25,7 +25,7 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True)
 class Sighting:
-    """Something seen at `at`: a line of the log of process `who`, or `PROGRESS`. `Sighting(3.2, "buffer", "run soak")`."""
+    """Something seen at `at`: a line of the log of process `who`, or `PROGRESS`. `Sighting(3.2, "buffer", "run x")`."""
 
     at: float
     who: str
