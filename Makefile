@@ -1,4 +1,4 @@
-# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, oldest, gpu, chaos.
+# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, oldest, gpu, chaos, soak.
 # Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test oldest gpu chaos clean
+.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test oldest gpu chaos soak clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
@@ -66,6 +66,10 @@ gpu: $(STAMP)
 # Long form of the chaos test: at least 200 kills. CHAOS_SEED picks another run.
 chaos: $(STAMP)
 	$(RUN) -m tests.system.chaos --kills 200 --seed $${CHAOS_SEED:-0}
+
+# Training time that is left under kills, in half an hour: four kills, one each 300 s. SOAK adds flags, as in SOAK="--minutes 60".
+soak: $(STAMP)
+	$(RUN) -m benchmarks.soak $(SOAK)
 
 clean:
 	rm -rf $(VENV) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

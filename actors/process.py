@@ -24,9 +24,10 @@ PROGRESS: dict[Role, str] = {
 
 @dataclass(frozen=True)
 class Restarts:
-    """When to start a failed process again: after `first_s`, doubled each time up to `most_s`.
+    """When to start a failed process again: at once if it made progress since its start (PROGRESS), else after
+    `first_s`, doubled each time up to `most_s`.
 
-    The keeper gives up after `failures` failures in a row without progress (PROGRESS), however long each one took.
+    The keeper gives up after `failures` failures in a row without progress, however long each one took.
     """
 
     first_s: float = 1.0

@@ -91,14 +91,15 @@ class Keeper:
             worked |= self._progress.exists()
             if code == BAD_INPUT and not worked:  # another start would end the same way
                 return self._report("refused", "\n".join(self._last_lines), code)
-            failures = 1 if self._progress.exists() else failures + 1
+            progressed = self._progress.exists()
+            failures = 1 if progressed else failures + 1
             what = f"exit code {code} after {lived_s:.0f} s"
             if failures >= restarts.failures:
                 lines = "\n".join(f"  {line}" for line in self._last_lines)
                 never = f"it failed {failures} times in a row and never {PROGRESS[self.process.role]}"
                 return self._report("gave_up", f"{what}; {never}; its last lines:\n{lines}", code)
-            delay_s = min(restarts.first_s * 2 ** (failures - 1), restarts.most_s)
-            self._report("failed", f"{what}; again in {delay_s:g} s", code)
+            delay_s = 0.0 if progressed else min(restarts.first_s * 2 ** (failures - 1), restarts.most_s)
+            self._report("failed", f"{what}; again {f'in {delay_s:g} s' if delay_s else 'at once'}", code)
             self._ending.wait(delay_s)
         self._report("ended", "it was waiting for its restart", DONE)
 

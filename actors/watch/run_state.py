@@ -121,7 +121,9 @@ def waits(state: State, config: Config) -> list[str]:
     """
     gone = silent(state, config)
     holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
-    servers = ", ".join(name + _stages(state.servers[name]) for name in holding) or "any rollout server"
+    working = ", ".join(name + _stages(state.servers[name]) for name in holding)
+    absent = ", ".join(f"{name}, {_absence(server)}" for name, server in state.servers.items() if _absence(server))
+    servers = working or absent or "any rollout server"
     whom = {"Take": _culprit(state) or servers, "Results": "the last evaluation"}
     return [
         f"{waiter.who} for {whom.get(waiter.kind, 'the learner')}, {waiter.seconds:.1f} s: {waiter.why}"
@@ -154,9 +156,19 @@ def fullness(state: State, name: str) -> str:
 
 
 def silent(state: State, config: Config) -> list[str]:
-    """Servers without a message for so long that their leases have ended."""
+    """Servers that have ended, or without a message for so long that their leases have ended."""
     limit_s = MISSED_HEARTBEATS * config.rollout.heartbeat_s
-    return [name for name, server in state.servers.items() if float(server.get("silent_s", 0.0)) > limit_s]
+    servers = state.servers.items()
+    return [name for name, server in servers if "gone_s" in server or float(server.get("silent_s", 0.0)) > limit_s]
+
+
+def _absence(server: Mapping[str, Any]) -> str:
+    """Why a server does not work, nothing for one that may: `which ended 3 s ago`."""
+    if "gone_s" in server:
+        return f"which ended {server['gone_s']:.0f} s ago"
+    if server.get("silent_s") is not None and server.get("version") is None:
+        return "which is starting"
+    return ""
 
 
 def servers_lines(state: State) -> Iterator[str]:

@@ -142,6 +142,7 @@ def _servers_table(state: State, config: Config) -> Table:
         silent_s = server.get("silent_s")
         version = server.get("version")
         silence = "has not asked for work yet" if version is None else "leases ended"  # vLLM starts without heartbeats
+        silence = "it has ended" if "gone_s" in server else silence
         heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + f" ({silence})" * (name in gone)
         full = "" if name in gone else fullness(state, name)
         shown_version = "?" if version is None else str(version)

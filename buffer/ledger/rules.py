@@ -5,6 +5,7 @@ tokens: payloads live in the store. `buffer/wire/handlers.py` drives it and comm
 before it answers. Decisions are made here; the state they change is in `state.py`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from buffer.ledger import schedule
@@ -202,6 +203,13 @@ class Ledger:
             state.wanted_servers = state.wanted_servers if servers is None else servers
             state.wanted_by_person = int(by_person and servers is not None)
         return before != (state.wanted_servers, state.wanted_by_person)
+
+    def lose(self, server: str, reason: str, now: float) -> None:
+        """The server broke off and did not come back in time: end its leases. It may still deliver and ask again."""
+        self.evaluations.leave(server)
+        if server in self.state.servers:
+            self.state.servers[server].heard = -math.inf
+            self._end_all(self.state.servers[server], reason, now)
 
     def expire(self, now: float) -> float | None:
         """End the leases of servers not heard of for `lease_s`, and the waits of failed items for another server.

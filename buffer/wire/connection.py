@@ -11,6 +11,7 @@ import logging
 import struct
 import time
 import uuid
+from collections.abc import AsyncIterator
 from typing import Literal, TypeVar
 
 import zmq
@@ -31,7 +32,7 @@ OPTIONS = {
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
     zmq.RECONNECT_IVL: 50,  # ms
-    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.RECONNECT_IVL_MAX: 250,  # a buffer that was started again serves all clients at once
     zmq.HEARTBEAT_IVL: 5000,  # a dead network is a lost connection after HEARTBEAT_TIMEOUT ms
     zmq.HEARTBEAT_TIMEOUT: 15000,
 }
@@ -41,6 +42,19 @@ LOST = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one end uses keys: compare buffer.address and <run>/keys",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our key: copy <run>/keys from the buffer's machine",
 }
+
+
+async def broken(socket: zmq.asyncio.Socket) -> AsyncIterator[int]:
+    """The file descriptor of each connection of `socket` that breaks, until cancelled: the kernel tells at once when a
+    process ends, however it does. The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        while True:
+            _, descriptor = struct.unpack("=hi", (await monitor.recv_multipart())[0])
+            yield descriptor
+    finally:
+        socket.disable_monitor()
+        monitor.close(0)
 
 
 class RefusedError(RuntimeError):

@@ -40,6 +40,9 @@ WARN_S = 10.0
 """Shortest time between two lines of the log about it."""
 OBSERVER_S = 60
 """An observer not heard of for so long is forgotten."""
+BACK = 0.25
+"""Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives is
+heard of by then. A network that fails breaks no connection before the lease ends."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Peer:
     beat: int = 0
     """Number of its latest Heartbeat; one that arrives after a later one is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
+    broke: float | None = None
+    """When its connection broke; None: it was heard of since."""
 
     @cached_property
     def key(self) -> str:
@@ -138,6 +143,8 @@ class Handlers:
         """Of samples accepted and not yet trained."""
         self._ended: str | None = None
         """`reasons.ended` as last written; None: nobody knows what the run's last launch wrote."""
+        self._broken: dict[bytes, float] = {}
+        """By identity of a server whose connection broke: when its leases end."""
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
         self._warned_at = -math.inf
@@ -213,7 +220,7 @@ class Handlers:
         if self._away and now >= self._away[0]:
             self._away = None
             self._revision += 1
-        ends = [self._expire_leases(now), self._away and self._away[0]]
+        ends = [self._expire_leases(now), self._away and self._away[0], self._lose(now)]
         return min((end for end in ends if end is not None), default=None)
 
     def _expire_leases(self, now: float) -> float | None:
@@ -225,6 +232,26 @@ class Handlers:
             due = ledger.expire(now)
             self._next_end = (ledger.revision, ledger.state.next_lease), due
         return due
+
+    def heard(self, identity: bytes, now: float) -> None:
+        """A message of this process has come."""
+        if peer := self.peers.get(identity):
+            peer.heard, peer.broke = now, None
+            self._broken.pop(identity, None)
+
+    def disconnected(self, identity: bytes, now: float) -> None:
+        """The connection of this process broke."""
+        if (peer := self.peers.get(identity)) and peer.hello.role == "rollout":
+            peer.broke, self._broken[identity] = now, now + BACK * self.ledger.lease_s
+
+    def _lose(self, now: float) -> float | None:
+        """End the leases of servers that did not come back in time; returns when to call again."""
+        for identity in [identity for identity, due in self._broken.items() if now >= due]:
+            del self._broken[identity]
+            if peer := self.peers.get(identity):  # else it was replaced
+                log.info("%s broke its connection and did not come back: its leases end", peer.hello.name)
+                self.ledger.lose(peer.key, "its server ended", now)
+        return min(self._broken.values(), default=None)
 
     def changes(self) -> Transaction | None:
         """What changed since the last call, to be committed before anything else is handled; None: nothing."""
@@ -313,7 +340,9 @@ class Handlers:
     def _server(self, peer: Peer, now: float) -> dict[str, Any]:
         known = self.ledger.servers.get(peer.key)
         leases, version = (len(known.leases), known.version) if known else (0, None)
-        return {"version": version, "leases": leases, "silent_s": round(now - peer.heard, 1), "stats": peer.stats}
+        silent_s, gone_s = now - peer.heard, None if peer.broke is None else round(now - peer.broke, 1)
+        found = {"version": version, "leases": leases, "silent_s": round(silent_s, 1), "stats": peer.stats}
+        return found if gone_s is None else found | {"gone_s": gone_s}
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
         """Forget who had this name and role before, and observers that are gone."""

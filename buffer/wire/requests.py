@@ -128,9 +128,8 @@ class PendingRequests:
         except ValueError as error:
             self._refuse(identity, number_of(data), "malformed", str(error))
             return
+        self.handlers.heard(identity, now)
         peer = self.handlers.peers.get(identity)
-        if peer:
-            peer.heard = now
         if isinstance(message, protocol.Put):
             self._put_off.pop((identity, number), None)
             self._asked_for.pop((identity, number), None)
@@ -139,6 +138,10 @@ class PendingRequests:
             self._park(ask)  # its server may run another version by now
         elif isinstance(message, protocol.Hello):
             self._forget_left()
+
+    def disconnected(self, identity: bytes, now: float) -> None:
+        """The connection of this process broke: it has ended, or will connect again."""
+        self.handlers.disconnected(identity, now)
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""

@@ -24,6 +24,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.capacity import MemoryWatch
 from buffer.curve import ServerKeys, is_loopback, split
+from buffer.wire.connection import broken
 from buffer.wire.handlers import Turn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
@@ -78,6 +79,10 @@ class BufferServer:
         self._news = False
         self._in_flight = 0
         """Bytes of large answers that ZeroMQ has not yet handed to the network."""
+        self._speakers: dict[int, bytes] = {}
+        """By the file descriptor of a connection: identity of the process that was last heard over it."""
+        self._broken: list[int] = []
+        """File descriptors of the connections that broke since the last look."""
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -122,10 +127,18 @@ class BufferServer:
 
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
+        self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch_connections())
+        try:
+            await self._serve(requests)
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+
+    async def _serve(self, requests: PendingRequests) -> None:
         due: float | None = None
         others_s = 0.0
         memory = MemoryWatch()
-        self._loop = asyncio.get_running_loop()
         while True:
             await self._wake(due, at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
             began = time.monotonic()
@@ -135,6 +148,8 @@ class BufferServer:
             now = time.monotonic()
             for frames in received:
                 requests.receive(frames, now)
+            for identity in self._ended():
+                requests.disconnected(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
             requests.retry(now)
@@ -170,6 +185,16 @@ class BufferServer:
         """Whether `wake` was called since the last wait."""
         return self._news
 
+    async def _watch_connections(self) -> None:
+        async for descriptor in broken(self._socket):
+            self._broken.append(descriptor)
+            self._on_news()
+
+    def _ended(self) -> list[bytes]:
+        """Identities whose connections broke since the last call, but for those heard over another one since."""
+        ended, self._broken = [self._speakers.pop(descriptor, b"") for descriptor in self._broken], []
+        return [identity for identity in ended if identity not in self._speakers.values()]
+
     def _on_news(self) -> None:
         self._news = True
         if self._polling:
@@ -184,6 +209,7 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
+            self._speakers[int(identity.get(zmq.SRCFD))] = identity.bytes
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True

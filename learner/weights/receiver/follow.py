@@ -139,14 +139,14 @@ class Receiver:
                     seeking.cancel()
                     seeking = None
                 elif connection.lost and not seeking:
-                    log.warning("weights: the learner at %s is silent; asking where it is", connection.address)
+                    log.warning("weights: the learner at %s is silent or gone; asking where it is", connection.address)
                     seeking = asyncio.ensure_future(self._where(connection.address))
                 if seeking and seeking.done():
                     return seeking.result()
         finally:
             if seeking:
                 seeking.cancel()
-            connection.close()
+            await connection.close()
             self._connection = None
 
     async def _on_message(self, message: Message, connection: LearnerConnection) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import zmq.asyncio
 
 from buffer.curve import ClientKeys
+from buffer.wire.connection import broken
 from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 
 class LearnerConnection:
-    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long or said
-    Bye."""
+    """Open from the start. `joined`: the server is a member. `lost`: the learner was silent for too long, said Bye
+    or broke the connection, as one that is killed does."""
 
     def __init__(self, context: zmq.asyncio.Context, address: str, keys: ClientKeys | None, heartbeat_s: float) -> None:
         self.address, self.heartbeat_s = address, heartbeat_s
@@ -24,6 +25,8 @@ class LearnerConnection:
         self._socket = dealer(context, address, keys)
         self._heard_at, self._said_at = time.monotonic(), 0.0
         self._next: asyncio.Future[bytes] | None = None
+        self._breaks = broken(self._socket)
+        self._break = asyncio.ensure_future(anext(self._breaks))
 
     async def receive(self, join: Join, other: asyncio.Future[Any] | None) -> Message | None:
         """The next message; None after a heartbeat without one, or once `other` is done. Sends `join` until admitted,
@@ -33,8 +36,11 @@ class LearnerConnection:
             self.say(KeepAlive() if self.joined else join)
         if self._next is None:
             self._next = asyncio.ensure_future(self._socket.recv())
-        waited: list[asyncio.Future[Any]] = [self._next, *([other] if other else [])]
+        waited: list[asyncio.Future[Any]] = [self._next, self._break, *([other] if other else [])]
         await asyncio.wait(waited, timeout=self.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._break.done() and not self._next.done():
+            self._break = asyncio.ensure_future(anext(self._breaks))
+            self.leave(lost=True)
         if not self._next.done():
             if time.monotonic() - self._heard_at > BEATS * self.heartbeat_s:
                 self.leave(lost=True)
@@ -51,9 +57,11 @@ class LearnerConnection:
         """Send without waiting: the queue is unbounded."""
         self._socket.send(pack(message))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Say Leave and close."""
         self.say(Leave())
-        if self._next:
-            self._next.cancel()
+        ending: list[asyncio.Future[Any]] = [self._break, *([self._next] if self._next else [])]
+        for one in ending:
+            one.cancel()
+        await asyncio.wait(ending)
         self._socket.close()

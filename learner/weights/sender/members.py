@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys
+from buffer.wire.connection import broken
 from buffer.wire.message import Message
 from learner.weights import protocol
 
@@ -75,6 +77,8 @@ class Members:
         """`backend`: the one that servers must receive with; empty if any will do."""
         self._welcome, self._backend, self._host, self._keys, self._on_drop = welcome, backend, host, keys, on_drop
         self._by_route: dict[bytes, Member] = {}
+        self._routes: dict[int, bytes] = {}
+        """By the file descriptor of a connection: the route of the messages that come over it."""
         self.changed = asyncio.Event()
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
         self.failed = 0
@@ -94,7 +98,7 @@ class Members:
             self._socket, address = protocol.router(context, self._host, self._keys)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._read()), tasks.create_task(self._beat())]
+                    running = [tasks.create_task(work) for work in (self._read(), self._watch(), self._beat())]
                     yield address
                     for task in running:
                         task.cancel()
@@ -131,13 +135,22 @@ class Members:
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
+            first, *_, last = await self._socket.recv_multipart(copy=False)
+            route = self._routes[int(first.get(zmq.SRCFD))] = first.bytes
             try:
-                self._on_message(frames[0], protocol.unpack(frames[-1], protocol.TO_LEARNER))
+                self._on_message(route, protocol.unpack(last.bytes, protocol.TO_LEARNER))
             except ValueError as error:
                 log.error("weights: refused a message: %s", error)
-                self._send(frames[0], protocol.JoinRefused(reason=str(error)))
+                self._send(route, protocol.JoinRefused(reason=str(error)))
             self.changed.set()
+
+    async def _watch(self) -> None:
+        """Drop members whose connection breaks: nobody waits for the answer of a server that was killed."""
+        async for descriptor in broken(self._socket):
+            while await self._socket.poll(0):  # what it has said before
+                await asyncio.sleep(0)
+            if member := self._by_route.get(self._routes.pop(descriptor, b"")):
+                self.drop(member, "its connection broke")
 
     def _on_message(self, route: bytes, message: Message) -> None:
         member = self._by_route.get(route)

@@ -222,6 +222,19 @@ def test_nobody_waits_for_a_server_that_fell_silent(tmp_path: Path) -> None:
     ]
 
 
+def test_a_learner_waits_for_the_server_that_has_ended_and_then_for_its_next_start(tmp_path: Path) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:5600")
+    ended = {"rollout-0": {"version": 6, "leases": 4, "silent_s": 1.5, "gone_s": 1.4, "stats": {}}}
+    now = state(WAITERS[:1]).model_copy(update={"servers": ended})
+    assert silent(now, settings) == ["rollout-0"]
+    assert waits(now, settings) == ["learner for rollout-0, which ended 1 s ago, 3.2 s: batch 7 has 20 of 32 groups"]
+    rows = status._servers_table(now, settings)
+    assert list(rows.columns[3].cells) == ["1.5 s ago (it has ended)"]
+    starting = {"rollout-0": {"version": None, "leases": 0, "silent_s": 15.0, "stats": {}}}
+    now = now.model_copy(update={"servers": starting})
+    assert waits(now, settings)[0].startswith("learner for rollout-0, which is starting, 3.2 s: ")
+
+
 def test_status_of_a_live_run(
     serve: Callable[[State], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,9 +22,14 @@ from buffer.store.sqlite import Store
 LEASE_S = 10.0
 HOLD_S = 2.0
 NAMES = ("a", "b", "c")
-REASONS = {"zero variance", "engine died", "prompt too long", "left", "lost: its server does not know of it"} | {
-    f"its server was not heard of for {LEASE_S:g} s"
-}
+REASONS = {
+    "zero variance",
+    "engine died",
+    "prompt too long",
+    "left",
+    "its server ended",
+    "lost: its server does not know of it",
+} | {f"its server was not heard of for {LEASE_S:g} s"}
 TOO_OLD = "sampled under version"
 names = st.sampled_from(NAMES)
 
@@ -204,6 +209,13 @@ class Run(RuleBasedStateMachine):
         self.heard.pop(name, None)
         self.asked.pop(name, None)
 
+    @rule(name=names)
+    def lose(self, name: str) -> None:
+        """It broke off and does not know: it still has its work, and may come back with it."""
+        self.ledger.lose(name, "its server ended", self.now)
+        self.commit()
+        self.heard.pop(name, None)
+
     @rule(seconds=st.floats(0.1, 12))
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -254,7 +266,7 @@ class Run(RuleBasedStateMachine):
         self.ledger.drain()
         self.ledger = self.new()
         self.ledger.restore(self.store.load(), self.now)
-        self.failed, self.held, self.asked, self.took = {}, {}, {}, None  # how long items are held back is not kept
+        self.failed, self.held, self.asked, self.took = {}, {}, {}, None  # no wait of an item outlives the buffer
         self.heard = {name: self.now for name in self.ledger.servers}
         assert before in (None, self.ledger.counts())
 

@@ -269,6 +269,48 @@ async def test_leases_end_by_the_clock_and_wake_the_ask_that_waits_for_work():
 
 
 @in_loop
+async def test_the_leases_of_a_server_that_ended_end_long_before_the_heartbeats_tell():
+    async with (
+        buffer(make_requests(max_staleness=0, lease_s=8.0)) as it,
+        rollout(it.address, "rollout-1") as samples,
+    ):
+        async with Wire(it.address) as dead:
+            await dead.ask(1, hello())
+            held = await dead.ask(2, Ask(request=1, version=0, room=9))
+        again = await asyncio.wait_for(samples.ask(9), 120)
+        assert [item.item for item in again] == [item.item for item in held.items]
+        async with Wire(it.address) as late:  # under its old name and token: taken for dead, and let in again
+            assert isinstance(await late.ask(3, Heartbeat(version=0, holding=[held.items[0].lease])), News)
+            lease = held.items[0]
+            put = Put(item=lease.item, lease=lease.lease, samples=[s.pack() for s in group(lease.item)])
+            answer = await late.ask(4, put)
+            assert isinstance(answer, Stored) and not answer.accepted
+            state = await late.ask(5, Status())
+            assert isinstance(state, State) and list(state.failed) == ["infrastructure: its server ended"]
+
+
+def test_a_server_that_connects_again_keeps_its_leases():
+    handlers = make_requests(lease_s=10.0).handlers
+    ended, back, learner = b"ended", b"back", b"learner"
+    handlers.hello(ended, hello("rollout-0", "a"), 0.0)
+    handlers.hello(back, hello("rollout-1", "b"), 0.0)
+    handlers.hello(learner, hello("learner-0", "c", "learner"), 0.0)
+    for identity in (ended, back):
+        assert handlers.answer(handlers.peers[identity], 1, Ask(request=1, version=0, room=2), 9.0).items
+    for identity in (ended, back, learner, b"nobody"):
+        handlers.disconnected(identity, 10.0)
+    assert handlers.state([], 0, 11.0).servers["rollout-0"]["gone_s"] == 1.0
+    handlers.heard(back, 11.0)
+    assert handlers.expire(11.5) == 12.5
+    handlers.expire(12.5)
+    servers = handlers.state([], 0, 13.0).servers
+    assert (servers["rollout-0"]["leases"], servers["rollout-1"]["leases"]) == (0, 2)
+    assert "gone_s" in servers["rollout-0"] and "gone_s" not in servers["rollout-1"]
+    handlers.hello(b"next", hello("rollout-0", "d"), 14.0)
+    assert "gone_s" not in handlers.state([], 0, 15.0).servers["rollout-0"]
+
+
+@in_loop
 async def test_where_waits_for_a_learner_and_for_its_next_address():
     async with buffer() as it, rollout(it.address) as samples:
         where = asyncio.create_task(samples.where(None))

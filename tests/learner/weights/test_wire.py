@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def a_sender(**keys):
-    sender = Sender(SPECS, config(**keys), 0, CPU, heartbeat_s=HEARTBEAT_S)
+def a_sender(heartbeat_s=HEARTBEAT_S, **keys):
+    sender = Sender(SPECS, config(**keys), 0, CPU, heartbeat_s=heartbeat_s)
     try:
         yield sender
     finally:
@@ -214,6 +214,30 @@ def test_a_learner_that_dies_between_the_broadcast_and_what_verifies_it(kind):
                 await addresses.set(sender.address)
                 await one.has(3)
         assert one.seen == ([5, 3] if kind is Probe else [3])
+
+    run(test())
+
+
+def test_a_learner_and_a_server_that_are_killed_are_missed_long_before_their_silence_tells():
+    hours_s = 10_000.0
+
+    async def test():
+        with a_sender(hours_s) as sender:
+            addresses = Addresses(sender.address)
+            async with servers(addresses, "rollout-0") as (one,):
+                await until_stat(sender, "weights/members", 1.0)
+                async with a_process(sender.address, "rollout-9", "go") as victim:
+                    await until_stat(sender, "weights/members", 2.0)
+                    victim.kill()
+                    await until_stat(sender, "weights/members", 1.0)
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+                sender._distributor.members._by_route.clear()  # as one that is killed, it says Bye to nobody
+                await asyncio.to_thread(sender.close)
+                with a_sender(hours_s) as successor:
+                    successor.publish(VersionedPolicy(1), 1)
+                    await addresses.set(successor.address)
+                    await one.has(1)
 
     run(test())
 
