@@ -354,13 +354,19 @@ class Handlers:
             same = self._named[hello.name, hello.role]
             gone = [who for who in same if self.peers[who].hello.token != hello.token]
         for identity in gone:
-            peer = self.peers.pop(identity)
-            self._named[peer.hello.name, peer.hello.role].discard(identity)
-            self.left.append(identity)
+            peer = self._drop(identity)
             if hello.role != "observer":
                 self._replaced.add(peer.hello.token)
             if peer.hello.role == "rollout":
                 self.ledger.leave(peer.key, "its server was restarted", now)
+
+    def _drop(self, identity: bytes) -> Peer:
+        """Forget a process."""
+        peer = self.peers.pop(identity)
+        self._named[peer.hello.name, peer.hello.role].discard(identity)
+        self._broken.pop(identity, None)
+        self.left.append(identity)
+        return peer
 
     def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
         if self.weights is None or self.weights == where.known:
@@ -497,7 +503,7 @@ class Handlers:
         for key in servers:
             self.ledger.leave(key, "its server was drained", now, returned=True)
         for identity in [who for who, one in self.peers.items() if one.key in servers and one.hello.role == "rollout"]:
-            del self.peers[identity]
+            self._drop(identity)
             self._revision += 1
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:

@@ -136,7 +136,7 @@ class PendingRequests:
         self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
         if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.get((identity, "Ask"))):
             self._park(ask)  # its server may run another version by now
-        elif isinstance(message, protocol.Hello):
+        if self.handlers.left:
             self._forget_left()
 
     def disconnected(self, identity: bytes, now: float) -> None:
@@ -298,7 +298,7 @@ class PendingRequests:
             self.handlers.set_learner_waiting(waiting)
 
     def _forget_left(self) -> None:
-        """Whatever processes wait for that were replaced."""
+        """Nobody waits any more for what processes asked for that were replaced or drained."""
         left, self.handlers.left = set(self.handlers.left), []
         for request in list(self._parked) if left else ():
             if request.identity in left:
