@@ -25,7 +25,7 @@ BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512,
 
 def connections(config: Config) -> int:
     """Processes that are connected to the buffer at a time."""
-    return config.rollout.servers + config.learner.ranks + WATCHERS
+    return config.rollout.most_servers + config.learner.ranks + WATCHERS
 
 
 def open_files(config: Config) -> int:
