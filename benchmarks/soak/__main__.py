@@ -24,7 +24,7 @@ from statistics import median
 
 from benchmarks.soak import figures
 from benchmarks.soak.audit import Lost, audit
-from benchmarks.soak.figures import ASSUMED_S, KILL_EVERY_S, WINDOW, Death, Recovery, Stretch
+from benchmarks.soak.figures import ASSUMED_S, KILL_EVERY_S, WINDOW, Death, Recovery, Span
 from benchmarks.soak.observer import PROGRESS, Observer, Seen, Stalled
 from benchmarks.soak.soaked_run import LAUNCH, Launched, prepare, write_run
 from benchmarks.weights.table import ResultRow, progress, write
@@ -42,9 +42,7 @@ def order(servers: int) -> list[str]:
     return [names[0], "learner", *names[1:], "buffer"]
 
 
-def soak(
-    servers: int, observer: Observer, kills: int, every_s: float, calm_s: float
-) -> tuple[list[Stretch], list[Death]]:
+def soak(servers: int, observer: Observer, kills: int, every_s: float, calm_s: float) -> tuple[list[Span], list[Death]]:
     """Calm, kills, calm; returns the undisturbed stretches and the deaths. A kill waits until the process that was
     killed before works again. Raises Stalled if the run does not go on."""
     names = order(servers)
@@ -62,7 +60,7 @@ def soak(
     return calm, deaths
 
 
-def rest(observer: Observer, seconds: float) -> Stretch:
+def rest(observer: Observer, seconds: float) -> Span:
     """Let the run be for so long, and for WINDOW versions at least. Raises Stalled if it ends."""
     begin = observer.now()
     trained = len(observer.seen.versions)
@@ -71,7 +69,7 @@ def rest(observer: Observer, seconds: float) -> Stretch:
         lambda seen: observer.now() >= begin + seconds and len(seen.versions) > trained + WINDOW,
         max(seconds, 0.0) + RECOVERY_S,
     )
-    return Stretch(begin, observer.now())
+    return Span(begin, observer.now())
 
 
 def workers(seen: Seen) -> set[str]:
@@ -84,11 +82,11 @@ def recovered(death: Death) -> Callable[[Seen], bool]:
     return lambda seen: len(figures.marks(seen, death)) == len(figures.MARKS[death.role])
 
 
-def rows_of(seen: Seen, calm: Sequence[Stretch], deaths: Sequence[Death]) -> list[ResultRow]:
+def rows_of(seen: Seen, calm: Sequence[Span], deaths: Sequence[Death]) -> list[ResultRow]:
     """The table without what the audit has counted."""
     pace, slowest_s = figures.pace(seen, calm), figures.slowest(seen, calm)
     found = [figures.recovery(seen, death, pace, slowest_s) for death in deaths]
-    under_kills = Stretch(deaths[0].at, deaths[-1].until)
+    under_kills = Span(deaths[0].at, deaths[-1].until)
     every_s = (under_kills.end - under_kills.begin) / len(deaths)
     calculated = figures.expected(found, KILL_EVERY_S)
     rows = [

@@ -22,7 +22,7 @@ KILL_EVERY_S = ASSUMED_S / DEAD_SHARE
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Span:
     """A part of the run, in seconds since the observer began."""
 
     begin: float
@@ -44,13 +44,13 @@ class Death:
         return self.process.partition("-")[0]
 
 
-def times_in(seen: Seen, stretch: Stretch) -> list[float]:
+def times_in(seen: Seen, stretch: Span) -> list[float]:
     """When the versions of a stretch were first recorded."""
     times = [at for at, _ in seen.versions]
     return times[bisect_right(times, stretch.begin) : bisect_right(times, stretch.end)]
 
 
-def pace(seen: Seen, calm: Sequence[Stretch]) -> float:
+def pace(seen: Seen, calm: Sequence[Span]) -> float:
     """Versions per second of the undisturbed stretches, from the first to the last version of each. Raises ValueError
     if none has two versions."""
     stretches = [found for stretch in calm if len(found := times_in(seen, stretch)) > 1]
@@ -59,7 +59,7 @@ def pace(seen: Seen, calm: Sequence[Stretch]) -> float:
     return sum(len(found) - 1 for found in stretches) / sum(found[-1] - found[0] for found in stretches)
 
 
-def slowest(seen: Seen, calm: Sequence[Stretch]) -> float:
+def slowest(seen: Seen, calm: Sequence[Span]) -> float:
     """The longest time that WINDOW consecutive versions took undisturbed. Raises ValueError as `pace` does."""
     found = [window_s for stretch in calm for window_s in windows(times_in(seen, stretch))]
     if not found:
@@ -72,12 +72,12 @@ def windows(times: Sequence[float]) -> list[float]:
     return [last - first for first, last in zip(times, times[WINDOW:], strict=False)]
 
 
-def effective(seen: Seen, stretch: Stretch, pace: float) -> float:
+def effective(seen: Seen, stretch: Span, pace: float) -> float:
     """Versions of the stretch, as a share of what the pace would have given."""
     return len(times_in(seen, stretch)) / (pace * (stretch.end - stretch.begin))
 
 
-def at_pace(seen: Seen, stretch: Stretch, slowest_s: float) -> float:
+def at_pace(seen: Seen, stretch: Span, slowest_s: float) -> float:
     """The share of the stretch that lies in WINDOW consecutive versions no slower than any undisturbed ones."""
     times = times_in(seen, stretch)
     covered, reached = 0.0, stretch.begin
@@ -153,7 +153,7 @@ def recovery(seen: Seen, death: Death, pace: float, slowest_s: float) -> Recover
     ends = marks(seen, death)
     begins = [death.at, *ends.values()]
     phases = {phase: end - begin for (phase, end), begin in zip(ends.items(), begins, strict=False)}
-    times = times_in(seen, Stretch(death.at, death.until))
+    times = times_in(seen, Span(death.at, death.until))
     edges = [death.at, *times, death.until]
     pause = max(later - earlier for earlier, later in pairwise(edges))
     full = None

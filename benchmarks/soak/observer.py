@@ -24,8 +24,8 @@ class Stalled(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Something seen at `at`: a line of the log of process `who`, or `PROGRESS`. `Sight(3.2, "buffer", "run soak")`."""
+class Sighting:
+    """Something seen at `at`: a line of the log of process `who`, or `PROGRESS`. `Sighting(3.2, "buffer", "run x")`."""
 
     at: float
     who: str
@@ -43,7 +43,7 @@ class Seen:
     """When each version was first recorded. Versions that a learner repeats after a restart do not stand here."""
     repeated: list[tuple[float, int]] = field(default_factory=list)
     """When versions were recorded that had been recorded before."""
-    sights: list[Sight] = field(default_factory=list)
+    sights: list[Sighting] = field(default_factory=list)
 
 
 class Observer:
@@ -101,12 +101,12 @@ class Observer:
         found = len(self.seen.sights)
         for log in (self.folder / "logs").glob("*.log"):
             for line in self._lines(log):
-                self.seen.sights.append(Sight(self.now(), log.stem, line))
+                self.seen.sights.append(Sighting(self.now(), log.stem, line))
                 if (start := STARTED.search(line)) and start[1] == log.stem:
                     self._started.add(log.stem)
         for name in [name for name in self._started if (self.folder / "logs" / f"{name}.progress").exists()]:
             self._started.remove(name)
-            self.seen.sights.append(Sight(self.now(), name, PROGRESS))
+            self.seen.sights.append(Sighting(self.now(), name, PROGRESS))
         return len(self.seen.sights) - found
 
     def _records(self) -> int:

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.soak import figures
 from benchmarks.soak.audit import Lost, audit
-from benchmarks.soak.figures import WINDOW, Death, Stretch
-from benchmarks.soak.observer import PROGRESS, Observer, Seen, Sight
+from benchmarks.soak.figures import WINDOW, Death, Span
+from benchmarks.soak.observer import PROGRESS, Observer, Seen, Sighting
 from configs.load import load
 from tests.harness.toy import ROOT, free_port
 
-CALM = [Stretch(0.0, 100.0), Stretch(200.0, 300.0)]
+CALM = [Span(0.0, 100.0), Span(200.0, 300.0)]
 
 
 def seen_of(stop: float = 0.0, slow: float = 0.0) -> Seen:
@@ -30,21 +30,21 @@ def test_without_a_stop_all_time_is_effective() -> None:
     seen = seen_of()
     assert figures.pace(seen, CALM) == pytest.approx(1.0)
     assert figures.slowest(seen, CALM) == pytest.approx(WINDOW)
-    assert figures.effective(seen, Stretch(100.0, 200.0), 1.0) == pytest.approx(1.0)
-    assert figures.at_pace(seen, Stretch(100.0, 200.0), WINDOW) == pytest.approx(0.99)
+    assert figures.effective(seen, Span(100.0, 200.0), 1.0) == pytest.approx(1.0)
+    assert figures.at_pace(seen, Span(100.0, 200.0), WINDOW) == pytest.approx(0.99)
 
 
 def test_a_stop_and_slow_versions_are_lost() -> None:
     seen = seen_of(stop=20, slow=10)
-    assert figures.effective(seen, Stretch(100.0, 200.0), 1.0) == pytest.approx(0.75, abs=0.01)
-    assert figures.at_pace(seen, Stretch(100.0, 200.0), WINDOW) == pytest.approx(0.69, abs=0.01)
+    assert figures.effective(seen, Span(100.0, 200.0), 1.0) == pytest.approx(0.75, abs=0.01)
+    assert figures.at_pace(seen, Span(100.0, 200.0), WINDOW) == pytest.approx(0.69, abs=0.01)
 
 
 def test_full_speed_is_when_the_process_works_again_and_the_pace_is_back() -> None:
     seen, death = seen_of(stop=20, slow=10), Death("buffer", 100.5, 200.0)
     lines = [(101.0, "--- buffer failed: exit code 137"), (101.5, "--- buffer started: pid 5"),
              (104.0, "run soak: 538 problems, x")]  # fmt: skip
-    seen.sights = [Sight(at, "buffer", line) for at, line in lines]
+    seen.sights = [Sighting(at, "buffer", line) for at, line in lines]
     found = figures.recovery(seen, death, 1.0, WINDOW)
     assert found.full_speed == pytest.approx(131 - 100.5)
     assert found.pause == pytest.approx(20.5)
@@ -56,15 +56,15 @@ def test_full_speed_is_when_the_process_works_again_and_the_pace_is_back() -> No
 def test_a_server_is_back_with_its_first_group_however_fast_the_others_are() -> None:
     seen, death = seen_of(), Death("rollout-1", 100.5, 200.0)
     seen.sights = [
-        Sight(101.0, "rollout-0", "--- rollout-0 failed: another one"),
-        Sight(101.0, "rollout-1", "--- rollout-1 failed: exit code 137"),
-        Sight(102.0, "rollout-1", "--- rollout-1 started: pid 5"),
-        Sight(110.0, "rollout-1", "rollout-1 waits for the buffer at"),
-        Sight(120.0, "rollout-1", "weights: the learner is at"),
-        Sight(121.0, "rollout-1", "generating with version 110"),
+        Sighting(101.0, "rollout-0", "--- rollout-0 failed: another one"),
+        Sighting(101.0, "rollout-1", "--- rollout-1 failed: exit code 137"),
+        Sighting(102.0, "rollout-1", "--- rollout-1 started: pid 5"),
+        Sighting(110.0, "rollout-1", "rollout-1 waits for the buffer at"),
+        Sighting(120.0, "rollout-1", "weights: the learner is at"),
+        Sighting(121.0, "rollout-1", "generating with version 110"),
     ]
     assert figures.recovery(seen, death, 1.0, WINDOW).full_speed is None
-    seen.sights.append(Sight(125.5, "rollout-1", PROGRESS))
+    seen.sights.append(Sighting(125.5, "rollout-1", PROGRESS))
     found = figures.recovery(seen, death, 1.0, WINDOW)
     assert found.full_speed == pytest.approx(25.5) and found.lost == pytest.approx(0.0, abs=1)
 

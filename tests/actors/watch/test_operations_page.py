@@ -1,4 +1,4 @@
-"""docs/operations.md knows every alert, every finding of the doctor and every state of a wait that `status` can show."""
+"""docs/operations.md knows every alert, every finding of the doctor, and whom a wait that `status` shows can blame."""
 
 import re
 

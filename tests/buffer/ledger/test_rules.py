@@ -191,6 +191,20 @@ def test_a_parked_ask_of_a_dead_server_gets_nothing() -> None:
     assert len(ledger.ask("a", 0, 9, 16.0, request=1)) == 2
 
 
+def test_a_server_that_broke_off_gets_nothing_until_it_is_heard_of_again() -> None:
+    ledger = Ledger(100, groups=4, max_staleness=0, lease_s=10.0)
+    first, second = ledger.ask("a", 0, 2, 0.0, request=1)
+    put(ledger, "a", first)
+    ledger.lose("a", "its server ended", 2.5)
+    ledger.lose("nobody", "its server ended", 2.5)
+    assert ledger.counts() == {"waiting": 1, "stored": 1} and ledger.expire(3.0) is None
+    assert ledger.ask("a", 0, 2, 3.0, request=2) != [], "a new Ask is a sign of life"
+    ledger.lose("a", "its server ended", 4.0)
+    assert ledger.put("a", second.item, second.lease, (SampleStats(8, 5, 1.0),), 4.0), "the lease is over"
+    assert ledger.put("a", first.item, first.lease, (SampleStats(8, 5, 1.0),), 4.0) is None, "a repetition is known"
+    assert items(ledger.ask("b", 0, 1, 4.0)) == [second.item]
+
+
 def test_leases_end_when_heartbeats_do() -> None:
     ledger = Ledger(100, groups=4, max_staleness=0, lease_s=10.0)
     mine, theirs = ledger.ask("a", 0, 2, 0.0), ledger.ask("b", 0, 2, 3.0)

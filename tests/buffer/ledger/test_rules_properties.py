@@ -204,6 +204,13 @@ class Run(RuleBasedStateMachine):
         self.heard.pop(name, None)
         self.asked.pop(name, None)
 
+    @rule(name=names)
+    def lose(self, name: str) -> None:
+        """It broke off and does not know: it still has its work, and may come back with it."""
+        self.ledger.lose(name, "its server ended", self.now)
+        self.commit()
+        self.heard.pop(name, None)
+
     @rule(seconds=st.floats(0.1, 12))
     def wait(self, seconds: float) -> None:
         self.now += seconds
