@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from collections import Counter
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_a_server_that_broke_off_gets_nothing_until_it_is_heard_of_again() -> No
     put(ledger, "a", first)
     ledger.lose("a", "its server ended", 2.5)
     ledger.lose("nobody", "its server ended", 2.5)
-    assert ledger.counts() == {"waiting": 1, "stored": 1} and ledger.expire(3.0) is None
+    assert +Counter(ledger.counts()) == {"waiting": 1, "stored": 1} and ledger.expire(3.0) is None
     assert ledger.ask("a", 0, 2, 3.0, request=2) != [], "a new Ask is a sign of life"
     ledger.lose("a", "its server ended", 4.0)
     assert ledger.put("a", second.item, second.lease, (SampleStats(8, 5, 1.0),), 4.0), "the lease is over"

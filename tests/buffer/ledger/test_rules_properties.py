@@ -22,9 +22,14 @@ from buffer.store.sqlite import Store
 LEASE_S = 10.0
 HOLD_S = 2.0
 NAMES = ("a", "b", "c")
-REASONS = {"zero variance", "engine died", "prompt too long", "left", "lost: its server does not know of it"} | {
-    f"its server was not heard of for {LEASE_S:g} s"
-}
+REASONS = {
+    "zero variance",
+    "engine died",
+    "prompt too long",
+    "left",
+    "its server ended",
+    "lost: its server does not know of it",
+} | {f"its server was not heard of for {LEASE_S:g} s"}
 TOO_OLD = "sampled under version"
 names = st.sampled_from(NAMES)
 
@@ -261,7 +266,7 @@ class Run(RuleBasedStateMachine):
         self.ledger.drain()
         self.ledger = self.new()
         self.ledger.restore(self.store.load(), self.now)
-        self.failed, self.asked, self.took = {}, {}, None
+        self.failed, self.held, self.asked, self.took = {}, {}, {}, None  # no wait of an item outlives the buffer
         self.heard = {name: self.now for name in self.ledger.servers}
         assert before in (None, self.ledger.counts())
 
