@@ -5,9 +5,9 @@ process in turn (a server, the learner, a server, the buffer) gets SIGKILL every
 dead for 10 % of the time if each recovery took 30 s. Then another undisturbed stretch follows, and a Ctrl-C. It shows
 the effective training time against the pace of the undisturbed stretches (`figures.py`), for each role the seconds from
 the kill to full speed and where they went, and it fails if the ledger has lost anything or holds anything twice
-(`audit.py`). The same on GPUs with a real model, in under nine minutes, of which the undisturbed stretches are two:
-`python -m benchmarks.soak --model DIR --gpus 2 --minutes 4 --every-s 80 --calm-s 50`: kills come more often there, so
-the figure for one each 300 s is calculated from the training time that each kill cost.
+(`audit.py`). The same on GPUs with a real model, in less than nine minutes with all starts: `python -m benchmarks.soak
+--model DIR --gpus 2 --minutes 3 --every-s 60 --calm-s 40 --checkpoint-every 10`. Kills come more often there, so the
+figure for one each 300 s is calculated from the training time that each kill cost.
 """
 
 import argparse
