@@ -84,7 +84,7 @@ def recovered(death: Death) -> Callable[[Seen], bool]:
 
 def rows_of(seen: Seen, calm: Sequence[Span], deaths: Sequence[Death]) -> list[ResultRow]:
     """The table without what the audit has counted."""
-    pace, slowest_s = figures.pace(seen, calm), figures.slowest(seen, calm)
+    pace, slowest_s = figures.pace_of(seen, calm), figures.slowest(seen, calm)
     found = [figures.recovery(seen, death, pace, slowest_s) for death in deaths]
     under_kills = Span(deaths[0].at, deaths[-1].until)
     every_s = (under_kills.end - under_kills.begin) / len(deaths)
@@ -96,7 +96,7 @@ def rows_of(seen: Seen, calm: Sequence[Span], deaths: Sequence[Death]) -> list[R
         ResultRow("  share of time at undisturbed pace", figures.at_pace(seen, under_kills, slowest_s), ""),
         ResultRow("kills", len(deaths), "", "seconds a kill", every_s),
         ResultRow("undisturbed versions a minute", 60 * pace, "1/min", "second undisturbed stretch alone",
-                  60 * figures.pace(seen, calm[1:])),
+                  60 * figures.pace_of(seen, calm[1:])),
         ResultRow("versions repeated after a kill of the learner", len(seen.repeated), ""),
     ]  # fmt: skip
     for role in figures.MARKS:
@@ -129,7 +129,8 @@ def measure(args: argparse.Namespace, file: Path) -> list[ResultRow]:
         progress(f"{kills} kills; the run is in {launched.config.run.path}, its terminal in {launched.terminal}")
         try:
             calm, deaths = soak(launched.config.rollout.servers, observer, kills, args.every_s, args.calm_s)
-            file.with_suffix(".seen.json").write_text(json.dumps(asdict(observer.seen)))
+            spans = {"calm": [asdict(one) for one in calm], "deaths": [asdict(one) for one in deaths]}
+            file.with_suffix(".seen.json").write_text(json.dumps(asdict(observer.seen) | spans))
             rows += rows_of(observer.seen, calm, deaths)
             if (code := launched.end()) != 128 + signal.SIGINT:
                 raise Stalled(f"the launcher ended with {code}")
