@@ -125,8 +125,11 @@ def waits(state: State, config: Config) -> list[str]:
     absent = ", ".join(f"{name}, {_absence(server)}" for name, server in state.servers.items() if _absence(server))
     servers = working or absent or "any rollout server"
     whom = {"Take": _culprit(state) or servers, "Results": "the last evaluation"}
+    learner = "the learner"
+    if state.learner_gone_s is not None:
+        learner = f"the learner, which ended {state.learner_gone_s:.0f} s ago"
     return [
-        f"{waiter.who} for {whom.get(waiter.kind, 'the learner')}, {waiter.seconds:.1f} s: {waiter.why}"
+        f"{waiter.who} for {whom.get(waiter.kind, learner)}, {waiter.seconds:.1f} s: {waiter.why}"
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
     ]
 

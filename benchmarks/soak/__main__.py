@@ -5,9 +5,9 @@ process in turn (a server, the learner, a server, the buffer) gets SIGKILL every
 dead for 10 % of the time if each recovery took 30 s. Then another undisturbed stretch follows, and a Ctrl-C. It shows
 the effective training time against the pace of the undisturbed stretches (`figures.py`), for each role the seconds from
 the kill to full speed and where they went, and it fails if the ledger has lost anything or holds anything twice
-(`audit.py`). The same on GPUs with a real model, in under nine minutes, of which the undisturbed stretches are two:
-`python -m benchmarks.soak --model DIR --gpus 2 --minutes 4 --every-s 80 --calm-s 50`: kills come more often there, so
-the figure for one each 300 s is calculated from the training time that each kill cost.
+(`audit.py`). The same on GPUs with a real model, in less than nine minutes with all starts: `python -m benchmarks.soak
+--model DIR --gpus 2 --minutes 3 --every-s 60 --calm-s 40 --checkpoint-every 10`. Kills come more often there, so the
+figure for one each 300 s is calculated from the training time that each kill cost.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def recovered(death: Death) -> Callable[[Seen], bool]:
 
 def rows_of(seen: Seen, calm: Sequence[Span], deaths: Sequence[Death]) -> list[ResultRow]:
     """The table without what the audit has counted."""
-    pace, slowest_s = figures.pace(seen, calm), figures.slowest(seen, calm)
+    pace, slowest_s = figures.pace_of(seen, calm), figures.slowest(seen, calm)
     found = [figures.recovery(seen, death, pace, slowest_s) for death in deaths]
     under_kills = Span(deaths[0].at, deaths[-1].until)
     every_s = (under_kills.end - under_kills.begin) / len(deaths)
@@ -96,7 +96,7 @@ def rows_of(seen: Seen, calm: Sequence[Span], deaths: Sequence[Death]) -> list[R
         ResultRow("  share of time at undisturbed pace", figures.at_pace(seen, under_kills, slowest_s), ""),
         ResultRow("kills", len(deaths), "", "seconds a kill", every_s),
         ResultRow("undisturbed versions a minute", 60 * pace, "1/min", "second undisturbed stretch alone",
-                  60 * figures.pace(seen, calm[1:])),
+                  60 * figures.pace_of(seen, calm[1:])),
         ResultRow("versions repeated after a kill of the learner", len(seen.repeated), ""),
     ]  # fmt: skip
     for role in figures.MARKS:
@@ -129,7 +129,8 @@ def measure(args: argparse.Namespace, file: Path) -> list[ResultRow]:
         progress(f"{kills} kills; the run is in {launched.config.run.path}, its terminal in {launched.terminal}")
         try:
             calm, deaths = soak(launched.config.rollout.servers, observer, kills, args.every_s, args.calm_s)
-            file.with_suffix(".seen.json").write_text(json.dumps(asdict(observer.seen)))
+            spans = {"calm": [asdict(one) for one in calm], "deaths": [asdict(one) for one in deaths]}
+            file.with_suffix(".seen.json").write_text(json.dumps(asdict(observer.seen) | spans))
             rows += rows_of(observer.seen, calm, deaths)
             if (code := launched.end()) != 128 + signal.SIGINT:
                 raise Stalled(f"the launcher ended with {code}")

@@ -50,7 +50,7 @@ def times_in(seen: Seen, stretch: Span) -> list[float]:
     return times[bisect_right(times, stretch.begin) : bisect_right(times, stretch.end)]
 
 
-def pace(seen: Seen, calm: Sequence[Span]) -> float:
+def pace_of(seen: Seen, calm: Sequence[Span]) -> float:
     """Versions per second of the undisturbed stretches, from the first to the last version of each. Raises ValueError
     if none has two versions."""
     stretches = [found for stretch in calm if len(found := times_in(seen, stretch)) > 1]
@@ -60,7 +60,7 @@ def pace(seen: Seen, calm: Sequence[Span]) -> float:
 
 
 def slowest(seen: Seen, calm: Sequence[Span]) -> float:
-    """The longest time that WINDOW consecutive versions took undisturbed. Raises ValueError as `pace` does."""
+    """The longest time that WINDOW consecutive versions took undisturbed. Raises ValueError as `pace_of` does."""
     found = [window_s for stretch in calm for window_s in windows(times_in(seen, stretch))]
     if not found:
         raise ValueError(f"no {WINDOW + 1} versions in an undisturbed stretch: make them longer")
@@ -98,7 +98,8 @@ class Recovery:
     pause: float
     """Longest time without a new version."""
     lost: float
-    """Training lost: the time charged to the death, less that which its versions take undisturbed."""
+    """Training lost until full speed: that time, less what its versions take at the pace that follows. So other work of
+    the machine, which makes the undisturbed stretches slower or faster than this one, is not charged to the death."""
     phases: dict[str, float] = field(default_factory=dict)
     """From one mark of its restart to the next."""
 
@@ -161,7 +162,9 @@ def recovery(seen: Seen, death: Death, pace: float, slowest_s: float) -> Recover
         back = begins[-1]
         after = [at for at in times if at >= back]
         full = next((first for first, took in zip(after, windows(after), strict=False) if took <= slowest_s), None)
-    lost = death.until - death.at - len(times) / pace
+    settled = Span(death.until if full is None else full, death.until)
+    local = pace_of(seen, [settled]) if len(times_in(seen, settled)) > WINDOW else pace
+    lost = settled.begin - death.at - len(times_in(seen, Span(death.at, settled.begin))) / local
     return Recovery(death, None if full is None else full - death.at, pause, lost, phases)
 
 

@@ -241,8 +241,10 @@ class Handlers:
 
     def disconnected(self, identity: bytes, now: float) -> None:
         """The connection of this process broke."""
-        if (peer := self.peers.get(identity)) and peer.hello.role == "rollout":
-            peer.broke, self._broken[identity] = now, now + BACK * self.ledger.lease_s
+        if peer := self.peers.get(identity):
+            peer.broke = now
+            if peer.hello.role == "rollout":
+                self._broken[identity] = now + BACK * self.ledger.lease_s
 
     def _lose(self, now: float) -> float | None:
         """End the leases of servers that did not come back in time; returns when to call again."""
@@ -310,6 +312,7 @@ class Handlers:
     def state(self, waiters: list[protocol.Waiter], errors: int, now: float) -> protocol.State:
         """The ledger in numbers, with the parked requests as `waiters`."""
         ledger = self.ledger
+        ranks = [peer.broke for peer in self.peers.values() if peer.hello.role == "learner"]
         return protocol.State.model_construct(
             version=ledger.version,
             trained=ledger.last_trained,
@@ -325,6 +328,7 @@ class Handlers:
             servers={
                 peer.hello.name: self._server(peer, now) for peer in self.peers.values() if peer.hello.role == "rollout"
             },
+            learner_gone_s=max((now - broke for broke in ranks if broke is not None), default=None),
             waiters=waiters,
             errors=errors,
             evaluation=reasons.evaluation(self.ledger),

@@ -373,7 +373,10 @@ class State(Message):
     """Trained groups by age."""
     bytes_stored: Count
     servers: dict[str, dict[str, Any]]
-    """By server: version, leases held, seconds since its last message, its stats."""
+    """By server: version, leases held, seconds since its last message, its stats; `gone_s`, seconds since it ended, if
+    it has not been started again."""
+    learner_gone_s: float | None = None
+    """Seconds since the learner ended, or a rank of it, until it is started again."""
     waiters: list[Waiter]
     errors: Count
     """Messages refused since the start."""

@@ -28,7 +28,7 @@ def seen_of(stop: float = 0.0, slow: float = 0.0) -> Seen:
 
 def test_without_a_stop_all_time_is_effective() -> None:
     seen = seen_of()
-    assert figures.pace(seen, CALM) == pytest.approx(1.0)
+    assert figures.pace_of(seen, CALM) == pytest.approx(1.0)
     assert figures.slowest(seen, CALM) == pytest.approx(WINDOW)
     assert figures.effective(seen, Span(100.0, 200.0), 1.0) == pytest.approx(1.0)
     assert figures.at_pace(seen, Span(100.0, 200.0), WINDOW) == pytest.approx(0.99)
@@ -49,6 +49,8 @@ def test_full_speed_is_when_the_process_works_again_and_the_pace_is_back() -> No
     assert found.full_speed == pytest.approx(131 - 100.5)
     assert found.pause == pytest.approx(20.5)
     assert found.lost == pytest.approx(24.5)
+    seen.versions = [(at if at < 140 else 140 + (at - 140) / 2, version) for at, version in seen.versions]
+    assert figures.recovery(seen, death, 1.0, WINDOW).lost > 24.5, "against the pace that follows, not that of before"
     assert list(found.phases.values()) == pytest.approx([0.5, 0.5, 2.5, 17.0])
     assert figures.expected([found, found], 300.0) == pytest.approx(1 - 24.5 / 300)
 

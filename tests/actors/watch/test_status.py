@@ -96,6 +96,9 @@ def test_a_learner_waits_for_servers_with_leases_and_a_server_for_the_learner(tm
         "rollout-1 for the learner, 8.0 s: batch 7 must be formed first",
         "learner for rollout-0, rollout-2, 3.2 s: batch 7 has 20 of 32 groups",
     ]
+    dead = state(WAITERS).model_copy(update={"learner_gone_s": 4.4})
+    found = waits(dead, config(tmp_path, "tcp://127.0.0.1:5600"))
+    assert found[0] == "rollout-1 for the learner, which ended 4 s ago, 8.0 s: batch 7 must be formed first"
 
 
 def test_a_line_says_what_samples_wait_for_and_whom_a_failure_is_to_be_blamed_on(tmp_path: Path) -> None:

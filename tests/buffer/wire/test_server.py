@@ -279,6 +279,10 @@ async def test_the_leases_of_a_server_that_ended_end_long_before_the_heartbeats_
             held = await dead.ask(2, Ask(request=1, version=0, room=9))
         again = await asyncio.wait_for(samples.ask(9), 120)
         assert [item.item for item in again] == [item.item for item in held.items]
+        async with Wire(it.address, b"eye") as eye:
+            await eye.ask(1, hello("eye", "e", "observer"))
+            seen = await eye.ask(2, Status())
+            assert isinstance(seen, State) and "gone_s" in seen.servers["rollout-0"]
         async with Wire(it.address) as late:  # under its old name and token: taken for dead, and let in again
             assert isinstance(await late.ask(3, Heartbeat(version=0, holding=[held.items[0].lease])), News)
             lease = held.items[0]
@@ -306,6 +310,9 @@ def test_a_server_that_connects_again_keeps_its_leases():
     servers = handlers.state([], 0, 13.0).servers
     assert (servers["rollout-0"]["leases"], servers["rollout-1"]["leases"]) == (0, 2)
     assert "gone_s" in servers["rollout-0"] and "gone_s" not in servers["rollout-1"]
+    assert handlers.state([], 0, 13.0).learner_gone_s == 3.0
+    handlers.hello(b"next learner", hello("learner-0", "e", "learner"), 13.5)
+    assert handlers.state([], 0, 13.0).learner_gone_s is None
     handlers.hello(b"next", hello("rollout-0", "d"), 14.0)
     assert "gone_s" not in handlers.state([], 0, 15.0).servers["rollout-0"]
 
