@@ -21,6 +21,7 @@ from errno import EADDRINUSE
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from configs.entrypoint import DONE, ENDINGS, FAILED, PROGRESS, StopSignals
 from configs.load import ConfigError
@@ -88,10 +89,12 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         logs_specs=DefaultLogsSpecs(),
     )
 
+    assert isinstance(context, SubprocessContext)
+    processes = [handler.proc for handler in context.subprocess_handlers.values()]
+
     def pass_on(number: int) -> None:
-        for process in context.pids().values():
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
+        for process in processes:
+            process.send_signal(number)  # unless it has ended
 
     def on_signal(number: int) -> None:
         node.stop(number, signals.count, pass_on)
@@ -99,7 +102,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
     node.follow(pass_on)
     # elastic's own handlers would give the ranks 30 s, however long a version takes
-    with StopSignals(drain=on_signal, force=on_signal) as signals:
+    with (signals := StopSignals(drain=on_signal, force=on_signal)):
         result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
     code = DONE

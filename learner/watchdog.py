@@ -175,5 +175,5 @@ def verdict(
 
 def members(entry: dict[str, Any]) -> list[int]:
     """The ranks of a collective's group; empty for a group that is not of the ranks alone, or no longer there."""
-    name = entry["process_group"][0]
-    return next((sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group.group_name == name), [])
+    name, groups = entry["process_group"][0], _world.pg_group_ranks  # of which some are others', plain numbers to torch
+    return next((sorted(ranks) for group, ranks in groups.items() if getattr(group, "group_name", "") == name), [])

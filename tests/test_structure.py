@@ -43,7 +43,7 @@ MAY: dict[str, set[str]] = {
     "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
     "learner.algorithms": {"configs", "learner.algorithms"},
     "learner.saved.manifest": {"configs", "learner.saved.manifest"},
-    "learner.model": {"configs", "learner.model", "learner.weights", "learner.algorithms", "learner.ranks"},
+    "learner.model": {"configs", "learner.model", "learner.weights", "learner.algorithms", "learner.mesh"},
     "rollout": {*WIRE, "rollout", "learner.weights"},
     "actors": {"configs", "buffer", "learner", "rollout", "actors"},
     "actors.process": {"configs", "actors.process"},

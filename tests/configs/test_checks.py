@@ -111,6 +111,25 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "raise batch.groups or lower learner.ranks",
         ),
         (
+            ["learner.ranks=8", "learner.nodes=3"],
+            "learner.nodes: 3 does not divide learner.ranks 8; each has as many: "
+            "set learner.ranks to 9, or other nodes",
+        ),
+        (
+            ["learner.ranks=8", "learner.nodes=2", "learner.shard=3"],
+            "learner.shard: 3 does not divide learner.ranks 8; set it to a number that does",
+        ),
+        (
+            ["learner.ranks=12", "learner.nodes=2", "learner.shard=4"],
+            "learner.shard: 4, so copies of the model would lie across the nodes, which have 6 ranks each; "
+            "set it to a divisor or multiple of that",
+        ),
+        (
+            ["learner.ranks=8", "learner.nodes=2", "learner.shard=8", "learner.checkpoint_on=first_node"],
+            "learner.checkpoint_on: first_node has 4 ranks, a copy of learner.shard 8 does not lie on it; "
+            "set checkpoint_on: shared, or lower learner.shard",
+        ),
+        (
             ["batch.target_staleness=5"],
             "batch.target_staleness: 5 is more than batch.max_staleness 4; lower it to 4 or raise the bound",
         ),

@@ -44,6 +44,21 @@ def test_the_arithmetic_of_a_run(model: Path) -> None:
     assert "note:" not in text
 
 
+def test_a_learner_of_several_nodes() -> None:
+    run = config("learner.ranks=16", "learner.nodes=2", "learner.shard=4")
+    text = "\n".join(explain(run))
+    assert "learner: 16 ranks on 2 nodes: 4 copies of the model over 4 ranks each, their gradients reduced once" in text
+    assert "checkpoints: all 2 nodes must share the folder runs/run" in text
+    assert (
+        "note: learner.nodes 2: ranks on other machines than the buffer cannot reach buffer.address tcp://127" in text
+    )
+    whole = config("learner.ranks=16", "learner.nodes=2", "learner.shard=16", "buffer.address=tcp://10.0.0.1:5600")
+    text = "\n".join(explain(whole))
+    assert "learner: 16 ranks on 2 nodes: one copy of the model over 16 ranks" in text and "note: learner" not in text
+    alone = config("learner.ranks=16", "learner.nodes=2", "learner.checkpoint_on=first_node")
+    assert "on the first node's disk, and lost with that machine" in "\n".join(explain(alone))
+
+
 def test_a_task_of_several_turns_fills_its_samples(model: Path) -> None:
     task = ("rollout.task=my/tool.py:play", "rollout.max_sample_tokens=4096")
     run = config(f"model.path={model}", *task, "batch.groups=2")

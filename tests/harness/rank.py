@@ -196,10 +196,12 @@ def cut(folder: Path, timeout_s: float, holder: int) -> None:
 
 
 def absent(folder: Path, timeout_s: float) -> None:
-    """Rank 1 sleeps where rank 0 gathers with it; ranks 2 and 3, of another copy, gather nothing."""
-    group = make_mesh("cpu", 2)["shard"].get_group()
+    """Rank 1 sleeps where rank 0 reduces with it; rank 2 is not of their group, and has begun fewer collectives."""
+    group = dist.new_group([0, 1])
     with Watchdog(timeout_s, folder / "logs"):
-        dist.barrier(group)  # gloo connects at the first collective
+        if dist.get_rank() < 2:
+            dist.barrier(group)  # gloo connects at the first collective
+        collectives.all_reduce_max(1.0)
         if dist.get_rank() == 0:
             dist.all_reduce(torch.zeros(1), group=group)
         sleep_in_here()

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from learner.watchdog import verdict
 from tests.harness.world import ROOT, outcome
 
@@ -23,6 +25,7 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     assert accounts and json.loads(accounts[0].read_text())["entries"]
 
 
+@pytest.mark.timeout(900)
 def test_ranks_end_though_their_store_hangs(tmp_path: Path) -> None:
     """As where the network to the first node is cut: calls to the store that it holds would last for ever."""
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -66,9 +69,10 @@ def test_verdicts() -> None:
     assert "their store at the first node does not answer" in said(note(9))
 
 
+@pytest.mark.timeout(900)  # starts of several ranks
 def test_a_rank_of_another_group_is_not_blamed(tmp_path: Path) -> None:
-    """Ranks 2 and 3 are a copy of the model that gathers nothing; rank 1 is missing where rank 0 gathers."""
-    ended = outcome("absent", 4, tmp_path, timeout_s=2.0)
-    assert [code for code, _ in ended] == [1] * 4
+    """As between copies of the model, of which the first alone gathers weights: rank 1 is missing, rank 2 is behind."""
+    ended = outcome("absent", 3, tmp_path, timeout_s=2.0)
+    assert [code for code, _ in ended] == [1] * 3
     lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout: rank 0" in line]
     assert len(lines) == 1 and "for rank 1, which has begun" in lines[0], ended

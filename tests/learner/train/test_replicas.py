@@ -16,6 +16,7 @@ CUTS = [3, 9, 12, 0]
 """Samples of each of 4 ranks: the last has nothing."""
 
 
+@pytest.mark.timeout(1200)  # four ranks
 def test_copies_change_nothing(tmp_path: Path, mesh) -> None:
     """Gradients and a step as 1 x 4, 2 x 2 and 4 x 1. Then 6 versions in three stages, on a shared folder as 2 x 2,
     1 x 4 and 4 x 1; and as 2 x 2, 4 x 1 and 2 x 2 on two nodes that share none: only the first has checkpoints."""
