@@ -15,7 +15,7 @@ from actors.doctor.host import Machine, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
-from buffer.capacity import REMEDY
+from buffer.resources import REMEDY
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.flow.capacity import memory_bytes, open_files
 from configs.load import read

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from buffer.ledger.types import Transaction
 from buffer.wire import protocol
-from buffer.wire.handlers import Handlers, Turn, Wait
+from buffer.wire.handlers import Handlers, LoopTurn, Wait
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
@@ -148,7 +148,7 @@ class PendingRequests:
             ends.append(now + ASKED_FOR_S)
         return min((end for end in ends if end is not None), default=None)
 
-    def begin_turn(self, turn: Turn) -> None:
+    def begin_turn(self, turn: LoopTurn) -> None:
         """What follows, up to the answers, is one turn of the event loop: Takes are served within its bounds."""
         self.handlers.turn = turn
 

@@ -22,9 +22,9 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from buffer.capacity import MemoryWatch
 from buffer.curve import ServerKeys, is_loopback, split
-from buffer.wire.handlers import Turn
+from buffer.resources import MemoryWatch
+from buffer.wire.handlers import LoopTurn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
@@ -129,7 +129,7 @@ class BufferServer:
         while True:
             await self._wake(due, at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
             began = time.monotonic()
-            turn = Turn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
+            turn = LoopTurn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
             requests.begin_turn(turn)
             received, more = self._receive()
             now = time.monotonic()
