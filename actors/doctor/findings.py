@@ -198,7 +198,7 @@ def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
     if 0 <= machine.may_open < files:
         says = f"{who} take {files:,} open files in the buffer, which may have {machine.may_open:,}"
         yield Finding("fail", "the buffer's files", says, REMEDY)
-    if memory > free:
+    if memory > free >= 4 * GIB:  # with less `_room` warns of everything
         says = f"it may take {_gib(memory)} GiB besides the text of the problems, {_gib(free)} GiB are free"
         yield Finding("warn", "the buffer's memory", says, "lower batch.groups, or start it on a machine of its own")
 
