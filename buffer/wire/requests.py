@@ -117,7 +117,7 @@ class PendingRequests:
         """Revision at which the parked requests were tried last."""
         self._postponed = False
         """A part waited for this turn when the last one ended."""
-        self._out: list[tuple[bytes, *tuple[Frame, ...]]] = []
+        self._out: list[tuple[Frame, ...]] = []
 
     def receive(self, frames: Sequence[Frame], now: float) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
@@ -221,7 +221,7 @@ class PendingRequests:
         """The file that `commit` writes; None: in memory."""
         return self.handlers.store.path
 
-    def answers(self) -> list[tuple[bytes, *tuple[Frame, ...]]]:
+    def answers(self) -> list[tuple[Frame, ...]]:
         """(identity, frame), and further frames of a large part, to be sent once the `changes` taken with them are
         written."""
         out, self._out = self._out, []

@@ -63,7 +63,10 @@ class Clients:
         """What the event loop does with what was said; returns the answers."""
         self.requests.retry(0.0)
         committed(self.requests)
-        answers = [(who.decode(), *unpack(first, ANSWERS, large)) for who, first, *large in self.requests.answers()]
+        answers = [
+            (bytes(who).decode(), *unpack(first, ANSWERS, [bytes(one) for one in large]))
+            for who, first, *large in self.requests.answers()
+        ]
         self.requests.begin_turn(turn or LoopTurn())
         return answers
 
