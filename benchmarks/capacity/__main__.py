@@ -219,7 +219,7 @@ async def restarted(it: Measured, servers: CrowdProcess, rate: float, after_s: f
     return [
         row("killed and serving again", seconds, "s", "wanted", RESTART_S),
         row(
-            f"p99 of Put in the {after_s:g} s after that, those that waited for it among them",
+            f"p99 of Put in the {after_s:g} s after that, those sent before among them",
             ms([s for _, s in after["puts"]], 99),
             "ms",
         ),

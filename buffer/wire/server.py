@@ -34,7 +34,7 @@ MAX_MESSAGES = 1024
 """Of one commit, at most; and COMMIT_BYTES."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
-TURN_S = 0.005, 0.05
+TURN_S = 0.005, 0.02
 """How long parts are made for Takes before messages are looked at again: as long as all else took in the turn before,
 within these bounds."""
 RETRY_S = 1.0, 15.0
