@@ -18,11 +18,11 @@ from pathlib import Path
 import uvloop
 
 from buffer import inspect
-from buffer.capacity import collect_rarely, raise_open_files
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
+from buffer.resources import collect_rarely, raise_open_files
 from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.handlers import Handlers, Limits

@@ -15,7 +15,7 @@ from actors.doctor.host import Machine, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge
 from actors.doctor.trial import Judgement
-from buffer.capacity import REMEDY
+from buffer.resources import REMEDY
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.flow.capacity import memory_bytes, open_files
 from configs.load import read
@@ -198,7 +198,7 @@ def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
     if 0 <= machine.may_open < files:
         says = f"{who} take {files:,} open files in the buffer, which may have {machine.may_open:,}"
         yield Finding("fail", "the buffer's files", says, REMEDY)
-    if memory > free:
+    if memory > free >= 4 * GIB:  # with less `_room` warns of everything
         says = f"it may take {_gib(memory)} GiB besides the text of the problems, {_gib(free)} GiB are free"
         yield Finding("warn", "the buffer's memory", says, "lower batch.groups, or start it on a machine of its own")
 

@@ -67,13 +67,13 @@ class Crowd:
         """Say Hello, all of them; call it in the loop."""
         loop = asyncio.get_running_loop()
         for client, socket in enumerate(self._sockets):
-            loop.add_reader(socket.getsockopt(zmq.FD), self._read, client)
+            loop.add_reader(socket.fileno(), self._read, client)
             self._say_hello(client)
 
     def close(self) -> None:
         """End all connections."""
         for socket in self._sockets:
-            asyncio.get_running_loop().remove_reader(socket.getsockopt(zmq.FD))
+            asyncio.get_running_loop().remove_reader(socket.fileno())
             socket.close(0)
         self._context.term()
 
@@ -100,7 +100,7 @@ class Crowd:
 
     def _read(self, client: int) -> None:
         socket = self._sockets[client]
-        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._take_in(client, [frame.buffer for frame in socket.recv_multipart(copy=False)])
 
     def _take_in(self, client: int, frames: Sequence[Frame]) -> None:

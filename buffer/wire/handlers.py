@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from buffer.capacity import OpenFiles
 from buffer.image_rows import IMAGES, ImageUnavailable
 from buffer.images import ImageError
 from buffer.ledger import reasons
@@ -23,6 +22,7 @@ from buffer.ledger.evaluations import Standing
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import FormedBatch, SampleStats, Transaction, server_name
 from buffer.problems import READ_AHEAD, Problems
+from buffer.resources import OpenFiles
 from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
@@ -86,7 +86,7 @@ class Wait(NamedTuple):
 
 
 @dataclass
-class Turn:
+class LoopTurn:
     """What may be done for Takes before other messages are looked at again: a batch of gigabytes for hundreds of ranks
     must not hold up a heartbeat. Without bounds unless `server.py` sets them."""
 
@@ -150,7 +150,7 @@ class Handlers:
         self._warned_at = -math.inf
         self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
         """Revision and next lease at which `Ledger.expire` was called last, and what it said."""
-        self.turn, self.files = Turn(), OpenFiles()
+        self.turn, self.files = LoopTurn(), OpenFiles()
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
         self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None

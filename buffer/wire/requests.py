@@ -19,7 +19,7 @@ from pathlib import Path
 
 from buffer.ledger.types import Transaction
 from buffer.wire import protocol
-from buffer.wire.handlers import Handlers, Turn, Wait
+from buffer.wire.handlers import Handlers, LoopTurn, Wait
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
@@ -117,7 +117,7 @@ class PendingRequests:
         """Revision at which the parked requests were tried last."""
         self._postponed = False
         """A part waited for this turn when the last one ended."""
-        self._out: list[tuple[bytes, *tuple[Frame, ...]]] = []
+        self._out: list[tuple[Frame, ...]] = []
 
     def receive(self, frames: Sequence[Frame], now: float) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused, and counted."""
@@ -151,7 +151,7 @@ class PendingRequests:
             ends.append(now + ASKED_FOR_S)
         return min((end for end in ends if end is not None), default=None)
 
-    def begin_turn(self, turn: Turn) -> None:
+    def begin_turn(self, turn: LoopTurn) -> None:
         """What follows, up to the answers, is one turn of the event loop: Takes are served within its bounds."""
         self.handlers.turn = turn
 
@@ -224,7 +224,7 @@ class PendingRequests:
         """The file that `commit` writes; None: in memory."""
         return self.handlers.store.path
 
-    def answers(self) -> list[tuple[bytes, *tuple[Frame, ...]]]:
+    def answers(self) -> list[tuple[Frame, ...]]:
         """(identity, frame), and further frames of a large part, to be sent once the `changes` taken with them are
         written."""
         out, self._out = self._out, []

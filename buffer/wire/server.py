@@ -22,10 +22,10 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from buffer.capacity import MemoryWatch
 from buffer.curve import ServerKeys, is_loopback, split
+from buffer.resources import MemoryWatch
 from buffer.wire.connection import broken
-from buffer.wire.handlers import Turn
+from buffer.wire.handlers import LoopTurn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
 from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
@@ -35,7 +35,7 @@ MAX_MESSAGES = 1024
 """Of one commit, at most; and COMMIT_BYTES."""
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
-TURN_S = 0.005, 0.05
+TURN_S = 0.005, 0.02
 """How long parts are made for Takes before messages are looked at again: as long as all else took in the turn before,
 within these bounds."""
 RETRY_S = 1.0, 15.0
@@ -142,7 +142,7 @@ class BufferServer:
         while True:
             await self._wake(due, at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
             began = time.monotonic()
-            turn = Turn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
+            turn = LoopTurn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
             requests.begin_turn(turn)
             received, more = self._receive()
             now = time.monotonic()

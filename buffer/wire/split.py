@@ -5,7 +5,7 @@ prompt.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import ceil, nan
 from operator import itemgetter
@@ -45,12 +45,12 @@ def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list
     Whole groups, the largest first, each to the rank with the least load; or, if that leaves the fullest rank with
     less, after groups of more than `MOST_OF_A_RANK` are cut into pieces below it.
     """
-    samples = [(group, stats) for group, members in enumerate(groups) for stats in members]
+    prompt_of = [(group, stats.prompt) for group, members in enumerate(groups) for stats in members]
+    answer_of = [stats.tokens - stats.prompt for members in groups for stats in members]
 
-    def load(positions: Iterable[int]) -> int:
-        chosen = [samples[position] for position in positions]
-        prompts = {(group, stats.prompt) for group, stats in chosen}
-        return sum(prompt for _, prompt in prompts) + sum(stats.tokens - stats.prompt for _, stats in chosen)
+    def load(positions: Sequence[int]) -> int:
+        prompts = set(map(prompt_of.__getitem__, positions))
+        return sum(prompt for _, prompt in prompts) + sum(map(answer_of.__getitem__, positions))
 
     def distribute(units: Sequence[Sequence[int]]) -> list[list[int]]:
         ranks = cut([load(unit) for unit in units], world)
@@ -58,9 +58,9 @@ def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list
 
     starts = accumulate(map(len, groups), initial=0)
     whole = [range(start, start + len(members)) for start, members in zip(starts, groups, strict=False)]
-    most, pieces = MOST_OF_A_RANK * load(range(len(samples))) / world, []
+    most, pieces = MOST_OF_A_RANK * load(range(len(answer_of))) / world, []
     for unit in whole:
-        answers = [samples[position][1].tokens - samples[position][1].prompt for position in unit]
+        answers = [answer_of[position] for position in unit]
         number = min(ceil(load(unit) / most), len(unit))
         pieces += [[unit[i] for i in chosen] for chosen in cut(answers, number)]
     return min((distribute(units) for units in (whole, pieces)), key=lambda ranks: max(map(load, ranks)))

@@ -140,6 +140,17 @@ def test_gpus_of_the_run(tmp_path: Path) -> None:
     assert "2 of 2, room for 1 of 8 servers" in [found.says for found in doctor(ranged, CUDA, lambda run: Judgement())]
 
 
+def test_room_in_the_buffer_for_all_that_connect_to_it(tmp_path: Path) -> None:
+    many = ("rollout.servers=2048", "learner.ranks=256", "learner.device=cpu", "rollout.device=cpu", "batch.groups=256")
+    assert troubles(replace(CPU, may_open=65536), config(tmp_path, *many)) == []
+    (found,) = troubles(replace(CPU, may_open=2000), config(tmp_path, *many))
+    assert (found.state, found.what) == ("fail", "the buffer's files")
+    assert "take 2,408 open files in the buffer, which may have 2,000" in found.says and "ulimit -Hn" in found.remedy
+    longest = ("sampling.max_tokens=100000", "batch.samples=1024", "batch.max_staleness=31")
+    (found,) = troubles(replace(CPU, memory_free=4 * GIB), config(tmp_path, *many, *longest))
+    assert (found.state, found.what) == ("warn", "the buffer's memory")
+
+
 def test_room_for_the_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 2}))

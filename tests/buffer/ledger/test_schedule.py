@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.ledger import schedule
+from buffer.ledger.schedule import STEP, Drawing, order, ordering
 
 versions = st.integers(0, 6)
 opened = st.lists(versions, max_size=20)
@@ -77,3 +78,18 @@ def test_the_order_is_the_same_on_every_python() -> None:
     assert list(schedule.order(10, 0, 0, True)) == [7, 0, 1, 5, 4, 9, 2, 8, 6, 3]
     assert list(schedule.order(10, 0, 1, True)) == [1, 8, 6, 0, 9, 5, 2, 4, 3, 7]
     assert schedule.order(1000, 0, 0, True) != schedule.order(1000, 1, 0, True)
+
+
+@given(st.integers(1, 3 * STEP), st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
+def test_an_order_that_is_drawn_in_steps_is_the_order(problems, seed, epoch, steps):
+    drawing = Drawing(ordering(problems, seed, epoch, True))
+    for _ in range(steps):
+        drawing.step()
+    assert drawing.rows() == order(problems, seed, epoch, True)
+    drawing.step()
+    assert drawing.rows() == order(problems, seed, epoch, True)
+
+
+def test_a_million_rows_take_many_steps():
+    steps = sum(1 for _ in ordering(100_000, 0, 0, True))
+    assert steps == 100_000 // STEP
