@@ -39,7 +39,9 @@ class Fleet:
         say: Callable[[str], None],
         wanted: int,
     ) -> None:
-        self.config, self._supervisor, self._server, self._room, self._say = config, supervisor, server, room, say
+        self.config, self._supervisor, self._server, self._ask_ray, self._say = config, supervisor, server, room, say
+        self.room: int | None = 0
+        """What Ray said last."""
         servers = config.rollout.servers
         self.wanted = sum(process.role == "rollout" for process in supervisor.processes)
         self._own = wanted
@@ -58,6 +60,7 @@ class Fleet:
         async with Connection(address, "launcher", "observer", keys=keys) as connection:
             while True:
                 state = await connection.expect(Status(), State)
+                self.room = await asyncio.to_thread(self._ask_ray)
                 wish = self.adapt(state, time.monotonic())
                 if wish:
                     await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
@@ -73,7 +76,10 @@ class Fleet:
         wish = self._ask_rule(state, now) if held is None else None
         if wish:
             self._own = wish.servers
-        self._want(held or self._own, wish.why if wish else "asked for by hand" if held else "as the run file says")
+        elif held and self._rule:  # the rule goes on from a person's number
+            self._own = held
+        own = "as the rule said last" if self._rule else "as the run file says"
+        self._want(held or self._own, wish.why if wish else "asked for by hand" if held else own)
         for name in self._staying()[self.wanted :]:
             drain = asyncio.create_task(self._supervisor.drain_server(name, self._server(0).drain_s))
             self._drains.add(drain)
@@ -132,19 +138,18 @@ class Fleet:
 
     def _free(self) -> int | None:
         """Servers for which Ray has room beyond those that it is placing already; None: any number."""
-        room, lives = self._room(), self._supervisor.servers().values()
-        return None if room is None else max(0, room - sum(life == "placing" for life in lives))
+        placing = sum(life == "placing" for life in self._supervisor.servers().values())
+        return None if self.room is None else max(0, self.room - placing)
 
     def _bounds(self) -> tuple[int, int, str]:
         """Fewest and most servers that may be asked for, and why not more."""
-        servers, port, room = self.config.rollout.servers, self.config.rollout.chat.port, self._room()
+        servers, port = self.config.rollout.servers, self.config.rollout.chat.port
         least, most, bound = 1, MOST_SERVERS, "more are a slip of the keyboard"
         if isinstance(servers, ServerRange):
             least, most, bound = servers.min, servers.max, f"rollout.servers has min {servers.min}, max {servers.max}"
         if port:
             most, bound = 1, f"rollout.chat.port is {port}, for one server"
-        placed = sum(life not in ("placing", "draining") for life in self._supervisor.servers().values())
-        draining = sum(life == "draining" for life in self._supervisor.servers().values())
-        if room is not None and placed + draining + room < most:
-            most, bound = placed + draining + room, f"Ray has GPUs for {placed + draining + room} of them"
+        placed = sum(life != "placing" for life in self._supervisor.servers().values())
+        if self.room is not None and placed + self.room < most:
+            most, bound = placed + self.room, f"Ray has GPUs for {placed + self.room} of them"
         return least, max(most, least), bound

@@ -61,6 +61,8 @@ class Supervisor:
         """Names of processes that will not be started again."""
         self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()
         """Final events, numbers of signals, and why a task of ours failed."""
+        self._placed = asyncio.Event()
+        """Those that the run begins with are."""
         self.left: list[str] = []
         """Servers that were drained while the run went on, and are gone."""
         self.ending = False
@@ -72,6 +74,7 @@ class Supervisor:
             for process in tuple(self.processes):  # servers may be added meanwhile
                 self._keepers[process.name] = await self._place(process)
                 self._watch(process, self._follow(process))
+            self._placed.set()
             while (verdict := self._judge(await self._next())) is None:
                 pass
             self.ending = True
@@ -112,6 +115,7 @@ class Supervisor:
             self._news.put_nowait(error)
 
     async def _leave(self, name: str, within_s: float) -> None:
+        await self._placed.wait()
         follower, keeper = self._followers[name], self._keepers.get(name)
         if keeper is not None:
             self._say(f"draining {name}")

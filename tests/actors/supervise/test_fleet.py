@@ -42,10 +42,11 @@ class Fixture:
 
     def __init__(self, servers: int, *words: str, room: int | None = None, own: int | None = None) -> None:
         required = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math"]
-        self.supervisor, self.said, self.room = NamesOnly(servers), list[str](), room
+        self.supervisor, self.said = NamesOnly(servers), list[str]()
         config = load([*required, *words])
         wanted = config.rollout.least_servers if own is None else own
-        self.fleet = Fleet(config, self.supervisor, server, lambda: self.room, self.said.append, wanted)  # type: ignore[arg-type]
+        self.fleet = Fleet(config, self.supervisor, server, lambda: room, self.said.append, wanted)  # type: ignore[arg-type]
+        self.fleet.room = room
 
     def adapt(self, now: float = 0.0, **changes: Any) -> dict[str, ServerLife]:
         """What is kept once the fleet has seen this state."""
@@ -147,11 +148,14 @@ def test_the_rule_asks_for_more_says_why_and_looks_away_while_they_start() -> No
 def test_a_persons_number_holds_against_the_rule_until_auto() -> None:
     it = Fixture(2, "--rollout.servers={min: 2, max: 5}", room=8)
     for second in range(200):
-        it.adapt(now=float(second), **watched(second, waits=True), **by_hand(2))
-    assert it.fleet.wanted == 2
-    for second in range(200, 262):
-        it.adapt(now=float(second), **watched(second, waits=True))
-    assert it.fleet.wanted == 4
+        it.adapt(now=float(second), **watched(second, waits=True), **by_hand(3))
+    assert it.fleet.wanted == 3
+    it.supervisor.lives["rollout-2"] = "started"
+    it.adapt(now=200.0, **watched(200, waits=True, servers=3))
+    assert it.fleet.wanted == 3, "the rule goes on from there"
+    for second in range(201, 262):
+        it.adapt(now=float(second), **watched(second, waits=True, servers=3))
+    assert it.fleet.wanted == 5
 
 
 def test_the_number_of_the_last_launch_is_the_rules_first() -> None:

@@ -266,3 +266,23 @@ def test_an_error_of_the_launcher_itself_ends_it(tmp_path: Path) -> None:
     finally:
         for keeper in story.keepers:
             keeper.keeper.kill()
+
+
+def test_a_server_may_be_unwanted_before_it_is_placed(tmp_path: Path) -> None:
+    """The launcher places one after the other, and the buffer, the first, may bring the news meanwhile."""
+    story = Story(
+        tmp_path, buffer=STAYS, learner=WAITS_FOR_GO.format(str(tmp_path / "go")), rollout_0=STAYS, rollout_1=STAYS
+    )
+    tasks: list[asyncio.Task[None]] = []
+    place = story.place
+
+    async def slowly(process: Process) -> LocalKeeper:
+        if process.name == "rollout_0":
+            tasks.append(asyncio.get_running_loop().create_task(story.supervisor.drain_server("rollout_1", 60.0)))
+            tasks[0].add_done_callback(lambda _: (tmp_path / "go").touch())
+            await asyncio.sleep(0)
+        return await place(process)
+
+    story.supervisor = Supervisor(story.processes, slowly, story.show_event, story.say)
+    assert story.go() == 0
+    assert story.supervisor.left == ["rollout_1"] and list(story.supervisor.servers()) == ["rollout_0"]
