@@ -1,4 +1,5 @@
-"""The state of a run for status, display and report: from its buffer if that answers, else from the buffer's file.
+"""The state of a run for status, display, page and report: from its buffer if that answers, else from the buffer's
+file.
 
 Waits for nothing but the buffer's answer, `timeout_s` at most. Reading the SQLite file does not disturb a live buffer.
 """
@@ -10,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from buffer.curve import KeysError, client_keys_for
 from buffer.store.sqlite import reading
@@ -110,23 +111,37 @@ def stored(file: Path) -> State:
     )
 
 
-def waits(state: State, config: Config) -> list[str]:
-    """Who waits for whom, a line each, the longest wait first.
+class Wait(NamedTuple):
+    """Example: `Wait("learner", "rollout-0 (generating 12)", 3.2, "batch 7 has 20 of 32 groups")`"""
+
+    who: str
+    whom: str
+    seconds: float
+    why: str
+
+
+def waiting_rows(state: State, config: Config) -> list[Wait]:
+    """Who waits for whom, the longest wait first.
 
     A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
     learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
-    buffer says why. Example: `"learner for rollout-0 (generating 12), 3.2 s: batch 7 has 20 of 32 groups"`
-
-    Where more attempts have failed since the last batch than groups are stored, the servers are not to blame.
+    buffer says why. Where more attempts have failed since the last batch than groups are stored, the servers are not
+    to blame.
     """
     gone = silent(state, config)
     holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
     servers = ", ".join(name + _stages(state.servers[name]) for name in holding) or "any rollout server"
     whom = {"Take": _culprit(state) or servers, "Results": "the last evaluation"}
     return [
-        f"{waiter.who} for {whom.get(waiter.kind, 'the learner')}, {waiter.seconds:.1f} s: {waiter.why}"
+        Wait(waiter.who, whom.get(waiter.kind, "the learner"), waiter.seconds, waiter.why)
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
     ]
+
+
+def waits(state: State, config: Config) -> list[str]:
+    """`waiting_rows` as lines. Example:
+    `"learner for rollout-0 (generating 12), 3.2 s: batch 7 has 20 of 32 groups"`"""
+    return [f"{who} for {whom}, {seconds:.1f} s: {why}" for who, whom, seconds, why in waiting_rows(state, config)]
 
 
 def fullness(state: State, name: str) -> str:

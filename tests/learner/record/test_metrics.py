@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.wire.protocol import EvaluationResult
-from learner import trackers
-from learner.metrics import Metrics, read
+from learner.record import trackers
+from learner.record.metrics import Metrics, read
 
 
 class Clock:
