@@ -1,5 +1,4 @@
-"""The state of a run for status, display, page and report: from its buffer if that answers, else from the buffer's
-file.
+"""The state of a run for status, display and page: from its buffer if that answers, else from the buffer's file.
 
 Waits for nothing but the buffer's answer, `timeout_s` at most. Reading the SQLite file does not disturb a live buffer.
 """
@@ -10,9 +9,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from actors.watch.metrics_log import Records
 from buffer.curve import KeysError, client_keys_for
 from buffer.store.sqlite import reading
 from buffer.wire.connection import Connection, RefusedError
@@ -109,6 +110,31 @@ def stored(file: Path) -> State:
         waiters=[],
         errors=0,
     )
+
+
+def ending(config: Config, run: Path, held: State | None) -> str:
+    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died."""
+    records = Records(run / "metrics.jsonl")
+    if records.by_version and max(records.by_version) >= config.run.versions:
+        return f"finished at {when(records.path.stat().st_mtime)}"
+    if held and held.ended and held.trained + 1 == held.version < config.run.versions:
+        return f"ended at {when(last_life(config, run))}: {held.ended}"
+    return ""
+
+
+def last_life(config: Config, run: Path) -> float:
+    """When a process of the run last wrote a log, a record or the ledger, in Unix time; 0: never."""
+    files = [run / "metrics.jsonl", *(run / "logs").glob("*.log")]
+    if config.buffer.path:
+        ledger = run / config.buffer.path
+        files += [ledger, ledger.with_name(f"{ledger.name}-wal")]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def when(seconds: float) -> str:
+    """`2026-11-22 06:18:03 (40 s ago)`."""
+    ago = timedelta(seconds=round(time.time() - seconds))
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S} ({ago} ago)"
 
 
 class Wait(NamedTuple):

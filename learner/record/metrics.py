@@ -97,7 +97,7 @@ class Metrics:
         """Those in the records up to `version`, by the versions at which they were due."""
         if self.path is None or not self.path.exists():
             return []
-        found = [record for record in read(self.path) if record.get("version", math.inf) <= version]
+        found = [record for record in read(self.path) if record["version"] <= version]
         return [int(record["eval/due"]) for record in found if "eval/due" in record]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
@@ -142,7 +142,7 @@ class Metrics:
     def _truncate(self, path: Path, version: int) -> None:
         """Remove what an earlier process recorded from `version` on: these versions are trained again."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = read(path) if path.exists() else []
+        found = _read_all(path) if path.exists() else []
         kept = [record for record in found if record.get("version", -1) < version]
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -161,7 +161,12 @@ def evaluation_record(version: int, result: EvaluationResult) -> Record:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a run, oldest first, without a last line that was not written completely."""
+    """The records of versions and evaluations, oldest first, without a last line that was not written completely."""
+    return [record for record in _read_all(path) if "version" in record]
+
+
+def _read_all(path: Path) -> list[dict[str, Any]]:
+    """Those of servers and buffer too."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
