@@ -96,9 +96,10 @@ const height = () => innerWidth < 600 ? 150 : 180;
 function draw(chart) {
   if (chart.u) chart.u.destroy();
   const series = chart.series = seriesOf(chart), right = series.some(s => s[2] && s[2].y2);
-  const tick = vs => vs.map(v => v == null ? "" : Math.abs(v) >= 1e4 || (v && Math.abs(v) < 1e-3) ? v.toExponential(0) : String(+v.toPrecision(3)));
+  const tick = vs => vs.map(v => v == null ? "" : Math.abs(v) >= 1e6 ? v / 1e6 + "M" : Math.abs(v) >= 1e4 ? v / 1e3 + "k" : v && Math.abs(v) < 1e-3 ? v.toExponential(0) : String(+v.toPrecision(3)));
   const axis = { stroke: paint("dim"), grid: { stroke: paint("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 42, values: (u, vs) => tick(vs) };
-  const powers = { filter: (u, vs) => vs.map(v => Number.isInteger(+Math.log10(v).toFixed(6)) ? v : null), values: (u, vs) => vs.map(v => v == null ? "" : v.toExponential(0)) };
+  const tens = (u, vs) => vs.map(v => Number.isInteger(+Math.log10(v).toFixed(6)) ? v : null);
+  const powers = { filter: tens, grid: { ...axis.grid, filter: tens }, values: (u, vs) => vs.map(v => v == null ? "" : v.toExponential(0)) };
   const top = u => { const vs = column(series[0][0]).filter(v => v != null).sort((a, b) => a - b); return [0, (vs[Math.floor(.98 * (vs.length - 1))] || 1) * 1.1]; };
   const few = dataOf(chart, series)[0].length < 3;
   chart.u = new uPlot({
@@ -107,7 +108,7 @@ function draw(chart) {
     scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : {}, z: {} },
     axes: [{ ...axis, size: 26 }, chart.log ? { ...axis, ...powers } : axis, ...(right ? [{ ...axis, scale: "z", side: 1, grid: { show: false }, size: 46 }] : [])],
     series: [{}, ...series.map(([name, c, o = {}]) => ({
-      label: name, stroke: paint(tint(c), o.a), width: o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: true,
+      label: name, stroke: paint(tint(c), o.a), width: chart.stack ? 0 : o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: true,
       points: { show: !!chart.dots || few, size: 6, fill: paint(tint(c)) }, fill: chart.stack ? paint(tint(c), tint(c)[0] === "a" ? .95 : .6) : undefined }))],
     bands: chart.stack ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : undefined,
     hooks: { setLegend: [u => showKeys(chart, u.cursor.idx)] },

@@ -17,6 +17,7 @@ from configs.schema import Config
 
 MOST_ROWS = 40
 """Of a table."""
+UNKNOWN = "–"
 SERVER_COLUMNS = (
     *("server", "version", "leases", "tokens/s", "running", "places", "waiting", "KV use", "preempted", "parked"),
     *("last message", "why not more"),
@@ -93,13 +94,13 @@ def _headline(config: Config, records: Records, state: State | None) -> dict[str
         "version": f"{max(records.by_version, default=0)} / {versions}",
         f"reward, last {figures.LAST}": _number(now, ".3f"),
         f"{figures.LAST} before": _number(before, ".3f"),
-        "learner waits": f"{100 * shares['wait']:.0f} %" if shares else "–",
+        "learner waits": f"{100 * shares['wait']:.0f} %" if shares else UNKNOWN,
         "tokens/s": _number(speed, ",.0f"),
         "age, mean": _number(last.get("age/mean"), ".1f"),
         "servers": _servers(config, state, looks),
-        "time left": figures.time_left(records, versions) or "–",
+        "time left": figures.time_left(records, versions) or UNKNOWN,
     }
-    return shown | _cost(config, records, looks, len(recent))
+    return {name: value for name, value in (shown | _cost(config, records, looks)).items() if value != UNKNOWN}
 
 
 def _servers(config: Config, state: State | None, looks: list[Record]) -> str:
@@ -108,19 +109,19 @@ def _servers(config: Config, state: State | None, looks: list[Record]) -> str:
     elif looks:
         heard, wanted = looks[-1].get("servers/heard", 0), looks[-1].get("servers/wanted")
     else:
-        return "–"
+        return UNKNOWN
     wanted = wanted if wanted is not None else config.rollout.servers
     return f"{heard:.0f} / {wanted}" if isinstance(wanted, int) else f"{heard:.0f}"
 
 
-def _cost(config: Config, records: Records, looks: list[Record], recent: int) -> dict[str, str]:
+def _cost(config: Config, records: Records, looks: list[Record]) -> dict[str, str]:
     """GPU hours so far and, with a price, what they cost, and about how much it is when the run ends."""
     hours = figures.gpu_hours(looks)
     if hours is None:
         return {}
     shown, price = {"GPU hours": f"{hours:,.1f}"}, config.log.price_per_gpu_hour
     if price is not None:
-        left_s = figures.seconds_left(records, config.run.versions) if recent else None
+        left_s = figures.seconds_left(records, config.run.versions)
         in_all = hours + (left_s or 0.0) / 3600 * looks[-1].get("gpus", 0)
         shown["cost"] = f"{price * hours:,.2f}"
         shown["cost at the end"] = f"{price * in_all:,.2f}"
@@ -141,10 +142,10 @@ def _server_rows(config: Config, state: State) -> list[tuple[str, ...]]:
             _number(stats.get("preempted"), ".0f"),
             _number(stats.get("parked"), ".0f"),
         ]
-        heard = "–" if silent_s is None else f"{silent_s:.1f} s ago{lost}"
+        heard = UNKNOWN if silent_s is None else f"{silent_s:.1f} s ago{lost}"
         why = "" if name in gone else fullness(state, name).partition(": ")[2]
         version, leases = server.get("version"), server.get("leases")
-        rows.append((name, "–" if version is None else str(version), _number(leases, ".0f"), *shown, heard, why))
+        rows.append((name, UNKNOWN if version is None else str(version), _number(leases, ".0f"), *shown, heard, why))
     return rows
 
 
@@ -170,4 +171,4 @@ def _failures(state: State | None) -> list[tuple[str, int]]:
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
-    return f"{value:{form}}{unit}" if isinstance(value, int | float) else "–"
+    return f"{value:{form}}{unit}" if isinstance(value, int | float) else UNKNOWN

@@ -112,13 +112,13 @@ def stored(file: Path) -> State:
     )
 
 
-def ending(config: Config, run: Path, held: State | None) -> str:
+def ending(config: Config, run: Path, held: State | None, say_ago: bool = True) -> str:
     """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died."""
     records = Records(run / "metrics.jsonl")
     if records.by_version and max(records.by_version) >= config.run.versions:
-        return f"finished at {when(records.path.stat().st_mtime)}"
+        return f"finished at {when(records.path.stat().st_mtime, say_ago)}"
     if held and held.ended and held.trained + 1 == held.version < config.run.versions:
-        return f"ended at {when(last_life(config, run))}: {held.ended}"
+        return f"ended at {when(last_life(config, run), say_ago)}: {held.ended}"
     return ""
 
 
@@ -131,10 +131,10 @@ def last_life(config: Config, run: Path) -> float:
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
-def when(seconds: float) -> str:
-    """`2026-11-22 06:18:03 (40 s ago)`."""
-    ago = timedelta(seconds=round(time.time() - seconds))
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S} ({ago} ago)"
+def when(seconds: float, say_ago: bool = True) -> str:
+    """`2026-11-22 06:18:03 (0:00:40 ago)`."""
+    ago = f" ({timedelta(seconds=round(time.time() - seconds))} ago)" if say_ago else ""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}{ago}"
 
 
 class Wait(NamedTuple):
