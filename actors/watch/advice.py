@@ -106,10 +106,10 @@ def recommend(now: Situation) -> str:
 
     Example: `"The learner waits 62 % of the time: two more servers would halve that."`
     """
-    if not now.versions and not now.why_failed:
-        return "No version is trained yet" + (f": {now.waiting}." if now.waiting else ".")
     if now.failed > 0.5:
         return f"Most attempts fail: {now.why_failed}. Mend that first."
+    if not now.versions:
+        return "No version is trained yet" + (f": {now.waiting}." if now.waiting else ".")
     if now.versions < FEW_VERSIONS:
         return "Too few versions yet to recommend anything."
     return _learns_nothing(now) or _waits(now) or _idles(now) or _fine(now)
@@ -152,7 +152,7 @@ def _waits(now: Situation) -> str:
     if now.wanted is not None and now.wanted > now.servers:
         return f"{said}: the run has asked for {now.wanted} servers and {now.servers} are there. Wait for them."
     used = now.servers * (1 - parked if parked > CLOSED else 1.0)
-    more = math.ceil(used * (1 - now.waits / 2) / max(1 - now.waits, 0.02)) - now.servers
+    more = math.ceil(used * (1 - now.waits / 2) / max(1 - now.waits, 0.02) - 1e-9) - now.servers
     if more <= 0:
         return f"{said}, in which few answers take long: batch.max_staleness {now.max_staleness + 2} would hide that."
     return f"{said}: {_count(more)} more server{'s' * (more > 1)} would halve that."

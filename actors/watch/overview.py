@@ -76,7 +76,7 @@ def look_over(
 
 def _told(status: str, since_s: float | None) -> str:
     ago = "no record yet" if since_s is None else f"last record {timedelta(seconds=round(since_s))} ago"
-    return f"the buffer does not answer; {ago}" if status == "silent" else f"running; {ago}"
+    return f"the buffer does not answer; {ago}" if status == "silent" else ago
 
 
 def _since(records: Records, now: float) -> float | None:
