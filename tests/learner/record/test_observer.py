@@ -4,7 +4,6 @@ import asyncio
 import threading
 from pathlib import Path
 
-from buffer.wire.protocol import Heartbeat
 from learner.record.observer import Observer, servers_record
 from tests.harness.buffer_process import buffer, in_loop, rollout
 from tests.harness.watched import make_config, state
@@ -42,7 +41,7 @@ async def test_the_buffer_is_asked_until_the_learner_ends(tmp_path: Path) -> Non
             enough.set()
 
     async with buffer() as served, rollout(served.address, "rollout-0") as client:
-        await client.connection.request(Heartbeat(version=3, holding=[], stats={"running": 5.0}))
+        await client.beat({"running": 5.0})
         config = make_config(tmp_path, f"buffer.address={served.address}", "log.servers_every_s=0.05")
         with Observer(config, None, 0, take):
             assert await asyncio.to_thread(enough.wait, 50.0)
