@@ -154,6 +154,7 @@ class Pages:
 
     def _data(self) -> dict[str, Any]:
         watcher = self.watcher
+        watcher.look()
         try:
             return page_data(watcher.config, watcher.run, watcher.records, watcher.overview, live=True)
         except ConfigError as error:  # evaluation.json

@@ -36,10 +36,15 @@ class Watcher:
         """The buffer's answer; None: it is silent."""
         self.news = asyncio.Condition()
         self.steady = asyncio.Lock()
-        """Held by a thread that reads `records`."""
+        """Held by whoever looks, or reads `records` in a thread."""
         self._held: State | None = None
         self._read_at = -FILE_S
         self._trouble = ""
+        self.overview = self._look()
+
+    def look(self) -> None:
+        """See what is new; with `steady` held."""
+        self.records.read()
         self.overview = self._look()
 
     async def follow(self) -> None:
@@ -52,8 +57,7 @@ class Watcher:
         while True:
             await asyncio.sleep(EVERY_S)
             async with self.steady:
-                self.records.read()
-                self.overview = self._look()
+                self.look()
             async with self.news:
                 self.news.notify_all()
 

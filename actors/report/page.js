@@ -222,7 +222,7 @@ function showCharts() {  // builds the charts again if there are other columns, 
   if (now === shape) { for (const c of drawn) { c.u.setData(dataOf(c, c.series)); showKeys(c, null); } return; }
   shape = now;
   for (const c of drawn.splice(0)) c.u.destroy();
-  for (const section of document.querySelectorAll("[data-charts]")) {
+  for (const section of document.querySelectorAll("section[data-charts]")) {
     const grid = section.querySelector(".grid"), charts = CHARTS[section.dataset.charts].filter(has);
     grid.replaceChildren(); section.hidden = !charts.length;
     for (const c of charts) { c.u = null; addChart(c, grid); }
@@ -279,7 +279,6 @@ $("axis").onchange = () => { for (const c of drawn) c.u.setData(dataOf(c, c.seri
 $("find").oninput = findMetrics;
 $("batch").onchange = showSamples;
 showAll();
-document.body.dataset.charts = drawn.length;
 document.body.dataset.seen = D.version.length;
 if (D.live) follow();
 requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = "true"; }));

@@ -66,20 +66,23 @@ class Records:
 
     def read(self) -> list[Record]:
         """Records of versions and evaluations that were written since the last call, or since construction."""
-        records, self.position, _ = read_after(self.path, self.position)
-        return [record for record in records if self._take_up(record)]
+        records, self.position, replaced = read_after(self.path, self.position)
+        known = self.by_version, self.evaluations
+        if replaced:  # what it does not have any more is trained again
+            self.by_version, self.evaluations, self.servers = {}, {}, {}
+        return [record for record in records if self._take_up(record, *known)]
 
-    def _take_up(self, record: Record) -> bool:
-        """Whether it is new, and of a version."""
+    def _take_up(self, record: Record, versions: Mapping[int, Record], evaluations: Mapping[int, Record]) -> bool:
+        """Whether it is of a version and differs from what was known before."""
         if is_of_servers(record):
             self.servers[record["time"]] = record
             return False
-        kind, version = self.by_version, record["version"]
+        kind, known, version = self.by_version, versions, record["version"]
         if EVALUATED in record:
             if not sets_of(record):  # it was given up
                 return False
-            kind, version = self.evaluations, record[EVALUATED]
-        fresh = kind.get(version) != record
+            kind, known, version = self.evaluations, evaluations, record[EVALUATED]
+        fresh = known.get(version) != record
         kind[version] = record
         return fresh
 

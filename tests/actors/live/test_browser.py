@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 SIZES = {"phone": (390, 844), "desk": (1440, 900)}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
-WAIT_MS = 240_000
+WAIT_MS = 120_000
 FIRST, ALL = 20, 30
 """Versions that have records when a live page is opened, and after."""
 
@@ -123,7 +123,6 @@ def drawn_figures(tab: Tab, run: Path, versions: int) -> None:
     assert seen["version"] == f"{versions} / 40" and seen["learner waits"] == "62 %"
     assert seen["age, mean"] == f"{last['age/mean']:.1f}" and seen["tokens/s"] == "500"
     assert f"length/mean {last['length/mean']:.2f}" in tab.text("main")
-    assert "more server" in tab.text(".advice")
 
 
 @pytest.mark.parametrize(
@@ -160,6 +159,7 @@ def test_the_live_page(
         tab.wait("#status:text-is('running')")
         tab.check(FIRST)
         drawn_figures(tab, run, FIRST)
+        assert "one more server would" in tab.text(".advice") or "two more servers would" in tab.text(".advice")
         assert "rollout-1 is lost" in tab.text("#says") and "batch 7 has 20 of 32 groups" in tab.text("#waits")
         assert "80 %" in tab.text("#servers") and "KeyError" in tab.text("#failures")
         tab.wait("#samples .card")
