@@ -16,6 +16,7 @@ from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
 from buffer.transcript import visible
 
 STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "yellow", "silent": "red", "ended": "dim"}
+SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
 BARS = " ▁▂▃▄▅▆▇█"
 CURVE = 60
 """Columns of the reward's curve."""
@@ -55,7 +56,9 @@ def screen(overview: Overview, records: Records) -> Group:
     for name, shares in overview.processes:
         said = ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items() if share >= 0.005)
         parts.append(Text.assemble((f"{name}: ", "bold"), said))
-    tables = [(WAIT_COLUMNS, overview.waits), (SERVER_COLUMNS, overview.servers)]
+    chosen = [SERVER_COLUMNS.index(name) for name in SERVER_SHOWN]
+    servers = [tuple(row[index] for index in chosen) for row in overview.servers]
+    tables = [(WAIT_COLUMNS, overview.waits), (SERVER_SHOWN, servers)]
     tables.append((("failed or dropped", "count"), [(reason, str(count)) for reason, count in overview.failures]))
     parts += [part for columns, rows in tables if rows for part in (Text(), _table(columns, rows))]
     return Group(Panel(Group(*parts), title=f"version {overview.version} of {overview.versions}", title_align="left"))
@@ -73,7 +76,9 @@ def spark(values: list[float]) -> str:
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(*columns, box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=column != "why")
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table

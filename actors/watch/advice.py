@@ -26,6 +26,9 @@ WAITS, CLOSED, IDLE = 0.15, 0.05, 0.30
 that servers have too little to do."""
 SPARE = 1.15
 """Servers kept beyond what has work, when some are given back."""
+FEW_FAIL, MOST_FAIL = 0.05, 0.5
+"""Shares of attempts that fail: from the first on it is an alert, beyond the second there is nothing else to do."""
+TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
 STALLED = 10.0
 """Times the usual length of a version without a new one, after which the run counts as stalled; at least STALLED_S."""
 STALLED_S = 120.0
@@ -106,8 +109,8 @@ def recommend(now: Situation) -> str:
 
     Example: `"The learner waits 62 % of the time: two more servers would halve that."`
     """
-    if now.failed > 0.5:
-        return f"Most attempts fail: {now.why_failed}. Mend that first."
+    if now.failed > MOST_FAIL:
+        return f"Most attempts fail: {now.why_failed}. Mend that first: {TRACEBACKS}."
     if not now.versions:
         return "No version is trained yet" + (f": {now.waiting}." if now.waiting else ".")
     if now.versions < FEW_VERSIONS:
@@ -191,8 +194,8 @@ def find_alerts(
     if live and since_s is not None and pace_s is not None and since_s > max(STALLED * pace_s, STALLED_S):
         remedy = "who waits for whom is below; else see logs/learner.log"
         found.append(Alert("bad", f"no version for {since_s:.0f} s, one usually takes {pace_s:.1f} s: {remedy}"))
-    if state is not None and _failed_share(state) > 0.05:
-        found.append(Alert("bad", f"{failures(state)}: logs/rollout-*.log have the first traceback of each kind"))
+    if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # of more the recommendation speaks
+        found.append(Alert("bad", f"{failures(state)}: {TRACEBACKS}"))
     ordered = records.ordered()
     if ordered:
         history = [one for one in ordered[:-1] if "version" in one]

@@ -81,6 +81,15 @@ def tokens_per_s(versions: Sequence[Record]) -> float | None:
     return sum(one["tokens"] for one in timed) / seconds if seconds else None
 
 
+def seconds_since(records: Records, now: float) -> float | None:
+    """Since the learner wrote its last version, at `now` (Unix time); None if it has written none. Records of an
+    earlier release do not say when."""
+    if not records.by_version:
+        return None
+    written = records.by_version[max(records.by_version)].get("time")
+    return max(0.0, now - (written if written is not None else records.path.stat().st_mtime))
+
+
 def seconds_left(records: Records, versions: int) -> float | None:
     """To the last version, at the pace of the last ones; None without a record of it."""
     pace_s = records.mean("time/version_s", LAST)

@@ -56,7 +56,7 @@ def look_over(
     the run ended, if it has."""
     waits = waiting_rows(state, config) if state and answers else []
     first = f"{waits[0].who} waits for {waits[0].whom}, {waits[0].why}" if waits else ""
-    since_s = _since(records, now)
+    since_s = figures.seconds_since(records, now)
     live = answers and not ended
     status = "ended" if ended else "silent" if not answers else "running" if records.by_version else "waiting"
     return Overview(
@@ -75,13 +75,8 @@ def look_over(
 
 
 def _told(status: str, since_s: float | None) -> str:
-    ago = "no record yet" if since_s is None else f"last record {timedelta(seconds=round(since_s))} ago"
+    ago = "no version yet" if since_s is None else f"last version {timedelta(seconds=round(since_s))} ago"
     return f"the buffer does not answer; {ago}" if status == "silent" else ago
-
-
-def _since(records: Records, now: float) -> float | None:
-    """Seconds since the learner wrote a version."""
-    return max(0.0, now - records.path.stat().st_mtime) if records.by_version and records.path.exists() else None
 
 
 def _headline(config: Config, records: Records, state: State | None) -> dict[str, str]:

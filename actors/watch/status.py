@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
+from actors.watch.figures import seconds_since
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.run_state import (
     LIMITS,
@@ -102,7 +103,7 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
     for version, record in sorted(log.evaluations.items())[-1:]:
         yield from (f"version {version} evaluated on {line}" for line in evaluation_lines(record))
     if records:
-        seconds = time.time() - log.path.stat().st_mtime
+        seconds = seconds_since(log, time.time()) or 0.0
         figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in SHOWN]
         yield f"last record {seconds:.0f} s ago: {', '.join(figures)}"
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("v*"))

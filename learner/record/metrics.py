@@ -137,7 +137,7 @@ class Metrics:
             record["mfu/version"] = record["flops"] / max(elapsed, 1e-9) / self.peak
         if "tokens" in record:
             record["tokens_per_s"] = record["tokens"] / max(elapsed, 1e-9)
-        return record | peak_memory()
+        return record | peak_memory() | {"time": round(time.time(), 3)}
 
     def _truncate(self, path: Path, version: int) -> None:
         """Remove what an earlier process recorded from `version` on: these versions are trained again."""

@@ -101,10 +101,10 @@ def test_a_run_that_stalls(config: Config) -> None:
 
 def test_the_learners_rules_and_failures_are_alerts_too(config: Config) -> None:
     append(config.run.path, *(record(version, **{"length/truncated": 0.4}) for version in range(1, 9)))
-    failing = state(servers={}, failed={"reward: KeyError": 500})
+    failing = state(servers={}, failed={"reward: KeyError": 100})
     texts = [alert.text for alert in find_alerts(config, records_of(config), failing, 1.0, live=True)]
     assert any(text.startswith("length/truncated is 0.4") for text in texts)
-    assert any(text.startswith("reward failed 66 % of 752 attempts") for text in texts)
+    assert any(text.startswith("reward failed 28 % of 352 attempts") for text in texts)
 
 
 def test_preemptions_that_go_on(config: Config) -> None:

@@ -78,3 +78,9 @@ def test_reading_goes_on_where_it_stopped_and_tells_of_another_file(run: Path) -
     again, _, replaced = read_after(path, position)
     assert again == [{"version": 1}] and replaced
     assert Position.parse("nonsense") == Position.parse("") == Position()
+
+
+def test_looks_at_servers_do_not_hide_that_versions_stopped(run: Path) -> None:
+    append(run, record(1, time=1000.0), look(5000.0, 1))
+    assert figures.seconds_since(records_of(run), 5010.0) == 4010.0
+    assert figures.seconds_since(Records(run / "nothing"), 5010.0) is None
