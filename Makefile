@@ -1,4 +1,4 @@
-# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, oldest, gpu, chaos, soak.
+# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, oldest, gpu, chaos, soak, browser.
 # Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test oldest gpu chaos soak clean
+.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test oldest gpu chaos soak browser clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
@@ -70,6 +70,11 @@ chaos: $(STAMP)
 # Training time that is left under kills, in half an hour: four kills, one each 300 s. SOAK adds flags, as in SOAK="--minutes 60".
 soak: $(STAMP)
 	$(RUN) -m benchmarks.soak $(SOAK)
+
+# Chromium from Debian's packages, for the test of a run's page; without one that test is skipped. Needs root.
+browser:
+	command -v chromium || { apt-get update -qq -o Acquire::Retries=3 \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o Acquire::Retries=3 chromium fonts-dejavu-core; }
 
 clean:
 	rm -rf $(VENV) runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

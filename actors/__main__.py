@@ -1,4 +1,4 @@
-"""`python -m actors launch|status|scale|report|doctor ...`: start a whole run, watch it, scale it, sum it up, check the
+"""`python -m actors launch|watch|status|scale|report|doctor ...`: start a run, watch it, scale it, sum it up, check the
 machine.
 
 The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so neither Ray nor
@@ -16,12 +16,13 @@ from configs.entrypoint import BAD_INPUT, DONE, StopSignals, run_and_exit, split
 
 COMMANDS = {
     "launch": ("actors.supervise.launch", "start all processes of a run, keep them, and report at its end"),
+    "watch": ("actors.live.serve", "a live page of a run in the browser, or the same on the terminal"),
     "status": ("actors.watch.status", "who waits for whom in a run, and for how long; what became of its problems"),
     "scale": ("actors.scaling.command", "more or fewer rollout servers while a run goes on"),
-    "report": ("actors.report.summary", "rewards, samples and settings of a run, as text, PNG and HTML"),
+    "report": ("actors.report.summary", "rewards, samples and settings of a run, as text and as a page"),
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
 }
-"""Module of each command, imported when it is called: launching needs no matplotlib, status no Ray."""
+"""Module of each command, imported when it is called: launching needs no page, status no Ray."""
 
 
 def main(argv: Sequence[str]) -> int:

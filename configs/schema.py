@@ -523,6 +523,11 @@ class EvalConfig(Section):
 class LogConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
     """Trackers that receive the records of metrics.jsonl; one that fails costs a warning, never the run."""
+    servers_every_s: Seconds = 15.0
+    """Seconds between two lines of metrics.jsonl about servers and buffer, which the learner asks the buffer for."""
+    price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
+    """What an hour of one GPU costs, in any currency: `python -m actors watch` and the report show the run's cost;
+    null: they show GPU hours only."""
     display: Literal["auto", "rich", "plain"] = "auto"
     """Terminal display of `python -m actors launch`; `auto` is rich on a terminal and plain lines elsewhere."""
 

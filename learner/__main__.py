@@ -47,11 +47,12 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
-from learner.metrics import Metrics
 from learner.model import attention, flops
 from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budget
 from learner.model.policy import Policy
-from learner.trackers import Tracker
+from learner.record.metrics import Metrics
+from learner.record.observer import Observer
+from learner.record.trackers import Tracker
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.step import Algorithm
@@ -155,6 +156,9 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         batches = LearnerClient(config.buffer.address, name, print_, rank, world, serves, **options)
         parts.callback(batches.close)
         draining = Draining(batches)
+        if rank == 0:
+            gpus = world if device.type == "cuda" else 0
+            parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(draining.begin):
             loop.run(policy, algorithm, draining, weights, checkpoints, metrics, versions)
         for tracker in trackers:

@@ -6,8 +6,8 @@ version. Everything else is its own work.
 
 from learner.checkpoint import Checkpoints
 from learner.drain import Draining
-from learner.metrics import Metrics
 from learner.model.policy import Policy
+from learner.record.metrics import Metrics
 from learner.train.step import Algorithm
 from learner.weights.sender.publish import Bystander, Follower, Sender
 

@@ -50,6 +50,7 @@ MAY: dict[str, set[str]] = {
     "actors.process": {"configs", "actors.process"},
     "actors.watch": {"configs", "buffer", "actors.process", "actors.watch"},
     "actors.report": {"configs", "buffer", "actors.process", "actors.watch", "actors.report"},
+    "actors.live": {*("configs", "buffer", "actors.process"), *("actors.watch", "actors.report", "actors.live")},
     "actors.doctor": {"configs", "buffer", "rollout", "actors.process", "actors.doctor"},
     "actors.scaling": {"configs", "buffer", "actors.watch", "actors.scaling"},
     "actors.supervise": {

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     if code > 128 and config.buffer.path:  # a signal
         display.say(f"stopped; go on with: {PROG} {config.run.path / 'config.yaml'}")
     if not flags.no_report and code == DONE and display.records.path.exists():
-        from actors.report import summary  # imports matplotlib
+        from actors.report import summary  # only here, so that a launch does not wait for it
 
         summary.main([str(config.run.path)])
     return code

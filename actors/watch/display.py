@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.process import Event, Process
+from actors.watch.figures import time_left
 from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_lines
 from actors.watch.run_state import failures, fullness, silent, waits
 from buffer.curve import client_keys_for
@@ -35,8 +35,6 @@ VLLM_ROUTINE = re.compile(
     r"^\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING) vllm|^\(\w+ pid=\d+\) (INFO|WARNING) |^\[W\d+ |^Triton is installed"
 )
 """Lines that only the log file gets: our INFO once versions come, and of vLLM's lines all that are no errors."""
-PACE_VERSIONS = 20
-"""Versions whose mean time predicts the time left."""
 
 
 class Display:
@@ -191,14 +189,6 @@ class Display:
             Text(f"{name} {kind}", style=KIND_STYLES.get(kind, "red")) for name, kind in self.processes.items()
         )
         return Panel(Group(table, processes), title=self.config.run.name, title_align="left", border_style="dim")
-
-
-def time_left(records: Records, versions: int) -> str:
-    """`h:mm:ss` to the last version at the pace of the last `PACE_VERSIONS`; nothing without a record of it."""
-    pace_s = records.mean("time/version_s", PACE_VERSIONS)
-    if pace_s is None:
-        return ""
-    return str(timedelta(seconds=round(pace_s * max(0, versions - max(records.by_version)))))
 
 
 def number(record: Record, key: str, form: str) -> str:

@@ -1,8 +1,8 @@
-"""The records of a run, `metrics.jsonl`, read as they grow. Used by display, status and report; waits for nothing.
+"""The records of a run, `metrics.jsonl`, read as they grow. For display, status, page and report; waits for nothing.
 
-One JSON object per line and version, flat keys; an evaluation has a line of its own (`eval/...`). A learner that
-restored an earlier version replaces the file and writes versions again: the later record counts. A line still being
-written, or cut off by a crash, is left out.
+One JSON object per line and version, flat keys; an evaluation has a line of its own (`eval/...`), and so has each look
+at servers and buffer (`kind`, `time`, no version). A learner that restored an earlier version replaces the file and
+writes versions again: the later record counts. A line still being written, or cut off by a crash, is left out.
 """
 
 import json
@@ -10,11 +10,44 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 Record = dict[str, Any]
 EVALUATED = "eval/version"
 """In records of evaluations: the version that was evaluated."""
+
+
+class Position(NamedTuple):
+    """A place in the file: `offset` bytes into the file that has this inode. As text: `1234-5678`."""
+
+    inode: int = 0
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.inode}-{self.offset}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Position":
+        """Undo `str`; the beginning for anything else."""
+        inode, _, offset = text.partition("-")
+        return cls(int(inode), int(offset)) if inode.isdigit() and offset.isdigit() else cls()
+
+
+def read_after(path: Path, position: Position) -> tuple[list[Record], Position, bool]:
+    """The whole lines after `position`, the place behind them, and whether the file was replaced since: then all of it
+    was read. A file that is not there has no lines."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            replaced = (status.st_ino, True) != (position.inode, position.offset <= status.st_size)
+            start = 0 if replaced else position.offset
+            file.seek(start)
+            data = file.read()
+    except FileNotFoundError:
+        return [], position, False
+    whole_lines = data[: data.rfind(b"\n") + 1]
+    records = [record for line in whole_lines.splitlines() if (record := _record(line)) is not None]
+    return records, Position(status.st_ino, start + len(whole_lines)), replaced
 
 
 class Records:
@@ -25,33 +58,31 @@ class Records:
         self.by_version: dict[int, Record] = {}
         self.evaluations: dict[int, Record] = {}
         """By the version that was evaluated; keys as in `eval/aime/pass@8`."""
-        self._inode, self._offset = 0, 0
+        self.servers: dict[float, Record] = {}
+        """Looks at servers and buffer, by their time."""
+        self.position = Position()
+        """Up to where the file is read."""
         self.read()
 
     def read(self) -> list[Record]:
-        """Records written since the last call, or since construction, those of evaluations among them."""
-        try:
-            with open(self.path, "rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:  # replaced by a restarted learner
-                    self._inode, self._offset = inode, 0
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole_lines = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole_lines)
-        records = [record for line in whole_lines.splitlines() if (record := _record(line)) is not None]
-        return [record for record in records if self._take_up(record)]
+        """Records of versions and evaluations that were written since the last call, or since construction."""
+        records, self.position, replaced = read_after(self.path, self.position)
+        known = self.by_version, self.evaluations
+        if replaced:  # what it does not have any more is trained again
+            self.by_version, self.evaluations, self.servers = {}, {}, {}
+        return [record for record in records if self._take_up(record, *known)]
 
-    def _take_up(self, record: Record) -> bool:
-        """Whether it is new."""
-        kind, version = self.by_version, record["version"]
+    def _take_up(self, record: Record, versions: Mapping[int, Record], evaluations: Mapping[int, Record]) -> bool:
+        """Whether it is of a version and differs from what was known before."""
+        if is_of_servers(record):
+            self.servers[record["time"]] = record
+            return False
+        kind, known, version = self.by_version, versions, record["version"]
         if EVALUATED in record:
             if not sets_of(record):  # it was given up
                 return False
-            kind, version = self.evaluations, record[EVALUATED]
-        fresh = kind.get(version) != record
+            kind, known, version = self.evaluations, evaluations, record[EVALUATED]
+        fresh = known.get(version) != record
         kind[version] = record
         return fresh
 
@@ -102,12 +133,20 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
+def is_of_servers(record: Record) -> bool:
+    """Whether it is a look at servers and buffer."""
+    return record.get("kind") == "servers"
+
+
 def _record(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("version"), int) else None
+    if not isinstance(record, dict):
+        return None
+    known = _is_number(record.get("time")) if is_of_servers(record) else isinstance(record.get("version"), int)
+    return record if known else None
 
 
 def _is_number(value: object) -> bool:

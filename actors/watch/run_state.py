@@ -1,4 +1,4 @@
-"""The state of a run for status, display and report: from its buffer if that answers, else from the buffer's file.
+"""The state of a run for status, display and page: from its buffer if that answers, else from the buffer's file.
 
 Waits for nothing but the buffer's answer, `timeout_s` at most. Reading the SQLite file does not disturb a live buffer.
 """
@@ -9,9 +9,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from actors.watch.metrics_log import Records
 from buffer.curve import KeysError, client_keys_for
 from buffer.store.sqlite import reading
 from buffer.wire.connection import Connection, RefusedError
@@ -110,14 +112,47 @@ def stored(file: Path) -> State:
     )
 
 
-def waits(state: State, config: Config) -> list[str]:
-    """Who waits for whom, a line each, the longest wait first.
+def ending(config: Config, run: Path, held: State | None, say_ago: bool = True) -> str:
+    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died."""
+    records = Records(run / "metrics.jsonl")
+    if records.by_version and max(records.by_version) >= config.run.versions:
+        return f"finished at {when(records.path.stat().st_mtime, say_ago)}"
+    if held and held.ended and held.trained + 1 == held.version < config.run.versions:
+        return f"ended at {when(last_life(config, run), say_ago)}: {held.ended}"
+    return ""
+
+
+def last_life(config: Config, run: Path) -> float:
+    """When a process of the run last wrote a log, a record or the ledger, in Unix time; 0: never."""
+    files = [run / "metrics.jsonl", *(run / "logs").glob("*.log")]
+    if config.buffer.path:
+        ledger = run / config.buffer.path
+        files += [ledger, ledger.with_name(f"{ledger.name}-wal")]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+def when(seconds: float, say_ago: bool = True) -> str:
+    """`2026-11-22 06:18:03 (0:00:40 ago)`."""
+    ago = f" ({timedelta(seconds=round(time.time() - seconds))} ago)" if say_ago else ""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}{ago}"
+
+
+class Wait(NamedTuple):
+    """Example: `Wait("learner", "rollout-0 (generating 12)", 3.2, "batch 7 has 20 of 32 groups")`"""
+
+    who: str
+    whom: str
+    seconds: float
+    why: str
+
+
+def waiting_rows(state: State, config: Config) -> list[Wait]:
+    """Who waits for whom, the longest wait first.
 
     A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
     learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
-    buffer says why. Example: `"learner for rollout-0 (generating 12), 3.2 s: batch 7 has 20 of 32 groups"`
-
-    Where more attempts have failed since the last batch than groups are stored, the servers are not to blame.
+    buffer says why. Where more attempts have failed since the last batch than groups are stored, the servers are not
+    to blame.
     """
     gone = silent(state, config)
     holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
@@ -129,9 +164,15 @@ def waits(state: State, config: Config) -> list[str]:
     if state.learner_gone_s is not None:
         learner = f"the learner, which ended {state.learner_gone_s:.0f} s ago"
     return [
-        f"{waiter.who} for {whom.get(waiter.kind, learner)}, {waiter.seconds:.1f} s: {waiter.why}"
+        Wait(waiter.who, whom.get(waiter.kind, learner), waiter.seconds, waiter.why)
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
     ]
+
+
+def waits(state: State, config: Config) -> list[str]:
+    """`waiting_rows` as lines. Example:
+    `"learner for rollout-0 (generating 12), 3.2 s: batch 7 has 20 of 32 groups"`"""
+    return [f"{who} for {whom}, {seconds:.1f} s: {why}" for who, whom, seconds, why in waiting_rows(state, config)]
 
 
 def fullness(state: State, name: str) -> str:

@@ -8,15 +8,28 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from datetime import datetime, timedelta
 from pathlib import Path
 from urllib.request import urlopen
 
 from rich.console import Console
 from rich.table import Table
 
+from actors.watch.figures import seconds_since
 from actors.watch.metrics_log import Records, evaluation_lines
-from actors.watch.run_state import LIMITS, ask, find_run, fullness, ledger_lines, servers_lines, silent, stored, waits
+from actors.watch.run_state import (
+    LIMITS,
+    ask,
+    ending,
+    find_run,
+    fullness,
+    last_life,
+    ledger_lines,
+    servers_lines,
+    silent,
+    stored,
+    waits,
+    when,
+)
 from buffer.store.past import history
 from buffer.store.sqlite import StoreError, reading
 from buffer.wire.protocol import State
@@ -43,13 +56,13 @@ def main(argv: Sequence[str]) -> int:
                     console.print(f"changed at version {version}: {change}")
         except StoreError as error:
             trouble = str(error)
-    ended = "" if answer else _ending(config, run, held)
+    ended = "" if answer else ending(config, run, held)
     console.print(*_folder_lines(config, run, ended), sep="\n")
     if answer is not None:
         console.print(answer.ended or f"buffer at {config.buffer.address}")
     elif not ended:
-        since = _last_life(config, run)
-        dead = f"dead since {_when(since)}" if since else "never started"
+        since = last_life(config, run)
+        dead = f"dead since {when(since)}" if since else "never started"
         console.print(f"{dead}: the buffer at {config.buffer.address} does not answer; its files hold:", style="red")
     if answer is None and trouble:
         console.print(trouble)
@@ -84,31 +97,6 @@ def is_well(url: str) -> bool:
         return False
 
 
-def _ending(config: Config, run: Path, held: State | None) -> str:
-    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died."""
-    records = Records(run / "metrics.jsonl")
-    if records.by_version and max(records.by_version) >= config.run.versions:
-        return f"finished at {_when(records.path.stat().st_mtime)}"
-    if held and held.ended and held.trained + 1 == held.version < config.run.versions:
-        return f"ended at {_when(_last_life(config, run))}: {held.ended}"
-    return ""
-
-
-def _last_life(config: Config, run: Path) -> float:
-    """When a process of the run last wrote a log, a record or the ledger, in Unix time; 0: never."""
-    files = [run / "metrics.jsonl", *(run / "logs").glob("*.log")]
-    if config.buffer.path:
-        ledger = run / config.buffer.path
-        files += [ledger, ledger.with_name(f"{ledger.name}-wal")]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-
-
-def _when(seconds: float) -> str:
-    """`2026-11-22 06:18:03 (40 s ago)`."""
-    ago = timedelta(seconds=round(time.time() - seconds))
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S} ({ago} ago)"
-
-
 def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
     """Versions, how the run ended if it has, the last record and its age, checkpoints."""
     log = Records(run / "metrics.jsonl")
@@ -118,7 +106,7 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
     for version, record in sorted(log.evaluations.items())[-1:]:
         yield from (f"version {version} evaluated on {line}" for line in evaluation_lines(record))
     if records:
-        seconds = time.time() - log.path.stat().st_mtime
+        seconds = seconds_since(log, time.time()) or 0.0
         figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in SHOWN]
         yield f"last record {seconds:.0f} s ago: {', '.join(figures)}"
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("v*"))

@@ -59,7 +59,7 @@ def sharded(folder: Path, mesh: DeviceMesh, device: torch.device) -> tuple[PreTr
     for block in loading.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    loading.init_random(model, device)
+    loading.init_random(model, device, mesh.size())
     return model, costs
 
 

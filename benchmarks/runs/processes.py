@@ -166,10 +166,11 @@ class Processes:
         return asyncio.run(ask(self.config))
 
     def records(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The records in a file of the run's folder, without a last line that is not complete."""
+        """The records of versions and evaluations in a file of the run, without a last line that is not complete."""
         path = self.folder / file
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record for record in records if "version" in record]
 
     def __enter__(self) -> "Processes":
         return self

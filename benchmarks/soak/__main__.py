@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, file: Path) -> list[ResultRow]:
     with Launched(file, args.launch) as launched, Observer(launched.config.run.path, launched.alive) as observer:
         progress(f"{kills} kills; the run is in {launched.config.run.path}, its terminal in {launched.terminal}")
         try:
-            calm, deaths = soak(launched.config.rollout.servers, observer, kills, args.every_s, args.calm_s)
+            calm, deaths = soak(launched.config.rollout.least_servers, observer, kills, args.every_s, args.calm_s)
             spans = {"calm": [asdict(one) for one in calm], "deaths": [asdict(one) for one in deaths]}
             file.with_suffix(".seen.json").write_text(json.dumps(asdict(observer.seen) | spans))
             rows += rows_of(observer.seen, calm, deaths)

@@ -59,8 +59,9 @@ def learner(config: Config) -> None:
     from learner.train.pictures import one_shown
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", store=HashStore(), rank=0, world_size=1)
-    policy = Policy(config.model, config.learner, init_device_mesh("cuda" if GPU else "cpu", (1,)), random=True)
-    wire: Any = open_weights_wire(config, policy, 0, form_of(config))
+    mesh = init_device_mesh("cuda" if GPU else "cpu", (1,))
+    policy = Policy(config.model, config.learner, mesh, random=True)
+    wire: Any = open_weights_wire(config, policy, mesh, form_of(config))
     whole = sum(prod(spec.shape) * spec.dtype.itemsize for spec in policy.weight_specs())
     say(address=wire.address, bytes=wire.stats()["weights/bytes"], whole=whole)
     wire.publish(policy, 0)

@@ -70,7 +70,7 @@ def memory_of(run: Processes) -> dict[str, Any]:
 
     tokens = run.config.learner.tokens_per_microbatch
     assert isinstance(tokens, int)
-    expected = estimate(run.config.model, run.config.learner, world=1)
+    expected = estimate(run.config.model, run.config.learner, shards=1)
     return {"estimate GiB": expected.total(tokens) / GIB, "estimate": expected.describe(tokens), "microbatch": tokens}
 
 

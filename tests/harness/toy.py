@@ -86,10 +86,11 @@ class Run:
         return [record for record in self.records() if "eval/version" in record]
 
     def records(self) -> list[dict[str, Any]]:
-        """All records, as they stand in the file."""
+        """All records of versions and evaluations, as they stand in the file."""
         file = self.path / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record for record in records if "version" in record]
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
         """Rows of the ledger's file; `data_of(segment, position, bytes)` is a packed sample."""

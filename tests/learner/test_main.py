@@ -17,7 +17,7 @@ from buffer.wire.protocol import Finished, Hello, Rewind, Trained
 from configs.load import ConfigError
 from configs.schema import Config
 from learner.__main__ import image_format, max_sample_patches
-from learner.metrics import read
+from learner.record.metrics import read
 from learner.saved.manifest import complete
 from tests.harness.canned import Canned
 from tests.harness.pictured import seeing_model

@@ -156,7 +156,7 @@ class Weights:
 
 
 class Metrics:
-    """Stands for `learner.metrics.Metrics`: the journal says it all."""
+    """Stands for `learner.record.metrics.Metrics`: the journal says it all."""
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()

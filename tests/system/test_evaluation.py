@@ -57,4 +57,4 @@ def test_each_evaluation_has_one_result_of_one_version_whatever_is_killed(toy: T
     shown = python("actors", "report", run.path).stdout
     assert "many: mean@80" in shown and "greedy: mean@1" in shown
     page = (run.path / "report.html").read_text()
-    assert "pass@8" in page and "Evaluation while training" in page
+    assert "many pass@8" in page and "Evaluation while training" in page

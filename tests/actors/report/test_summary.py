@@ -3,31 +3,16 @@
 import json
 import sqlite3
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from actors.report import summary
 from actors.watch.metrics_log import Records, moving_mean
-from buffer.store.segments import Segments, folder_of
-from buffer.store.sql import APPLICATION, EVALUATIONS, SCHEMA, TABLES
-from buffer.wire.message import Array
-from buffer.wire.sample import Sample
+from buffer.store.sql import EVALUATIONS
 from configs.load import load, write
 from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, TOOL, episode
-
-
-def sample(answer: str) -> bytes:
-    one = np.array([1, 2])
-    return Sample(
-        tokens=Array.of(one.astype(np.int32)),
-        sampled=Array.of(np.array([0, 1], np.uint8)),
-        behaviour_logprobs=Array.of(np.array([0, -0.5], np.float32)),
-        versions=Array.of(np.array([-1, 3], np.int32)),
-        reward=1.0,
-        finish="stop",
-        answer=answer,
-    ).pack()
+from tests.harness.watched import store
 
 
 @pytest.fixture
@@ -55,39 +40,27 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def store(run: Path, packed: bytes | None = None) -> None:
-    """Five items; `packed`: the sample of each, if not one of a single turn."""
-    db = sqlite3.connect(run / "buffer.sqlite")
-    db.executescript(f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {SCHEMA};" + TABLES)
-    prompts = [{"prompt": [{"role": "user", "content": "8 6 4=2"}]}, {"problem": "What <b> is 1+1?"}]
-    for row, prompt in enumerate(prompts):
-        db.execute("INSERT INTO problems VALUES (?, ?)", (row, json.dumps(prompt)))
-    samples = Segments(folder_of(run / "buffer.sqlite"), 1, 0)
-    for item, (row, batch) in enumerate([(0, 0), (1, 0), (0, 39), (1, 39), (0, -1)]):
-        data = packed or sample(f"answer {item} <i>")
-        with samples.appended({item: [data]}) as places:
-            place = places[item]
-        values = f"{item}, {row}, 0, 'trained', '', 0, 's', 1, 1, 1, {batch}, 1, 2, 1, 0, 0, 0, 0, 9"
-        db.execute(f"INSERT INTO items VALUES ({values})")
-        where = (place.segment, place.position, len(data))
-        db.execute("INSERT INTO samples VALUES (?, 0, 2, 1, ?, 0, ?, ?, ?)", (item, batch / 39, *where))
-    samples.close()
-    db.execute(
-        "INSERT INTO totals VALUES ('failed', 'reward: KeyError', 7, 0, 0, 0, 0), ('dropped', 'x', 2, 0, 0, 0, 0)"
-    )
-    db.commit()
-    db.close()
+def shown(run: Path) -> dict[str, Any]:
+    """What the page of the run shows."""
+    html = (run / "report.html").read_text()
+    data = html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(data)
+    return found
 
 
-def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_a_page_and_says_where_things_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store(run)
     assert summary.main([str(run)]) == 0
     said = capsys.readouterr().out
-    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-    html = (run / "report.html").read_text()
-    assert "data:image/png;base64," in html and "http" not in html
-    assert "batch.max_staleness<td>3" in html
-    assert "answer 0 &lt;i&gt;" in html and "<i>" not in html
+    html, page = (run / "report.html").read_text(), shown(run)
+    assert 'src="' not in html and 'href="http' not in html and "<i>" not in html.partition('id="data"')[2]
+    assert ["batch.max_staleness", "3"] in page["settings"] and page["overview"]["status"] == "ended"
+    assert page["version"] == list(range(1, 41)) and page["columns"]["age/max"][24] == 2
+    assert page["batches"] == [0, 39] and [e["answer"] for e in page["samples"]["39"]] == [
+        "answer 2 <i>",
+        "answer 3 <i>",
+    ]
+    assert [e["answer"] for e in page["examples"]["before"]] == ["answer 0 <i>", "answer 1 <i>"]
     assert f"vllm serve {run / 'checkpoints' / 'v000040' / 'huggingface'}" in said
     assert (
         "before (batch 0, reward 0.00): 8 6 4=2" in said and "after (batch 39, reward 1.00): What <b> is 1+1?" in said
@@ -96,7 +69,7 @@ def test_report_writes_both_files_and_says_where_things_are(run: Path, capsys: p
     assert "the servers ran 90 sequences at a time in the mean, 75% of their places" in said
     assert "largest age 2 (batch.max_staleness 3)" in said
     failures = "reward failed 100 % of 7 attempts, most often KeyError (7); 2 items dropped, most often x (2)"
-    assert failures in said and failures in html
+    assert failures in said and page["overview"]["failures"] == [["reward: KeyError", 7], ["dropped: x", 2]]
 
 
 def test_an_episode_of_several_turns_is_read_turn_by_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,13 +77,16 @@ def test_an_episode_of_several_turns_is_read_turn_by_turn(run: Path, capsys: pyt
     stretches = [(HEAD, 0), (CALLS, 6), (TOOL.replace("391", "<i>391</i>"), 0), (ANSWER, 7)]
     store(run, episode(stretches, [(HEAD, 0), ("x" * 9000, 7)], rewards=[0.5, 1.0, 0.0]).pack())
     assert summary.main([str(run)]) == 0
-    said, html = capsys.readouterr().out, (run / "report.html").read_text()
-    for found in (said, html):
+    said, (first, *_) = capsys.readouterr().out, shown(run)["examples"]["before"]
+    titles = [passage["title"] for chapter in first["episode"] for passage in chapter["passages"]]
+    heads = [text for chapter in first["episode"] for text in (chapter["title"], chapter["repeated"])]
+    pieces = [piece for chapter in first["episode"] for one in chapter["passages"] for piece in one["pieces"]]
+    for found in (said, "\n".join([*titles, *heads, *(text for text, _ in pieces)])):
         assert "tokens, trained, version 6, mean log-probability -0.25, reward 0.5, calls multiply" in found
         assert "segment 2 of 2" in found and "begins as segment 1 does: 2 messages" in found
         assert "characters ..." in found and "x" * 3000 not in found, "long ones are folded"
     assert "before (batch 0, reward 0.00):\n" in said and "\x1b[" not in said, "no styles but on a terminal"
-    assert "&lt;i&gt;391&lt;/i&gt;" in html and "<i>" not in html and "<b>&lt;tool_call&gt;" in html
+    assert any("<i>391</i>" in text for text, _ in pieces) and any(call for _, call in pieces)
 
 
 def test_evaluation_comes_before_stored_samples(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +101,9 @@ def test_evaluation_comes_before_stored_samples(run: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "reward 0.250  solved 25.0%  initial" in said and "reward 0.750  solved 75.0%  trained" in said
     assert "5 5 5=5" in said and "8 6 4=2" not in said
-    assert "<td>trained<td>0.750<td>75.0%" in (run / "report.html").read_text()
+    page = shown(run)
+    assert page["models"] == [["initial", "0.250", "25.0%"], ["trained", "0.750", "75.0%"]]
+    assert page["examples"]["before"][0]["answer"] == "5-5+5"
 
 
 def test_a_broken_evaluation_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +180,7 @@ def test_evaluations_while_it_trained_are_a_curve_a_table_and_some_answers(
     said = capsys.readouterr().out
     assert "version 0 evaluated while training on\n  aime: mean@4 0.250, pass@4 0.900" in said
     assert "version 20 evaluated while training on\n  aime: mean@4 0.750" in said and "version 10 eval" not in said
-    page = (run / "report.html").read_text()
-    assert "<th>version<th>aime mean@4<th>aime pass@4" in page and "<th>10<td>0.500<td>0.900" in page
-    assert "aime, version 0" in page and "aime, version 20" in page and "answer a" in page
+    page = shown(run)
+    assert page["evaluations"][1] == {"version": 10, "figures": {"aime mean@4": 0.5, "aime pass@4": 0.9}}
+    assert list(page["evaluated"]) == ["aime, version 0", "aime, version 20"]
+    assert page["evaluated"]["aime, version 0"][0]["answer"] == "answer a"

@@ -3,24 +3,20 @@
 import asyncio
 import json
 import sqlite3
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-import zmq
 
 from actors.watch import status
 from actors.watch.run_state import LIMITS, ask, failures, fullness, servers_lines, silent, waits
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
-from buffer.wire.message import pack, unpack
-from buffer.wire.protocol import REQUESTS, Hello, Kept, ServerLife, State, Waiter, Welcome
+from buffer.wire.protocol import Kept, ServerLife, State, Waiter
 from configs.load import load, write
 from configs.schema import Config
 from rollout.concurrency import Auto, Fixed, Places
 
-WELCOME = Welcome(max_message=1 << 20)
 WAITERS = [
     Waiter(who="learner", kind="Take", why="batch 7 has 20 of 32 groups", seconds=3.25),
     Waiter(who="rollout-1", kind="Ask", why="batch 7 must be formed first", seconds=8.0),
@@ -46,37 +42,6 @@ def state(waiters: list[Waiter], silent_s: float = 0.5) -> State:
         waiters=waiters,
         errors=0,
     )
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[State], str]]:
-    """Start a buffer that knows two answers; its address."""
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    threads = []
-
-    def start(answer: State) -> str:
-        def loop() -> None:
-            while True:
-                try:
-                    who, frame = socket.recv_multipart()
-                except zmq.ContextTerminated:
-                    return socket.close(0)
-                number, asked = unpack(frame, REQUESTS)
-                words = WELCOME if isinstance(asked, Hello) else answer
-                socket.send_multipart([who, pack(number, words)])
-
-        threads.append(threading.Thread(target=loop))
-        threads[0].start()
-        return f"tcp://127.0.0.1:{port}"
-
-    yield start
-    if not threads:
-        socket.close(0)
-    context.term()
-    for thread in threads:
-        thread.join()
 
 
 def config(folder: Path, address: str) -> Config:

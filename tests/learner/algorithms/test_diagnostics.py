@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from configs.flow.alerts import ALERTS, alerts
 from configs.load import load
 from learner.algorithms.advantages import ADVANTAGES, mask_overlong
 from learner.algorithms.diagnostics import (
     AGES,
-    ALERTS,
     BUCKETS,
     MAXIMA,
     MEANS,
-    alerts,
     combine,
     is_max,
     limit_sums,

@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from learner.metrics import Metrics
 from learner.model.flops import Costs, TowerCosts, peak
 from learner.model.vision import freeze
+from learner.record.metrics import Metrics
 from tests.harness.tiny_vlm import KINDS, tiny_vlm
 from tests.harness.world import plain, tiny_model
 

@@ -1,8 +1,11 @@
 """The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
 An evaluation has a record of its own, with keys that begin with `eval/`: its `version` is the learner's when it was
-written, and `eval/version` the one that was evaluated. Consumes the metrics of each version; waits for nothing. The
-other ranks hold a `Metrics` without a path, which writes nothing. Trackers (`trackers.py`) get the same records.
+written, and `eval/version` the one that was evaluated. A record of servers and buffer (`observer.py`) has no `version`
+but `time` and `"kind": "servers"`. This process alone writes the file, from two threads: so no line is torn, and none
+of the servers is lost when a learner that restored a version replaces the file. Consumes the metrics of each version;
+waits for nothing. The other ranks hold a `Metrics` without a path, which writes nothing. Trackers (`trackers.py`) get
+the same records.
 """
 
 import json
@@ -10,15 +13,17 @@ import logging
 import math
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from buffer.wire.protocol import EvaluationResult
-from learner.algorithms.diagnostics import alerts
+from configs.flow.alerts import alerts
 
 logger = logging.getLogger(__name__)
 Record = dict[str, float]
@@ -46,6 +51,8 @@ class Metrics:
         self._started = clock()
         self._alerted: dict[str, int] = {}
         self._opened = False
+        self._version = 0
+        self._writing = threading.Lock()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -78,6 +85,14 @@ class Metrics:
             if self.path is not None:
                 self._write(self.path, version + 1, record)
 
+    def log_servers(self, record: Mapping[str, float | str]) -> None:
+        """Record what the servers and the buffer said of themselves; from any thread."""
+        if self.path is None:
+            return
+        with self._writing:
+            self._append(self.path, dict(record))
+            self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
+
     def evaluations(self, version: int) -> list[int]:
         """Those in the records up to `version`, by the versions at which they were due."""
         if self.path is None or not self.path.exists():
@@ -87,12 +102,27 @@ class Metrics:
 
     def _write(self, path: Path, version: int, record: Record) -> None:
         """Append `record`; first remove what is recorded of `version` and later ones, if this process has not yet."""
-        if not self._opened:
-            self._truncate(path, version)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with self._writing:
+            if not self._opened:
+                self._truncate(path, version)
+            self._version = int(record["version"])
+            self._append(path, record)
+            self._track(record)
+
+    def _append(self, path: Path, record: Mapping[str, float | str]) -> None:
+        """Write one line; what an earlier process left of an unfinished one is removed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            if end := file.tell():
+                file.seek(end - 1)
+                if file.read(1) != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.write((json.dumps(record) + "\n").encode())
+
+    def _track(self, record: Mapping[str, Any]) -> None:
         for track in self.trackers:
-            track(record)
+            track(dict(record))
 
     def record(self, version: int, stats: Mapping[str, float]) -> Record:
         """All metrics of `version`, without those that are not finite. Resets the times for the next version."""
@@ -107,16 +137,17 @@ class Metrics:
             record["mfu/version"] = record["flops"] / max(elapsed, 1e-9) / self.peak
         if "tokens" in record:
             record["tokens_per_s"] = record["tokens"] / max(elapsed, 1e-9)
-        return record | peak_memory()
+        return record | peak_memory() | {"time": round(time.time(), 3)}
 
     def _truncate(self, path: Path, version: int) -> None:
         """Remove what an earlier process recorded from `version` on: these versions are trained again."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read(path) if record["version"] < version] if path.exists() else []
+        found = _read_all(path) if path.exists() else []
+        kept = [record for record in found if record.get("version", -1) < version]
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
         partial.replace(path)
-        self._history = [record for record in kept if "eval/due" not in record][-HISTORY:]
+        self._history = [one for one in kept if "version" in one and "eval/due" not in one][-HISTORY:]
         self._opened = True
 
 
@@ -129,8 +160,13 @@ def evaluation_record(version: int, result: EvaluationResult) -> Record:
     return record
 
 
-def read(path: Path) -> list[Record]:
-    """The records of a run, oldest first, without a last line that was not written completely."""
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of versions and evaluations, oldest first, without a last line that was not written completely."""
+    return [record for record in _read_all(path) if "version" in record]
+
+
+def _read_all(path: Path) -> list[dict[str, Any]]:
+    """Those of servers and buffer too."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -64,10 +64,17 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[
 
 
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
-    """Weights & Biases, under the project `headrace`; its environment variables (WANDB_MODE, WANDB_PROJECT) apply."""
+    """Weights & Biases, under the project `headrace`; its environment variables (WANDB_MODE, WANDB_PROJECT) apply.
+    Where the service cannot be reached or has no key, the records are kept in `folder`, and a warning says so."""
     import wandb as service
 
-    session = service.init(project="headrace", name=run, id=run, resume="allow", dir=str(folder), config=dict(config))
+    options = {"project": "headrace", "name": run, "id": run, "dir": str(folder), "config": dict(config)}
+    try:
+        session = service.init(resume="allow", **options)
+    except service.errors.Error as error:
+        kept = f"its records are kept below {folder / 'wandb'}, to be sent with `wandb sync`"
+        log.warning("log.trackers: wandb is offline, %s: %s", kept, error)
+        session = service.init(mode="offline", **options)
     return lambda record: session.log(dict(record), step=int(record["version"]))
 
 

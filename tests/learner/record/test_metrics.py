@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.wire.protocol import EvaluationResult
-from learner import trackers
-from learner.metrics import Metrics, read
+from learner.record import trackers
+from learner.record.metrics import Metrics, read
 
 
 class Clock:
@@ -164,3 +164,50 @@ def test_one_that_was_given_up_is_said(tmp_path: Path, caplog: pytest.LogCapture
     metrics.log_evaluations(7, [given_up])
     assert "the evaluation due at version 4 was given up: its server was lost 5 times" in caplog.text
     assert metrics.evaluations(7) == [4]
+
+
+LOOK = {"kind": "servers", "time": 5.0, "servers/heard": 2}
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_looks_at_the_servers_outlive_a_learner_that_restores(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    for version in (1, 2, 3):
+        metrics.log_servers(LOOK | {"time": float(version)})
+        metrics.log(version, {"loss": 0.0})
+    again = Metrics(path)
+    again.log_servers(LOOK | {"time": 4.0})  # before it knows what it restored
+    again.log(2, {"loss": 1.0})
+    assert [one.get("version", one.get("time")) for one in lines(path)] == [1.0, 1, 2.0, 3.0, 4.0, 2]
+    assert [(record["version"], record["loss"]) for record in read(path)] == [(1, 0.0), (2, 1.0)]
+
+
+def test_no_line_is_torn_by_a_kill_or_by_two_threads(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"version": 1}) + "\n" + '{"version": 2, "lo')  # killed while writing
+    metrics = Metrics(path)
+    metrics.log_servers(LOOK)
+    assert lines(path) == [{"version": 1}, LOOK]
+    wide = LOOK | {f"server/rollout-{number}/running": 1.0 for number in range(1000)}
+    writers = [threading.Thread(target=lambda: [metrics.log_servers(wide) for _ in range(30)]) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for version in range(2, 40):
+        metrics.log(version, {"loss": 1.0})
+    for writer in writers:
+        writer.join()
+    found = lines(path)
+    assert len(found) == 2 + 60 + 38 and sum(one == wide for one in found) == 60
+
+
+def test_trackers_get_the_looks_at_the_version_of_the_day(tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+    metrics = Metrics(tmp_path / "metrics.jsonl", [seen.append])
+    metrics.log(7, {})
+    metrics.log_servers(LOOK)
+    assert seen[1] == {"version": 7, "time": 5.0, "servers/heard": 2}
+    Metrics(None).log_servers(LOOK)

@@ -1,0 +1,84 @@
+"""The overview of a run on a terminal: what the page shows, in fewer curves. Used by `serve.py` for `--terminal`."""
+
+import asyncio
+from itertools import pairwise
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from actors.live.watcher import Watcher
+from actors.watch.metrics_log import Records, evaluation_lines
+from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
+from buffer.transcript import visible
+
+STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "yellow", "silent": "red", "ended": "dim"}
+SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
+BARS = " ▁▂▃▄▅▆▇█"
+CURVE = 60
+"""Columns of the reward's curve."""
+
+
+async def show(watcher: Watcher) -> None:
+    """Draw until cancelled; once, where the output is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        following = asyncio.create_task(watcher.follow())
+        async with watcher.news:
+            await watcher.news.wait()
+        following.cancel()
+        console.print(screen(watcher.overview, watcher.records))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watcher.follow())
+            while True:
+                live.update(screen(watcher.overview, watcher.records), refresh=True)
+                async with watcher.news:
+                    await watcher.news.wait()
+
+
+def screen(overview: Overview, records: Records) -> Group:
+    """The whole screen."""
+    shown = [Text.assemble((visible(value), "bold"), (f"\n{name}", "dim")) for name, value in overview.figures.items()]
+    figures = Columns(shown, padding=(0, 3))
+    status = Text.assemble((overview.status, STYLES[overview.status]), f"  {visible(overview.told)}")
+    parts: list[RenderableType] = [status, figures, Text(f"\n{visible(overview.advice)}", "bold")]
+    parts += [Text(f"{alert.level}: {visible(alert.text)}", STYLES[alert.level]) for alert in overview.alerts]
+    if curve := spark(records.column("reward/mean")[1]):
+        parts.append(Text(f"\nreward  {curve}", "cyan"))
+    if records.evaluations:
+        version = max(records.evaluations)
+        parts += [Text(f"version {version} on {line}") for line in evaluation_lines(records.evaluations[version])]
+    for name, shares in overview.processes:
+        said = ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items() if share >= 0.005)
+        parts.append(Text.assemble((f"{name}: ", "bold"), said))
+    chosen = [SERVER_COLUMNS.index(name) for name in SERVER_SHOWN]
+    servers = [tuple(row[index] for index in chosen) for row in overview.servers]
+    tables = [(WAIT_COLUMNS, overview.waits), (SERVER_SHOWN, servers)]
+    tables.append((("failed or dropped", "count"), [(reason, str(count)) for reason, count in overview.failures]))
+    parts += [part for columns, rows in tables if rows for part in (Text(), _table(columns, rows))]
+    return Group(Panel(Group(*parts), title=f"version {overview.version} of {overview.versions}", title_align="left"))
+
+
+def spark(values: list[float]) -> str:
+    """`values` as CURVE characters at most, each the mean of its share of them. Example: `" ▂▄▇█"`."""
+    if len(values) < 2:
+        return ""
+    width = min(CURVE, len(values))
+    cuts = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((mean - low) / (high - low or 1.0) * (len(BARS) - 1))] for mean in means)
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=column != "why")
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return table

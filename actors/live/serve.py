@@ -1,0 +1,218 @@
+"""`python -m actors watch RUN|CONFIG.yaml [--port 5680] [--host 127.0.0.1] [--terminal]`: a run as it goes on.
+
+Serves the page of the run (`/`), its news as server-sent events (`/events`), answers to read (`/samples`), and figures
+for Prometheus (`/metrics`); with `--terminal` it draws the same on the terminal and serves nothing. Reads the run's
+files and asks its buffer, changes nothing, and keeps nothing: any number may watch a run, alive or dead. Waits for the
+clock (`watcher.py`) and ends at the first SIGINT or SIGTERM. Beyond loopback anybody who reaches the port may read.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from actors.live.prometheus import exposition
+from actors.live.screen import show
+from actors.live.watcher import Watcher
+from actors.report.examples import stored_batches
+from actors.report.page import render
+from actors.report.page_data import (
+    evaluation_row,
+    overview_data,
+    page_data,
+    samples_data,
+    short_look,
+    version_row,
+)
+from actors.watch.metrics_log import EVALUATED, Position, Record, is_of_servers, read_after, sets_of
+from actors.watch.run_state import find_run
+from buffer.store.sqlite import StoreError
+from configs.entrypoint import BAD_INPUT, DONE, StopSignals, split_flags
+from configs.load import ConfigError
+
+PROG = "python -m actors watch"
+PORT = 5680
+LOOPBACK_NAMES = ("localhost", "")
+CLOSE_S = 1.0
+"""Time that open streams get at the end."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code 0 when it is stopped, 2 for a run that is none or a port that is taken."""
+    flags, rest = split_flags(
+        argv,
+        PROG,
+        port={"type": int, "default": PORT},
+        host={"default": "127.0.0.1"},
+        terminal={"action": "store_true"},
+    )
+    config, run = find_run(rest, f"{PROG} [--port {PORT}] [--host 127.0.0.1] [--terminal]")
+    logging.getLogger("buffer").setLevel(logging.ERROR)  # the page says when the buffer does not answer
+    watcher = Watcher(config, run)
+    try:
+        asyncio.run(until_stopped(show(watcher) if flags.terminal else serve(watcher, flags.host, flags.port)))
+    except ConfigError as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
+async def until_stopped(work: Awaitable[None]) -> None:
+    """Run `work` until the first signal. Raises what it raised."""
+    task = asyncio.ensure_future(work)
+    with StopSignals(lambda number: task.cancel()):
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
+
+
+async def serve(watcher: Watcher, host: str, port: int) -> None:
+    """Serve until cancelled; prints the address once it listens. Raises ConfigError where it cannot."""
+    runner = web.AppRunner(application(watcher, host), access_log=None, shutdown_timeout=CLOSE_S)
+    await runner.setup()
+    try:
+        await listen(runner, host, port)
+        bound = runner.addresses[0][1]
+        print(f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)", flush=True)
+        if not is_loopback_host(host):
+            print(f"anybody who reaches {host}:{bound} may read samples and settings", flush=True)
+        await watcher.follow()
+    finally:
+        await runner.cleanup()
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> None:
+    """Take requests from now on. Raises ConfigError for an address that cannot be had."""
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        problem = f"--host {host} --port {port}: {error.strerror or error}"
+        raise ConfigError([f"{problem}; choose another port, 0 for a free one"]) from None
+
+
+def application(watcher: Watcher, host: str) -> web.Application:
+    """The paths."""
+    pages = Pages(watcher)
+    app = web.Application(middlewares=[only_for(host)])
+    app.add_routes(
+        [
+            web.get("/", pages.page),
+            web.get("/data", pages.data),
+            web.get("/events", pages.events),
+            web.get("/samples", pages.samples),
+            web.get("/metrics", pages.metrics),
+        ]
+    )
+    return app
+
+
+def only_for(host: str) -> Any:
+    """On loopback, refuse requests under another name: a web site may have made that name mean this machine."""
+
+    @web.middleware
+    async def check(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if is_loopback_host(host) and not is_loopback_host(request.host.rpartition(":")[0] or request.host):
+            raise web.HTTPForbidden(text=f"open it as http://localhost, not as {request.host}; or give --host")
+        return await handler(request)
+
+    return check
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    name = host.strip("[]")
+    try:
+        return name in LOOPBACK_NAMES or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class Pages:
+    """What is served of `watcher`'s run."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+
+    async def page(self, request: web.Request) -> web.Response:
+        """The page with all that is known now."""
+        async with self.watcher.steady:
+            text = await asyncio.to_thread(lambda: render(self._data()))
+        return web.Response(text=text, content_type="text/html")
+
+    async def data(self, request: web.Request) -> web.Response:
+        """The same as JSON."""
+        async with self.watcher.steady:
+            return web.json_response(await asyncio.to_thread(self._data))
+
+    def _data(self) -> dict[str, Any]:
+        watcher = self.watcher
+        watcher.look()
+        try:
+            return page_data(watcher.config, watcher.run, watcher.records, watcher.overview, live=True)
+        except ConfigError as error:  # evaluation.json
+            raise web.HTTPInternalServerError(text=str(error)) from None
+
+    async def samples(self, request: web.Request) -> web.Response:
+        """Answers of one batch."""
+        batch, file = request.query.get("batch", ""), self._file()
+        if not batch.isdigit():
+            raise web.HTTPBadRequest(text="samples?batch=N")
+        try:
+            found = await asyncio.to_thread(samples_data, self.watcher.config, file, int(batch))
+        except StoreError as error:
+            raise web.HTTPNotFound(text=str(error)) from None
+        return web.json_response(found)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """For Prometheus."""
+        text = exposition(self.watcher.records, self.watcher.state, self.watcher.overview)
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """A server-sent event each second, with the records since the last one. Its id is the place in the file up to
+        which they go, from which a browser that comes back asks on."""
+        after = request.headers.get("Last-Event-ID") or request.query.get("after", "")
+        position, watcher = Position.parse(after), self.watcher
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        try:
+            while True:
+                begun = position.inode != 0
+                records, position, replaced = await asyncio.to_thread(read_after, watcher.records.path, position)
+                if replaced and begun:
+                    await response.write(b"event: replaced\ndata: {}\n\n")
+                    return response
+                told = json.dumps(await asyncio.to_thread(self._news, records))
+                await response.write(f"id: {position}\ndata: {told}\n\n".encode())
+                async with watcher.news:
+                    await watcher.news.wait()
+        except ConnectionError:
+            return response
+
+    def _news(self, records: Sequence[Record]) -> dict[str, Any]:
+        """What `take` of page.js takes."""
+        versions = [one for one in records if not is_of_servers(one) and EVALUATED not in one]
+        batches: list[int] = []
+        if versions and self._file().is_file():
+            try:
+                batches = stored_batches(self._file())
+            except StoreError:  # one that is just being made
+                batches = []
+        return {
+            "records": [version_row(one) for one in versions],
+            "evaluations": [evaluation_row(one) for one in records if EVALUATED in one and sets_of(one)],
+            "looks": [short_look(one) for one in records if is_of_servers(one)],
+            "overview": overview_data(self.watcher.overview),
+            "batches": batches,
+        }
+
+    def _file(self) -> Path:
+        return self.watcher.run / (self.watcher.config.buffer.path or "")

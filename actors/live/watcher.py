@@ -1,0 +1,104 @@
+"""A run as it goes on, for everybody who watches it: its records, the buffer's State, the overview, every second.
+
+Waits for the clock, as files tell nobody that they grow; whoever waits for a `Watcher` is woken by it. A run whose
+buffer is silent or gone is shown from its files. Built by `serve.py`.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from actors.watch.metrics_log import Records
+from actors.watch.overview import Overview, look_over
+from actors.watch.run_state import ending, last_life, stored, when
+from buffer.curve import KeysError, client_keys_for
+from buffer.store.sqlite import StoreError
+from buffer.wire.connection import Connection, RefusedError
+from buffer.wire.protocol import State, Status
+from configs.schema import Config
+
+EVERY_S = 1.0
+ANSWER_S = 3.0
+"""A buffer that takes longer to answer counts as silent."""
+FILE_S = 10.0
+"""Between two looks at the buffer's file while it is silent."""
+
+
+class Watcher:
+    """`overview` and `records` are those of the last look; `news` is notified after each."""
+
+    def __init__(self, config: Config, run: Path) -> None:
+        self.config, self.run = config, run
+        self.records = Records(run / "metrics.jsonl")
+        self.state: State | None = None
+        """The buffer's answer; None: it is silent."""
+        self.news = asyncio.Condition()
+        self.steady = asyncio.Lock()
+        """Held by whoever looks, or reads `records` in a thread."""
+        self._held: State | None = None
+        self._read_at = -FILE_S
+        self._trouble = ""
+        self.overview = self._look()
+
+    def look(self) -> None:
+        """See what is new; with `steady` held."""
+        self.records.read()
+        self.overview = self._look()
+
+    async def follow(self) -> None:
+        """Look every second until cancelled. Raises what a look raised."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._poll())
+            tasks.create_task(self._look_again())
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            async with self.steady:
+                self.look()
+            async with self.news:
+                self.news.notify_all()
+
+    async def _poll(self) -> None:
+        """Ask the buffer for its State over one connection. Without its keys, or refused by it, there are the files."""
+        address = self.config.buffer.address
+        try:
+            keys = client_keys_for(address, self.config.run.path)
+            async with Connection(address, "watch", "observer", keys=keys) as connection:
+                while True:
+                    try:
+                        self.state = await asyncio.wait_for(connection.expect(Status(), State), ANSWER_S)
+                    except TimeoutError:
+                        self.state = None
+                    await asyncio.sleep(EVERY_S)
+        except (KeysError, RefusedError) as error:
+            self._trouble = str(error)
+
+    def _look(self) -> Overview:
+        now, answers, ended = time.time(), self.state is not None, ""
+        state = self.state
+        if state is None:
+            state = self._from_file()
+            ended = ending(self.config, self.run, state)
+        overview = look_over(self.config, self.records, state, now, ended, answers)
+        if overview.status != "silent":
+            return overview
+        return replace(overview, told=self._silence())
+
+    def _silence(self) -> str:
+        if self._trouble:
+            return self._trouble
+        life = last_life(self.config, self.run)
+        since = f"the last sign of life was at {when(life)}" if life else "it has never been started"
+        return f"the buffer at {self.config.buffer.address} does not answer; {since}"
+
+    def _from_file(self) -> State | None:
+        """What the buffer's file holds, read now and then."""
+        file = self.run / (self.config.buffer.path or "")
+        if time.monotonic() >= self._read_at + FILE_S and file.is_file():
+            self._read_at = time.monotonic()
+            with suppress(StoreError):  # one that is just being made
+                self._held = stored(file)
+        return self._held

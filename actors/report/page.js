@@ -1,0 +1,284 @@
+// The page of a run: draws `data` of page_data.py, and if it is live, what /events tells. All texts go in as text.
+"use strict";
+const $ = id => document.getElementById(id);
+const make = (tag, text, name) => { const el = document.createElement(tag); if (text != null) el.textContent = text; if (name) el.className = name; return el; };
+let D = JSON.parse($("data").textContent);
+
+// Each chart: title, subtitle, series as [column, colour, options]. `%x` is a phase's share of a version's time, `~x` the
+// moving mean of x. Options: w width, a opacity, y2 right axis. x: which table the columns are of.
+const CHARTS = {
+  learn: [
+    { t: "reward", p: "mean of a batch; bold: mean of 20 versions", s: [["reward/mean", 0, { w: 1, a: .35 }], ["~reward/mean", 0, { w: 2.5 }]] },
+    { t: "evaluation", p: "on problems kept out of training", x: "evaluations", dots: true },
+    { t: "groups all right, none right", p: "what is left between them is what teaches", s: [["groups/solved_all", 2], ["groups/solved_none", 5]], range: [0, 1] },
+    { t: "answer length, tokens", p: "right axis: share cut off", s: [["length/mean", 0, { w: 2 }], ["length/max", 6], ["length/truncated", 5, { y2: true }]] },
+    { t: "entropy, nat", p: "of the policy at the sampled tokens", s: [["entropy/mean", 3, { w: 2 }]] }],
+  sound: [
+    { t: "mismatch and off-policy, nat", p: "k3, log scale: fresh tokens are the engines' noise, all tokens the age", s: [["mismatch/k3_fresh", 0], ["offpolicy/k3", 1]], log: true },
+    { t: "effective sample size", p: "share of the batch", s: [["ess/token", 0], ["ess/sequence", 2]], range: [0, 1] },
+    { t: "age of tokens, versions", p: "share of the batch by age", stack: true, range: [0, 1], s: ["0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+"].map((b, i) => ["age/share_" + b, "a" + i]) },
+    { t: "gradient norm before clipping", p: "log scale; right axis: learning rate", s: [["gradient/norm", 0, { w: 1.5 }], ["lr", 7, { y2: true }]], log: true },
+    { t: "largest ratio; share of tokens masked", p: "right axis: masked", s: [["ratio/max", 3], ["limit/masked_negative", 5, { y2: true }], ["limit/masked_positive", 1, { y2: true }]], log: true }],
+  fast: [
+    { t: "share of a version's time", p: "what the learner did; the rest is at the top", stack: true, range: [0, 1], s: [["%time/wait_s", 5], ["%time/train_s", 0], ["%time/publish_s", 2], ["%time/checkpoint_s", 4]] },
+    { t: "seconds of a version", p: "cut at the 98th percentile", cut: true, s: [["time/version_s", 7, { w: 1.5 }], ["time/wait_s", 5]] },
+    { t: "trained tokens/s", p: "of all time", s: [["tokens_per_s", 0, { w: 1.5 }]] },
+    { t: "weights: pause and lag, s", p: "log scale", s: [["weights/pause_s", 1], ["weights/lag_s", 6]], log: true },
+    { t: "memory of rank 0, GiB", p: "peak", s: [["memory/host_gib", 0], ["memory/gpu_gib", 2]] }],
+  servers: [
+    { t: "sampled tokens/s", p: "of each server", x: "looks", each: "tokens_per_s" },
+    { t: "sequences", p: "of all servers", x: "looks", s: [["servers/places", 7], ["servers/running", 0, { w: 2 }], ["servers/waiting", 5]] },
+    { t: "KV cache in use, preemptions", p: "right axis: preemptions so far", x: "looks", each: "kv_usage", also: [["servers/preempted", 5, { y2: true }]] },
+    { t: "servers", p: "known, heard, asked for", x: "looks", s: [["servers/known", 7], ["servers/heard", 2, { w: 2 }], ["servers/wanted", 1]] },
+    { t: "versions", p: "next batch to be formed; oldest that a server runs", x: "looks", s: [["buffer/version", 0], ["servers/oldest_version", 5]] },
+    { t: "items in the buffer", p: "leased: being generated; stored: ready to be trained", x: "looks", s: [["buffer/items_leased", 0], ["buffer/items_stored", 2], ["buffer/items_waiting", 7]] }],
+};
+const PHASES = { wait: "c5", train: "c0", publish: "c2", checkpoint: "c4", rest: "c7", generating: "c0", queued: "c4", "in task": "c3", moving: "c6", free: "c5" };
+const SAID = { running: "--ok", waiting: "--warn", silent: "--bad", ended: "--dim" };
+
+// colours: a canvas knows no CSS, so they are read through a hidden element
+const probe = document.body.appendChild(make("i")); probe.hidden = true;
+const paint = (name, alpha) => { probe.style.color = `var(--${name})`; const c = getComputedStyle(probe).color; return alpha == null ? c : c.replace(/^rgba?\(([^,]+,[^,]+,[^,)]+).*$/, `rgba($1,${alpha})`); };
+const tint = c => typeof c === "string" ? c : "c" + c;
+const figure = v => { if (v == null) return "–"; const a = Math.abs(v); return a >= 1e6 || (a < 1e-3 && a > 0) ? v.toExponential(2) : a >= 100 || Number.isInteger(v) ? String(Math.round(v)) : a >= 1 ? v.toFixed(2) : v.toFixed(3); };
+const last = list => { for (let i = list.length - 1; i >= 0; i--) if (list[i] != null) return list[i]; return null; };
+
+// columns, derived ones kept until there are more records
+let kept = new Map();
+const blank = () => D.version.map(() => null);
+function movingMean(values, n) {
+  let sum = 0; const seen = [];
+  return values.map(v => { if (v != null) { seen.push(v); sum += v; if (seen.length > n) sum -= seen.shift(); } return seen.length ? sum / seen.length : null; });
+}
+function column(name) {
+  if (kept.has(name)) return kept.get(name);
+  let found;
+  if (name === "version") found = D.version;
+  else if (name === "hours") { let t = 0; found = column("time/version_s").map(v => (t += v || 0) / 3600); }
+  else if (name[0] === "~") found = movingMean(column(name.slice(1)), 20);
+  else if (name[0] === "%") { const all = column("time/version_s"); found = column(name.slice(1)).map((v, i) => v == null || !all[i] ? null : v / all[i]); }
+  else found = D.columns[name] || blank();
+  kept.set(name, found);
+  return found;
+}
+const byHours = () => $("axis").value === "hours";
+function tableOf(chart) {  // x, and a function that gives a column
+  if (chart.x === "looks") { const t0 = D.looks.length ? D.looks[0].time : 0; return [D.looks.map(l => (l.time - t0) / 3600), k => D.looks.map(l => l[k] ?? null)]; }
+  if (chart.x === "evaluations") { const hours = column("hours"), at = v => byHours() ? hours[D.version.indexOf(v)] ?? 0 : v; return [D.evaluations.map(e => at(e.version)), k => D.evaluations.map(e => e.figures[k] ?? null)]; }
+  return [column(byHours() ? "hours" : "version"), column];
+}
+function seriesOf(chart) {
+  if (chart.s) return chart.s;
+  const names = new Set(), also = chart.also || [];
+  if (chart.x === "evaluations") for (const e of D.evaluations) for (const k of Object.keys(e.figures)) names.add(k);
+  else for (const look of D.looks) for (const k of Object.keys(look)) if (k.startsWith("server/") && k.endsWith("/" + chart.each)) names.add(k);
+  return [...[...names].slice(0, 12).map((k, i) => [k, i % 7, { w: 1.4 }]), ...also];
+}
+function dataOf(chart, series) {
+  const [x, get] = tableOf(chart), cols = series.map(s => get(s[0]));
+  if (chart.stack) { let top = null; return [x, ...cols.map(c => top = c.map((v, i) => (v || 0) + (top ? top[i] : 0)))]; }
+  return [x, ...cols.map(c => chart.log ? c.map(v => v == null || v <= 0 ? null : Math.max(v, 1e-8)) : c)];
+}
+const has = chart => { const [, get] = tableOf(chart), base = k => chart.x ? k : k.replace(/^[~%]/, ""); return seriesOf(chart).some(s => get(base(s[0])).some(v => v != null)); };
+
+const drawn = [];
+function addChart(chart, grid) {
+  const card = make("div", null, "card");
+  chart.plot = make("div"); chart.keys = make("div", null, "keys");
+  card.append(make("h3", chart.t), make("p", chart.p || ""), chart.plot, chart.keys);
+  grid.append(card); chart.card = card; drawn.push(chart);
+}
+function arrange(grid) {  // rows of about the same number of cards
+  const n = grid.children.length, most = Math.max(1, Math.floor(grid.clientWidth / 300)), rows = Math.ceil(n / most) || 1;
+  grid.style.setProperty("--columns", Math.max(1, Math.ceil(n / rows)));
+}
+const height = () => innerWidth < 600 ? 150 : 180;
+function draw(chart) {
+  if (chart.u) chart.u.destroy();
+  const series = chart.series = seriesOf(chart), right = series.some(s => s[2] && s[2].y2);
+  const tick = vs => vs.map(v => v == null ? "" : Math.abs(v) >= 1e6 ? v / 1e6 + "M" : Math.abs(v) >= 1e4 ? v / 1e3 + "k" : v && Math.abs(v) < 1e-3 ? v.toExponential(0) : String(+v.toPrecision(3)));
+  const axis = { stroke: paint("dim"), grid: { stroke: paint("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 42, values: (u, vs) => tick(vs) };
+  const tens = (u, vs) => vs.map(v => Number.isInteger(+Math.log10(v).toFixed(6)) ? v : null);
+  const powers = { filter: tens, grid: { ...axis.grid, filter: tens }, values: (u, vs) => vs.map(v => v == null ? "" : v.toExponential(0)) };
+  const top = u => { const vs = column(series[0][0]).filter(v => v != null).sort((a, b) => a - b); return [0, (vs[Math.floor(.98 * (vs.length - 1))] || 1) * 1.1]; };
+  const few = dataOf(chart, series)[0].length < 3;
+  chart.u = new uPlot({
+    width: Math.max(200, chart.card.clientWidth - 24), height: height(), legend: { show: false },
+    cursor: { sync: { key: chart.x === "looks" ? "looks" : "versions" }, drag: { x: true, y: false }, points: { size: 5 } },
+    scales: { x: { time: false }, y: chart.cut ? { range: top } : chart.range ? { range: chart.range } : chart.log ? { distr: 3 } : {}, z: {} },
+    axes: [{ ...axis, size: 26 }, chart.log ? { ...axis, ...powers } : axis, ...(right ? [{ ...axis, scale: "z", side: 1, grid: { show: false }, size: 46 }] : [])],
+    series: [{}, ...series.map(([name, c, o = {}]) => ({
+      label: name, stroke: paint(tint(c), o.a), width: chart.stack ? 0 : o.w || 1.2, scale: o.y2 ? "z" : "y", spanGaps: true,
+      points: { show: !!chart.dots || few, size: 6, fill: paint(tint(c)) }, fill: chart.stack ? paint(tint(c), tint(c)[0] === "a" ? .95 : .6) : undefined }))],
+    bands: chart.stack ? series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : undefined,
+    hooks: { setLegend: [u => showKeys(chart, u.cursor.idx)] },
+  }, dataOf(chart, series), chart.plot);
+  showKeys(chart, null);
+}
+function showKeys(chart, index) {
+  const [x, get] = tableOf(chart), named = [];
+  for (const [name, c] of chart.series || []) {
+    const values = get(name), v = index == null ? last(values) : values[index];
+    if (v == null || (name.startsWith("age/share_") && !values.some(one => one > 0))) continue;
+    const item = make("span"), box = make("i");
+    box.style.background = `var(--${tint(c)})`;
+    item.append(box, `${name.replace("~", "mean of ").replace("%", "").replace(/^server\/(.*)\/\w+$/, "$1")} ${figure(v)}`);
+    named.push(item);
+  }
+  if (index != null) named.push(make("span", chart.x === "looks" ? figure(x[index]) + " h" : "version " + (chart.x ? D.evaluations[index].version : D.version[index])));
+  chart.keys.replaceChildren(...named);
+}
+
+function fill(id, head, rows) {  // a table; its section is hidden while there is nothing in it
+  $(id).hidden = !rows.length;
+  const table = $(id).querySelector("table"), line = (cells, tag) => { const tr = make("tr"); tr.append(...cells.map(v => make(tag, v))); return tr; };
+  table.replaceChildren(...(head ? [line(head, "th")] : []), ...rows.map(row => line(row, "td")));
+}
+function answer(e) {
+  const card = make("div", null, "card");
+  card.append(make("p", `${e.source}${e.source ? ", " : ""}reward ${figure(e.reward)}`));
+  if (!e.episode.length) { const own = make("div", null, "sampled"); own.append(make("pre", e.answer)); const given = make("div", null, "given"); given.append(make("pre", e.prompt)); card.append(given, own); }
+  for (const chapter of e.episode) {
+    if (chapter.title) card.append(make("h3", chapter.title));
+    if (chapter.repeated) card.append(make("p", chapter.repeated));
+    for (const passage of chapter.passages) {
+      const part = make("div", null, passage.sampled ? "sampled" : "given"), text = make("pre");
+      for (const [words, isCall] of passage.pieces) text.append(isCall ? make("span", words, "call") : words);
+      part.append(make("div", passage.title, "what"), text);
+      card.append(part);
+    }
+  }
+  return card;
+}
+function showProcesses(rows) {
+  $("processes").hidden = !rows.length;
+  const shown = [];
+  for (const [name, shares] of rows) {
+    const cell = make("div"), stack = make("div", null, "stack"), keys = make("div", null, "keys");
+    for (const [phase, share] of Object.entries(shares)) {
+      if (share < .005) continue;
+      const part = make("i"), box = make("i"), key = make("span");
+      part.style.width = 100 * share + "%"; part.style.background = box.style.background = `var(--${PHASES[phase] || "c6"})`;
+      key.append(box, `${phase} ${Math.round(100 * share)} %`);
+      stack.append(part); keys.append(key);
+    }
+    cell.append(stack, keys); shown.push(make("b", name), cell);
+  }
+  const box = make("div", null, "shares"); box.append(...shown);
+  $("processes").querySelector(".card").replaceChildren(box);
+}
+function showOverview(lost) {
+  const o = D.overview, state = lost ? "silent" : o.status;
+  document.title = `${D.name} ${o.version}/${o.versions}`;
+  $("name").textContent = D.name; $("status").textContent = lost ? "no news" : state; $("status").style.color = `var(${SAID[state]})`;
+  $("told").textContent = lost ? "`python -m actors watch` does not answer" : o.told;
+  $("figures").replaceChildren(...Object.entries(o.figures).map(([name, value]) => { const div = make("div"); div.append(make("dt", name), make("dd", value)); return div; }));
+  $("bar").style.width = 100 * o.version / o.versions + "%";
+  $("says").replaceChildren(make("div", o.advice, "say advice"), ...o.alerts.map(([level, text]) => make("div", text, "say " + level)), ...(D.trouble ? [make("div", D.trouble, "say bad")] : []));
+  fill("waits", o.wait_columns, o.waits); fill("servers", o.server_columns, o.servers); fill("failures", ["reason", "count"], o.failures);
+  showProcesses(o.processes);
+}
+function showEvaluations() {
+  const names = [...new Set(D.evaluations.flatMap(e => Object.keys(e.figures)))];
+  fill("evaluations", ["version", ...names], D.evaluations.map(e => [e.version, ...names.map(k => k in e.figures ? e.figures[k].toFixed(3) : "")]));
+  const read = $("evaluations").querySelector(".read");
+  read.replaceChildren(...Object.entries(D.evaluated).flatMap(([title, some]) => some.length ? [make("h3", title), ...some.map(answer)] : []));
+  fill("models", ["model", "reward", "solved"], D.models);
+}
+async function showSamples() {
+  const batch = $("batch").value, read = $("samples").querySelector(".read");
+  if (batch === "") return;
+  if (!(batch in D.samples)) D.samples[batch] = await (await fetch("samples?batch=" + batch)).json();
+  if (batch === $("batch").value) read.replaceChildren(...D.samples[batch].map(answer), ...(D.samples[batch].length ? [] : [make("p", "none are stored any more")]));
+}
+function offerSamples() {
+  const chosen = $("batch").value || String(D.batches[D.batches.length - 1] ?? "");
+  $("samples").hidden = !D.batches.length;
+  $("batch").replaceChildren(...D.batches.map(b => make("option", b)));
+  $("batch").value = chosen;
+}
+function showTables() {
+  const n = D.version.length - 1, keys = Object.keys(D.columns);
+  $("ends").hidden = n < 0;
+  if (n >= 0) fill("ends", ["metric", "version " + D.version[0], "version " + D.version[n]], keys.map(k => [k, figure(D.columns[k][0]), figure(D.columns[k][n])]));
+  fill("settings", null, D.settings);
+  const some = Object.entries(D.examples);
+  $("examples").hidden = !some.length;
+  $("examples").querySelector(".read").replaceChildren(...some.flatMap(([title, list]) => [make("h3", title), ...list.map(answer)]));
+}
+function findMetrics() {
+  const grid = $("rest").querySelector(".grid"), words = $("find").value.trim();
+  for (let i = drawn.length - 1; i >= 0; i--) if (drawn[i].found) { drawn[i].u.destroy(); drawn.splice(i, 1); }
+  grid.replaceChildren();
+  const found = words ? Object.keys(D.columns).filter(k => k.includes(words)).slice(0, 24) : [];
+  for (const name of found) addChart({ t: name, s: [[name, 0]], found: true }, grid);
+  arrange(grid); drawn.filter(c => c.found).forEach(draw);
+}
+let shape = "";
+const shapeOf = () => JSON.stringify([Object.keys(D.columns), D.looks.length > 0, Object.values(CHARTS).flat().filter(c => !c.s).map(seriesOf)]);
+function showCharts() {  // builds the charts again if there are other columns, else gives them the new data
+  kept = new Map();
+  const now = shapeOf();
+  if (now === shape) { for (const c of drawn) { c.u.setData(dataOf(c, c.series)); showKeys(c, null); } return; }
+  shape = now;
+  for (const c of drawn.splice(0)) c.u.destroy();
+  for (const section of document.querySelectorAll("section[data-charts]")) {
+    const grid = section.querySelector(".grid"), charts = CHARTS[section.dataset.charts].filter(has);
+    grid.replaceChildren(); section.hidden = !charts.length;
+    for (const c of charts) { c.u = null; addChart(c, grid); }
+    arrange(grid);
+  }
+  drawn.forEach(draw); findMetrics();
+}
+function showAll() { showCharts(); showOverview(); showEvaluations(); showTables(); offerSamples(); showSamples(); }
+
+function take(news) {  // what /events told
+  for (const record of news.records) {
+    if ("eval/version" in record) continue;
+    let i = D.version.indexOf(record.version);
+    if (i < 0) i = D.version.push(record.version) - 1;
+    for (const key of new Set([...Object.keys(D.columns), ...Object.keys(record)])) {
+      if (key === "version") continue;
+      const values = D.columns[key] || (D.columns[key] = new Array(i).fill(null));
+      while (values.length < i) values.push(null);
+      values[i] = record[key] ?? null;
+    }
+  }
+  for (const e of news.evaluations) { D.evaluations = D.evaluations.filter(one => one.version !== e.version); D.evaluations.push(e); }
+  D.looks.push(...news.looks); D.overview = news.overview;
+  if (news.records.length || news.looks.length || news.evaluations.length) showCharts();
+  if (news.evaluations.length) showEvaluations();
+  if (news.records.length) { D.batches = news.batches; offerSamples(); if ($("ends").querySelector("details").open) showTables(); }
+  showOverview();
+  document.body.dataset.seen = D.version.length;
+}
+function follow() {
+  const events = new EventSource("events?after=" + encodeURIComponent(D.position));
+  events.onmessage = event => take(JSON.parse(event.data));
+  events.addEventListener("replaced", async () => {  // the learner restored an earlier version
+    events.close();
+    D = await (await fetch("data")).json(); shape = ""; showAll(); document.body.dataset.seen = D.version.length; follow();
+  });
+  events.onerror = () => showOverview(true);
+}
+
+let wide = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth === wide) return;
+  wide = innerWidth;
+  document.querySelectorAll(".grid").forEach(arrange);
+  for (const c of drawn) c.u.setSize({ width: Math.max(200, c.card.clientWidth - 24), height: height() });
+});
+const dark = matchMedia("(prefers-color-scheme: dark)");
+dark.addEventListener("change", () => drawn.forEach(draw));
+$("theme").onclick = () => {
+  const root = document.documentElement.classList, now = root.contains("dark") || (dark.matches && !root.contains("light"));
+  root.toggle("dark", !now); root.toggle("light", now); drawn.forEach(draw);
+};
+$("axis").onchange = () => { for (const c of drawn) c.u.setData(dataOf(c, c.series)); };
+$("find").oninput = findMetrics;
+$("batch").onchange = showSamples;
+showAll();
+document.body.dataset.seen = D.version.length;
+if (D.live) follow();
+requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = "true"; }));

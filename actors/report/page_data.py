@@ -1,0 +1,182 @@
+"""What the page of a run shows, as one JSON object: columns by version, looks at the servers, the overview, answers.
+
+Consumes records, State and the buffer's file; waits for nothing. Used by `summary.py` for the report and by
+`actors/live/serve.py`, whose page gets the rest as it comes. `page.py` renders it.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from actors.report.examples import (
+    EvaluatedModel,
+    Example,
+    batch_examples,
+    evaluated_examples,
+    evaluated_models,
+    stored_batches,
+    stored_examples,
+)
+from actors.watch.metrics_log import Record, Records, sets_of, shares
+from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
+from buffer.store.sqlite import StoreError
+from configs.schema import Config
+
+DIGITS = 6
+"""Significant ones of a figure on the page."""
+FROZEN_BATCHES = 16
+"""Batches whose answers a report has, the first and the last among them."""
+GROUPS, SAMPLES = 3, 4
+"""Of a batch that is shown: so many groups, so many answers of each; a report has FROZEN_GROUPS and FROZEN_SAMPLES."""
+FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
+MOST_LOOKS = 1500
+"""Looks at the servers that a page begins with; of more, evenly spread ones are shown."""
+OWN_FIGURES = ("tokens_per_s", "running", "waiting", "kv_usage")
+"""Figures of each server over time."""
+MOST_SERVERS = 12
+"""Servers with curves of their own."""
+MOST_CHARS = 4000
+"""Of a text to read."""
+
+
+def page_data(config: Config, run: Path, records: Records, overview: Overview, live: bool) -> dict[str, Any]:
+    """All that the page shows at first. Raises ConfigError for an `evaluation.json` that is none."""
+    ordered = records.ordered()
+    keys = sorted({key for record in ordered for key in record} - {"version"})
+    looks = thinned([look for _, look in sorted(records.servers.items())])
+    return {
+        "name": config.run.name,
+        "model": config.model.path,
+        "live": live,
+        "position": str(records.position),
+        "version": [record["version"] for record in ordered],
+        "columns": {key: [short(record.get(key)) for record in ordered] for key in keys},
+        "looks": [short_look(look) for look in looks],
+        "evaluations": [evaluation_row(record) for _, record in sorted(records.evaluations.items())],
+        "overview": overview_data(overview),
+        "settings": [
+            [f"{section}.{key}", str(value)]
+            for section, values in config.model_dump(mode="json").items()
+            for key, value in values.items()
+        ],
+        **answers(config, run, frozen=not live),
+    }
+
+
+def answers(config: Config, run: Path, frozen: bool) -> dict[str, Any]:
+    """Those to read: `batches` that have some, `samples` of them (a live page asks for its own), of evaluations, and
+    before and after. A buffer's file that cannot be read costs a line of `trouble`."""
+    file = run / (config.buffer.path or "")
+    models = evaluated_models(run / "evaluation.json")
+    found: dict[str, Any] = {"batches": [], "samples": {}, "evaluated": {}, "trouble": "", "models": rows_of(models)}
+    examples: dict[str, list[Example]] = {}
+    if file.is_file():
+        try:
+            batches = stored_batches(file)
+            shown = spread(batches, FROZEN_BATCHES) if frozen else batches
+            found["batches"] = shown
+            found["samples"] = {
+                str(batch): samples_data(config, file, batch, FROZEN_GROUPS, FROZEN_SAMPLES)
+                for batch in (shown if frozen else [])
+            }
+            found["evaluated"] = {
+                title: list(map(example_data, some)) for title, some in evaluated_examples(file).items()
+            }
+            examples = stored_examples(file, config.model.path)
+        except StoreError as error:  # the records are enough for a page
+            found["trouble"] = str(error)
+    if len(models) > 1 and models[0].examples and models[-1].examples:
+        examples = {"before": models[0].examples, "after": models[-1].examples}
+    found["examples"] = {title: list(map(example_data, some[:2])) for title, some in examples.items() if some}
+    return found
+
+
+def samples_data(
+    config: Config, file: Path, batch: int, groups: int = GROUPS, samples: int = SAMPLES
+) -> list[dict[str, Any]]:
+    """Answers of `batch` for the page."""
+    return list(map(example_data, batch_examples(file, config.model.path, batch, groups, samples)))
+
+
+def example_data(example: Example) -> dict[str, Any]:
+    """Example: `{"source": "item 3", "reward": 1.0, "prompt": "8 6 4=2", "answer": "...", "episode": []}`"""
+    episode = [
+        {
+            "title": chapter.title,
+            "repeated": chapter.repeated,
+            "passages": [
+                {"title": one.title, "sampled": one.turn is not None, "pieces": [list(piece) for piece in one.pieces]}
+                for one in chapter.passages
+            ],
+        }
+        for chapter in example.episode
+    ]
+    texts = {"prompt": folded(example.prompt), "answer": folded(example.answer)}
+    return {"source": example.source, "reward": short(example.reward), "episode": episode, **texts}
+
+
+def overview_data(overview: Overview) -> dict[str, Any]:
+    """The overview, with the heads of its tables."""
+    return asdict(overview) | {
+        "alerts": [list(alert) for alert in overview.alerts],
+        "server_columns": SERVER_COLUMNS,
+        "wait_columns": WAIT_COLUMNS,
+    }
+
+
+def evaluation_row(record: Record) -> dict[str, Any]:
+    """Example: `{"version": 10, "figures": {"aime mean@8": 0.4}}`"""
+    figures = {f"{name} {key}": short(of[key]) for name, of in sets_of(record).items() for key in shares(of)}
+    return {"version": record["eval/version"], "figures": figures}
+
+
+def short_look(look: Record) -> Record:
+    """What the page draws of a look at the servers: all sums, and OWN_FIGURES of MOST_SERVERS of them."""
+    own, kept = list[str](), {}
+    for key, value in look.items():
+        first, name, figure = [*key.split("/", 2), "", ""][:3]
+        if first == "server":
+            if name not in own:
+                own.append(name)
+            if figure not in OWN_FIGURES or own.index(name) >= MOST_SERVERS:
+                continue
+        kept[key] = value if key == "time" else short(value)
+    return kept
+
+
+def version_row(record: Record) -> Record:
+    """A record as it is sent to a live page."""
+    return {key: value if key == "version" else short(value) for key, value in record.items()}
+
+
+def rows_of(models: Iterable[EvaluatedModel]) -> list[list[str]]:
+    """Of the models of `evaluation.json`: name, reward, share solved."""
+    return [[f"{model.name} {model.set}".strip(), model.reward, model.solved] for model in models]
+
+
+def spread(values: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of `values`, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def thinned(looks: Sequence[Record]) -> list[Record]:
+    """At most MOST_LOOKS of them."""
+    return spread(looks, MOST_LOOKS)
+
+
+def short(value: object) -> object:
+    """A figure with DIGITS significant digits; None where it is no finite number."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value if isinstance(value, int | str) else None
+
+
+def folded(text: str) -> str:
+    """`text` with its middle left out where it is long."""
+    if len(text) <= MOST_CHARS:
+        return text
+    return f"{text[: MOST_CHARS // 2]}\n[... {len(text) - MOST_CHARS:,} characters ...]\n{text[-MOST_CHARS // 2 :]}"

@@ -1,0 +1,255 @@
+"""What to do about a run: one recommendation in words, and alerts, each with its remedy. Pure.
+
+Consumes a `Situation`, which `situation` reads off records and State. The recommendation is the first rule that
+applies, and what makes the run pointless comes before what makes it slow: servers help nobody who learns nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from actors.watch import figures
+from actors.watch.metrics_log import Records
+from actors.watch.run_state import failures, silent
+from buffer.wire.protocol import State
+from configs.flow.alerts import alerts as metric_alerts
+from configs.schema import Config
+
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+FEW_VERSIONS = 5
+"""Versions without which nothing is said about learning or waiting."""
+WAITS, CLOSED, IDLE = 0.15, 0.05, 0.30
+"""Shares: the learner waits so much that it matters; so few places are parked that servers are what it lacks; so many
+that servers have too little to do."""
+SPARE = 1.15
+"""Servers kept beyond what has work, when some are given back."""
+FEW_FAIL, MOST_FAIL = 0.05, 0.5
+"""Shares of attempts that fail: from the first on it is an alert, beyond the second there is nothing else to do."""
+TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
+STALLED = 10.0
+"""Times the usual length of a version without a new one, after which the run counts as stalled; at least STALLED_S."""
+STALLED_S = 120.0
+
+
+class Alert(NamedTuple):
+    """Example: `Alert("warn", "length/truncated is 0.4: answers are truncated; raise sampling.max_tokens, ...")`."""
+
+    level: str
+    """`bad`: something is broken; `warn`: something could be better."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the recommendation depends on, over the last versions; None where nobody knows."""
+
+    versions: int
+    """That have records."""
+    waits: float = 0.0
+    """Share of time in which the learner waited for a batch."""
+    checkpoints: float = 0.0
+    """Share of time that checkpoints took."""
+    parked: float | None = None
+    """Share of the servers' slots without work because admission is closed."""
+    servers: int = 1
+    """That are heard."""
+    wanted: int | None = None
+    """Servers that the run asks for, where they scale."""
+    none_solved: float = 0.0
+    all_solved: float = 0.0
+    """Share of groups of which no sample, or every one, is right."""
+    gradient: float | None = None
+    """Norm, the largest of the last versions."""
+    gain: float | None = None
+    """Reward of the last versions minus that of as many before."""
+    failed: float = 0.0
+    """Share of attempts that failed."""
+    why_failed: str = ""
+    waiting: str = ""
+    """The longest wait, in words."""
+    max_staleness: int = 1
+
+
+def situation(config: Config, records: Records, state: State | None, waiting: str = "") -> Situation:
+    """That of the run now."""
+    recent = figures.recent(records)
+
+    def mean(key: str) -> float | None:
+        values = [float(one[key]) for one in recent if key in one]
+        return fmean(values) if values else None
+
+    shares = figures.phase_shares(recent)
+    looks = [figures.stats_of(look) for _, look in sorted(records.servers.items())[-figures.LAST :]]
+    stats = [one for look in looks for one in look.values()]
+    now, before = figures.rewards(records)
+    gradients = [float(one["gradient/norm"]) for one in recent if "gradient/norm" in one]
+    return Situation(
+        versions=len(records.by_version),
+        waits=shares.get("wait", 0.0),
+        checkpoints=shares.get("checkpoint", 0.0),
+        parked=figures.parked_share(stats or (_present(state) if state else [])),
+        servers=_heard(config, records, state),
+        wanted=getattr(state, "wanted_servers", None),
+        none_solved=mean("groups/solved_none") or 0.0,
+        all_solved=mean("groups/solved_all") or 0.0,
+        gradient=max(gradients) if gradients else None,
+        gain=None if now is None or before is None else now - before,
+        failed=_failed_share(state),
+        why_failed=failures(state) if state else "",
+        waiting=waiting,
+        max_staleness=config.batch.max_staleness,
+    )
+
+
+def recommend(now: Situation) -> str:
+    """One sentence: what to change first.
+
+    Example: `"The learner waits 62 % of the time: two more servers would halve that."`
+    """
+    if now.failed > MOST_FAIL:
+        return f"Most attempts fail: {now.why_failed}. Mend that first: {TRACEBACKS}."
+    if not now.versions:
+        return "No version is trained yet" + (f": {now.waiting}." if now.waiting else ".")
+    if now.versions < FEW_VERSIONS:
+        return "Too few versions yet to recommend anything."
+    return _learns_nothing(now) or _waits(now) or _idles(now) or _fine(now)
+
+
+def _learns_nothing(now: Situation) -> str:
+    """Why the versions are no better than those before, if they cannot be."""
+    flat = now.gain is None or abs(now.gain) < 0.01
+    if (now.gradient is not None and now.gradient < 1e-9) or (now.none_solved > 0.95 and flat):
+        why = "the gradient is zero: all samples of a group have the same reward"
+        if now.none_solved > 0.5:
+            why = f"{_percent(now.none_solved)} of the groups have no right answer"
+        elif now.all_solved > 0.5:
+            return (
+                f"Nothing is learned any more: {_percent(now.all_solved)} of the groups have only right answers. "
+                "Take harder problems, or end the run."
+            )
+        remedy = "Take easier problems, raise batch.samples, or look at the samples and at the reward"
+        return f"Nothing is learned: {why}. {remedy}."
+    if now.all_solved > 0.9:
+        return (
+            f"Little is left to learn: {_percent(now.all_solved)} of the groups have only right answers. "
+            "Take harder problems, or set batch.skip_zero_variance."
+        )
+    return ""
+
+
+def _waits(now: Situation) -> str:
+    """What would end the learner's waiting."""
+    if now.waits <= WAITS:
+        return ""
+    said, parked = f"The learner waits {_percent(now.waits)} of the time", now.parked or 0.0
+    if now.max_staleness == 0:
+        return f"{said} because the run is synchronous: batch.max_staleness 1 or more lets both sides work at once."
+    if parked > IDLE:
+        return (
+            f"{said} and {_percent(parked)} of the servers' places get no work: the bound on age holds both. Raise "
+            f"batch.max_staleness (now {now.max_staleness}) or batch.groups; more servers would not help."
+        )
+    if now.wanted is not None and now.wanted > now.servers:
+        return f"{said}: the run has asked for {now.wanted} servers and {now.servers} are there. Wait for them."
+    used = now.servers * (1 - parked if parked > CLOSED else 1.0)
+    more = math.ceil(used * (1 - now.waits / 2) / max(1 - now.waits, 0.02) - 1e-9) - now.servers
+    if more <= 0:
+        return f"{said}, in which few answers take long: batch.max_staleness {now.max_staleness + 2} would hide that."
+    return f"{said}: {_count(more)} more server{'s' * (more > 1)} would halve that."
+
+
+def _idles(now: Situation) -> str:
+    """What servers without work could do without."""
+    parked = now.parked or 0.0
+    if now.checkpoints > WAITS:
+        return f"Checkpoints take {_percent(now.checkpoints)} of the time: raise learner.checkpoint_every."
+    spare = now.servers - math.ceil(SPARE * now.servers * (1 - parked))
+    if parked <= IDLE or spare <= 0:
+        return ""
+    said = f"{_percent(parked)} of the servers' places get no work and the learner waits {_percent(now.waits)}"
+    return f"{said}: {_count(spare)} server{'s' * (spare > 1)} fewer would do."
+
+
+def _fine(now: Situation) -> str:
+    return f"The learner waits {_percent(now.waits)} of the time: nothing has to change."
+
+
+def find_alerts(
+    config: Config, records: Records, state: State | None, since_s: float | None, live: bool
+) -> list[Alert]:
+    """What is wrong, with remedies, the worst first. `since_s`: seconds since a record was written, None if none was;
+    `live`: the run goes on, so that silence and stalls mean something."""
+    found = list[Alert]()
+    if live and state is not None:
+        found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
+        if config.buffer.max_gib * 2**30 * 0.95 < state.bytes_stored:
+            remedy = "the learner has to train some, or raise buffer.max_gib"
+            found.append(Alert("warn", f"the buffer is full ({state.bytes_stored / 2**30:.3g} GiB): {remedy}"))
+        if state.errors:
+            found.append(Alert("warn", f"the buffer refused {state.errors} messages: see logs/buffer.log"))
+    pace_s = records.mean("time/version_s", figures.LAST)
+    if live and since_s is not None and pace_s is not None and since_s > max(STALLED * pace_s, STALLED_S):
+        remedy = "who waits for whom is below; else see logs/learner.log"
+        found.append(Alert("bad", f"no version for {since_s:.0f} s, one usually takes {pace_s:.1f} s: {remedy}"))
+    if state is not None and FEW_FAIL < _failed_share(state) <= MOST_FAIL:  # of more the recommendation speaks
+        found.append(Alert("bad", f"{failures(state)}: {TRACEBACKS}"))
+    ordered = records.ordered()
+    if ordered:
+        history = [one for one in ordered[:-1] if "version" in one]
+        found += [Alert("warn", line) for line in metric_alerts(ordered[-1], history)]
+        if ordered[-1].get("gradient/skipped"):
+            found.append(Alert("bad", "the last gradient was not finite and was skipped: lower learner.lr"))
+    found += _preemptions(records)
+    return sorted(found, key=lambda alert: alert.level)
+
+
+def _silence(config: Config, name: str, server: Mapping[str, Any]) -> Alert:
+    silent_s = float(server.get("silent_s") or 0.0)
+    if server.get("version") is None:
+        return Alert(
+            "warn", f"{name} has not asked for work yet, after {silent_s:.0f} s: vLLM starts, or see logs/{name}.log"
+        )
+    what = "its leases have ended and its problems are dispatched again"
+    return Alert("bad", f"{name} is lost: silent for {silent_s:.0f} s; {what}. See logs/{name}.log")
+
+
+def _preemptions(records: Records) -> list[Alert]:
+    """Of the last looks, if vLLM had to compute sequences again in most of them."""
+    looks = [look for _, look in sorted(records.servers.items())[-figures.LAST :]]
+    counts = [float(look["servers/preempted"]) for look in looks if "servers/preempted" in look]
+    rises = sum(after > before for before, after in pairwise(counts))
+    if len(counts) < FEW_VERSIONS or rises <= len(counts) / 2:
+        return []
+    remedy = "raise rollout.engine.gpu_memory_utilization, add a server, or set a smaller rollout.sequences"
+    return [Alert("warn", f"vLLM preempts sequences all the time, {counts[-1]:.0f} so far: {remedy}")]
+
+
+def _heard(config: Config, records: Records, state: State | None) -> int:
+    """Servers that do something, at least one."""
+    if state is not None and state.servers:
+        return max(1, len(state.servers) - len(silent(state, config)))
+    last = records.servers[max(records.servers)] if records.servers else {}
+    ordered = records.ordered()
+    return max(1, int(last.get("servers/heard") or (ordered[-1].get("weights/servers", 1) if ordered else 1)))
+
+
+def _present(state: State) -> list[dict[str, Any]]:
+    return [server.get("stats", {}) for server in state.servers.values()]
+
+
+def _failed_share(state: State | None) -> float:
+    if state is None:
+        return 0.0
+    failed = sum(state.failed.values())
+    return failed / max(1, failed + state.lengths.get("generated", [0])[0])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _count(number: int) -> str:
+    return WORDS[number] if number < len(WORDS) else str(number)

@@ -1,0 +1,119 @@
+"""Figures that are derived from a run's records: shares of time, speed, time left, GPU hours. Pure.
+
+Used by the display, and by `advice.py` and `overview.py` for the page and the screen of a run.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from actors.watch.metrics_log import Record, Records
+
+LAST = 20
+"""Versions, and looks at the servers, that count as recent."""
+PHASES = ("wait", "train", "publish", "checkpoint")
+"""Of the learner's loop; what is left of a version's time is `rest`."""
+LONGEST_GAP_S = 600.0
+"""Between two looks at the servers; after a longer one the run was not alive meanwhile."""
+
+
+def recent(records: Records, number: int = LAST) -> list[Record]:
+    """Records of the last versions, without the run's first one where there are others: its time is the start-up."""
+    ordered = records.ordered()
+    return (ordered[1:] or ordered)[-number:]
+
+
+def phase_shares(versions: Sequence[Record]) -> dict[str, float]:
+    """Share of time that the learner spent in each of PHASES and in the `rest`; nothing without records of time.
+
+    Example: `{"wait": 0.62, "train": 0.3, "publish": 0.03, "checkpoint": 0.0, "rest": 0.05}`
+    """
+    total_s = sum(float(record.get("time/version_s", 0.0)) for record in versions)
+    if total_s <= 0:
+        return {}
+    spent = {name: sum(float(one.get(f"time/{name}_s", 0.0)) for one in versions) / total_s for name in PHASES}
+    return spent | {"rest": max(0.0, 1.0 - sum(spent.values()))}
+
+
+def place_shares(looks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """What the places of a server did in the mean of `looks`, each the figures of one heartbeat; nothing if none of
+    them counts places. `free`: no work was admitted for them. Example: `{"generating": 0.8, "free": 0.2}`."""
+    sums: dict[str, float] = {}
+    places = 0.0
+    for stats in looks:
+        if not stats.get("places"):
+            continue
+        places += stats["places"]
+        taken = min(stats.get("places_taken", stats.get("running", 0.0)), stats["places"])
+        parts = {"generating": stats.get("running", 0.0), "queued": stats.get("waiting", 0.0)}
+        parts |= {"in task": stats.get("task", 0.0)}
+        parts |= {"moving": max(0.0, taken - sum(parts.values())), "free": stats["places"] - taken}
+        for name, count in parts.items():
+            sums[name] = sums.get(name, 0.0) + count
+    return {name: min(1.0, count / places) for name, count in sums.items()} if places else {}
+
+
+def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
+    """Share of the servers' slots that get no work because admission is closed; None if no server counts them."""
+    slots = parked = 0.0
+    for stats in looks:
+        if "slots" in stats:
+            slots, parked = slots + stats["slots"], parked + stats.get("parked", 0.0)
+        elif stats.get("places"):
+            slots += stats["places"]
+            parked += max(0.0, stats["places"] - stats.get("places_taken", 0.0))
+    return parked / slots if slots else None
+
+
+def rewards(records: Records, number: int = LAST) -> tuple[float | None, float | None]:
+    """Mean reward of the last versions, and of as many before them."""
+    values = records.column("reward/mean")[1]
+    now, before = values[-number:], values[-2 * number : -number]
+    return (fmean(now) if now else None), (fmean(before) if before else None)
+
+
+def tokens_per_s(versions: Sequence[Record]) -> float | None:
+    """Tokens trained per second of all time."""
+    timed = [one for one in versions if "tokens" in one and one.get("time/version_s")]
+    seconds = sum(one["time/version_s"] for one in timed)
+    return sum(one["tokens"] for one in timed) / seconds if seconds else None
+
+
+def seconds_since(records: Records, now: float) -> float | None:
+    """Since the learner wrote its last version, at `now` (Unix time); None if it has written none. Records of an
+    earlier release do not say when."""
+    if not records.by_version:
+        return None
+    written = records.by_version[max(records.by_version)].get("time")
+    return max(0.0, now - (written if written is not None else records.path.stat().st_mtime))
+
+
+def seconds_left(records: Records, versions: int) -> float | None:
+    """To the last version, at the pace of the last ones; None without a record of it."""
+    pace_s = records.mean("time/version_s", LAST)
+    return None if pace_s is None else pace_s * max(0, versions - max(records.by_version))
+
+
+def time_left(records: Records, versions: int) -> str:
+    """`seconds_left` as `h:mm:ss`; nothing without a record of it."""
+    seconds = seconds_left(records, versions)
+    return "" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def gpu_hours(looks: Sequence[Record]) -> float | None:
+    """GPU hours that the run has taken, by its looks at the servers in order of time; None without GPUs."""
+    spans = ((after["time"] - before["time"], before.get("gpus", 0)) for before, after in pairwise(looks))
+    hours = sum(seconds * gpus for seconds, gpus in spans if seconds <= LONGEST_GAP_S) / 3600
+    return hours if any(look.get("gpus") for look in looks) else None
+
+
+def stats_of(look: Record) -> dict[str, dict[str, float]]:
+    """Figures by server in one look. Example: `{"rollout-0": {"running": 12.0, "places": 64.0}}`."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in look.items():
+        first, server, figure = [*key.split("/", 2), "", ""][:3]
+        if first == "server" and figure:
+            found.setdefault(server, {})[figure] = value
+    return found

@@ -1,0 +1,169 @@
+"""A run at a glance, as the page and the screen of `python -m actors watch` and the report show it: an `Overview`.
+
+Made of records, State and config by `look_over`, which is pure but for the clock that it is given. All texts are plain;
+whoever shows them escapes them.
+"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from actors.watch import figures
+from actors.watch.advice import Alert, find_alerts, recommend, situation
+from actors.watch.metrics_log import Record, Records
+from actors.watch.run_state import fullness, silent, waiting_rows
+from buffer.wire.protocol import State
+from configs.schema import Config
+
+MOST_ROWS = 40
+"""Of a table."""
+UNKNOWN = "–"
+SERVER_COLUMNS = (
+    *("server", "version", "leases", "tokens/s", "running", "places", "waiting", "KV use", "preempted", "parked"),
+    *("last message", "why not more"),
+)
+WAIT_COLUMNS = ("who", "for whom", "since", "why")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What is worth knowing at a glance."""
+
+    status: str
+    """`running`, `silent` (nobody answers and the run has not ended), `ended`, or `waiting` (no record yet)."""
+    told: str
+    """The status in words."""
+    version: int
+    versions: int
+    figures: dict[str, str]
+    """Headline figures by name, in order."""
+    advice: str
+    alerts: list[Alert] = field(default_factory=list)
+    waits: list[tuple[str, ...]] = field(default_factory=list)
+    """Rows of WAIT_COLUMNS."""
+    servers: list[tuple[str, ...]] = field(default_factory=list)
+    """Rows of SERVER_COLUMNS."""
+    processes: list[tuple[str, dict[str, float]]] = field(default_factory=list)
+    """Share of time of the learner's phases, and of what the places of each server did, over the last versions."""
+    failures: list[tuple[str, int]] = field(default_factory=list)
+    """Failed attempts and dropped items by reason, the most frequent first."""
+
+
+def look_over(
+    config: Config, records: Records, state: State | None, now: float, ended: str = "", answers: bool = False
+) -> Overview:
+    """The run at `now` (Unix time). `answers`: `state` is the buffer's answer, not what its file holds; `ended`: how
+    the run ended, if it has."""
+    waits = waiting_rows(state, config) if state and answers else []
+    first = f"{waits[0].who} waits for {waits[0].whom}, {waits[0].why}" if waits else ""
+    since_s = figures.seconds_since(records, now)
+    live = answers and not ended
+    status = "ended" if ended else "silent" if not answers else "running" if records.by_version else "waiting"
+    return Overview(
+        status=status,
+        told=ended or _told(status, since_s),
+        version=max(records.by_version, default=0),
+        versions=config.run.versions,
+        figures=_headline(config, records, state if answers else None),
+        advice=recommend(situation(config, records, state, first)),
+        alerts=find_alerts(config, records, state, since_s, live),
+        waits=[(row.who, row.whom, f"{row.seconds:.1f} s", row.why) for row in waits[:MOST_ROWS]],
+        servers=_server_rows(config, state)[:MOST_ROWS] if state else [],
+        processes=_processes(records, state if answers else None),
+        failures=_failures(state),
+    )
+
+
+def _told(status: str, since_s: float | None) -> str:
+    ago = "no version yet" if since_s is None else f"last version {timedelta(seconds=round(since_s))} ago"
+    return f"the buffer does not answer; {ago}" if status == "silent" else ago
+
+
+def _headline(config: Config, records: Records, state: State | None) -> dict[str, str]:
+    recent, versions = figures.recent(records), config.run.versions
+    last = records.by_version[max(records.by_version)] if records.by_version else {}
+    looks = [look for _, look in sorted(records.servers.items())]
+    now, before = figures.rewards(records)
+    shares, speed = figures.phase_shares(recent), figures.tokens_per_s(recent)
+    shown = {
+        "version": f"{max(records.by_version, default=0)} / {versions}",
+        f"reward, last {figures.LAST}": _number(now, ".3f"),
+        f"{figures.LAST} before": _number(before, ".3f"),
+        "learner waits": f"{100 * shares['wait']:.0f} %" if shares else UNKNOWN,
+        "tokens/s": _number(speed, ",.0f"),
+        "age, mean": _number(last.get("age/mean"), ".1f"),
+        "servers": _servers(config, state, looks),
+        "time left": figures.time_left(records, versions) or UNKNOWN,
+    }
+    return {name: value for name, value in (shown | _cost(config, records, looks)).items() if value != UNKNOWN}
+
+
+def _servers(config: Config, state: State | None, looks: list[Record]) -> str:
+    if state is not None:
+        heard, wanted = len(state.servers) - len(silent(state, config)), getattr(state, "wanted_servers", None)
+    elif looks:
+        heard, wanted = looks[-1].get("servers/heard", 0), looks[-1].get("servers/wanted")
+    else:
+        return UNKNOWN
+    wanted = wanted if wanted is not None else config.rollout.servers
+    return f"{heard:.0f} / {wanted}" if isinstance(wanted, int) else f"{heard:.0f}"
+
+
+def _cost(config: Config, records: Records, looks: list[Record]) -> dict[str, str]:
+    """GPU hours so far and, with a price, what they cost, and about how much it is when the run ends."""
+    hours = figures.gpu_hours(looks)
+    if hours is None:
+        return {}
+    shown, price = {"GPU hours": f"{hours:,.1f}"}, config.log.price_per_gpu_hour
+    if price is not None:
+        left_s = figures.seconds_left(records, config.run.versions)
+        in_all = hours + (left_s or 0.0) / 3600 * looks[-1].get("gpus", 0)
+        shown["cost"] = f"{price * hours:,.2f}"
+        shown["cost at the end"] = f"{price * in_all:,.2f}"
+    return shown
+
+
+def _server_rows(config: Config, state: State) -> list[tuple[str, ...]]:
+    gone, rows = silent(state, config), []
+    for name, server in state.servers.items():
+        stats, silent_s = server.get("stats", {}), server.get("silent_s")
+        lost = " (lost)" if name in gone and server.get("version") is not None else ""
+        shown = [
+            _number(stats.get("tokens_per_s"), ",.0f"),
+            _number(stats.get("running"), ".0f"),
+            _number(stats.get("places"), ".0f"),
+            _number(stats.get("waiting"), ".0f"),
+            _number(100 * stats["kv_usage"] if "kv_usage" in stats else None, ".0f", " %"),
+            _number(stats.get("preempted"), ".0f"),
+            _number(stats.get("parked"), ".0f"),
+        ]
+        heard = UNKNOWN if silent_s is None else f"{silent_s:.1f} s ago{lost}"
+        why = "" if name in gone else fullness(state, name).partition(": ")[2]
+        version, leases = server.get("version"), server.get("leases")
+        rows.append((name, UNKNOWN if version is None else str(version), _number(leases, ".0f"), *shown, heard, why))
+    return rows
+
+
+def _processes(records: Records, state: State | None) -> list[tuple[str, dict[str, float]]]:
+    found = []
+    if shares := figures.phase_shares(figures.recent(records)):
+        found.append(("learner", shares))
+    looks = [figures.stats_of(look) for _, look in sorted(records.servers.items())[-figures.LAST :]]
+    if state is not None:
+        looks.append({name: server.get("stats", {}) for name, server in state.servers.items()})
+    names = sorted({name for look in looks[-1:] for name in look})
+    for name in names[:MOST_ROWS]:
+        if places := figures.place_shares([look[name] for look in looks if name in look]):
+            found.append((name, places))
+    return found
+
+
+def _failures(state: State | None) -> list[tuple[str, int]]:
+    if state is None:
+        return []
+    counts = [*state.failed.items(), *((f"dropped: {reason}", count) for reason, count in state.dropped.items())]
+    return sorted(counts, key=lambda pair: -pair[1])[:MOST_ROWS]
+
+
+def _number(value: Any, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if isinstance(value, int | float) else UNKNOWN

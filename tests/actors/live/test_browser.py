@@ -1,0 +1,203 @@
+"""The page in headless Chromium, at the width of a phone and of a desk, light and dark, live and frozen: it draws, says
+no error, shows the figures of metrics.jsonl, and what a model wrote stays text.
+
+Skipped where there is no Chromium (`make browser` brings Debian's); HEADRACE_BROWSER=required makes that a failure.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.report import summary
+from buffer.wire.protocol import State
+from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, state, store
+
+pytestmark = pytest.mark.timeout(900)
+SIZES = {"phone": (390, 844), "desk": (1440, 900)}
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
+WAIT_MS = 120_000
+FIRST, ALL = 20, 30
+"""Versions that have records when a live page is opened, and after."""
+
+
+def chromium() -> str | None:
+    """The browser's program."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    program = chromium()
+    if program is None:
+        assert os.environ.get("HEADRACE_BROWSER") != "required", "no chromium on this machine: `make browser`"
+        pytest.skip("no chromium on this machine: `make browser` installs Debian's")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        started = player.chromium.launch(executable_path=program, args=FLAGS, timeout=WAIT_MS)
+        yield started
+        started.close()
+
+
+class Tab:
+    """A page in the browser, and what went wrong in it."""
+
+    def __init__(self, browser: Any, address: str, size: str, scheme: str) -> None:
+        width, height = SIZES[size]
+        self.width, self.wrong = width, list[str]()
+        self.page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page.set_default_timeout(WAIT_MS)
+        self.page.on(
+            "console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None
+        )
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.goto(address)
+        self.wait("body[data-ready]")
+
+    def _hear(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            self.wrong.append(said.text)
+
+    def wait(self, selector: str) -> None:
+        """Until there is such an element."""
+        self.page.wait_for_selector(selector, state="attached")
+
+    def figures(self) -> dict[str, str]:
+        """The headline figures, by name."""
+        names, values = (self.page.locator(f"#figures {tag}").all_inner_texts() for tag in ("dt", "dd"))
+        return dict(zip(names, values, strict=True))
+
+    def text(self, selector: str) -> str:
+        found: str = self.page.inner_text(selector)
+        return found
+
+    def check(self, versions: int) -> None:
+        """What holds of every page of the run."""
+        page = self.page
+        assert self.wrong == [], "nothing on the console"
+        assert page.evaluate("document.documentElement.scrollWidth") <= self.width, "nothing sticks out"
+        assert page.evaluate("window.broken") is None, "what a model wrote is no program"
+        assert page.evaluate("D.version.length") == versions
+        assert page.locator("canvas").count() == page.evaluate("drawn.length") >= 16
+        boxes = page.eval_on_selector_all("canvas", "all => all.map(one => one.getBoundingClientRect().right)")
+        assert max(boxes) <= self.width
+        background, text = page.evaluate(
+            "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        )
+        assert background != text
+
+
+def written(run: Path, versions: int) -> dict[str, float]:
+    """The record of the last of `versions` in the run's file."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found: dict[str, float] = next(one for one in records if one.get("version") == versions and "reward/mean" in one)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with everything that a page may show."""
+    config = make_config(tmp_path)
+    for version in range(1, FIRST + 1):
+        append(config.run.path, record(version), look(15.0 * version, version))
+    append(config.run.path, evaluation(0, 0.25), evaluation(10, 0.5))
+    store(config.run.path, sample(HOSTILE))
+    return config.run.path
+
+
+def drawn_figures(tab: Tab, run: Path, versions: int) -> None:
+    """The page's columns and headline are those of the file."""
+    last = written(run, versions)
+    for key in ("reward/mean", "length/mean", "entropy/mean", "offpolicy/k3", "time/wait_s"):
+        assert tab.page.evaluate(f"D.columns['{key}'].at(-1)") == pytest.approx(last[key], rel=1e-5)
+    seen = tab.figures()
+    assert seen["version"] == f"{versions} / 40" and seen["learner waits"] == "62 %"
+    assert seen["age, mean"] == f"{last['age/mean']:.1f}" and seen["tokens/s"] == "500"
+    assert f"length/mean {last['length/mean']:.2f}" in tab.text("main")
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"), [("phone", "dark"), ("desk", "light"), ("phone", "light"), ("desk", "dark")]
+)
+def test_the_frozen_page(browser: Any, run: Path, size: str, scheme: str) -> None:
+    assert summary.main([str(run)]) == 0
+    tab = Tab(browser, f"file://{run}/report.html", size, scheme)
+    tab.check(FIRST)
+    drawn_figures(tab, run, FIRST)
+    assert HOSTILE in tab.text("#samples") and "0.500" in tab.text("#evaluations")
+    dark = tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
+    assert dark == (scheme == "dark")
+    tab.page.click("#theme")
+    assert (tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)") != dark
+    tab.page.select_option("#axis", "hours")
+    tab.page.fill("#find", "length/")
+    assert tab.page.locator("#rest .card").count() == 3
+    tab.check(FIRST)
+    tab.page.close()
+
+
+@pytest.mark.parametrize(("size", "scheme"), [("phone", "dark"), ("desk", "light")])
+def test_the_live_page(
+    browser: Any, run: Path, serve: Callable[[State], str], tmp_path: Path, size: str, scheme: str
+) -> None:
+    make_config(tmp_path, f"buffer.address={serve(state())}")
+    command = [sys.executable, "-m", "actors", "watch", str(run), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        address = server.stdout.readline().partition(": ")[2].split()[0]
+        tab = Tab(browser, address, size, scheme)
+        tab.wait("#status:text-is('running')")
+        tab.check(FIRST)
+        drawn_figures(tab, run, FIRST)
+        assert "one more server would" in tab.text(".advice") or "two more servers would" in tab.text(".advice")
+        assert "rollout-1 is lost" in tab.text("#says") and "batch 7 has 20 of 32 groups" in tab.text("#waits")
+        assert "80 %" in tab.text("#servers") and "KeyError" in tab.text("#failures")
+        tab.wait("#samples .card")
+        assert HOSTILE in tab.text("#samples")
+        append(run, *(record(version) for version in range(FIRST + 1, ALL + 1)), evaluation(20, 0.75), look(999.0, ALL))
+        tab.wait(f"body[data-seen='{ALL}']:has(#figures dd:text-is('{ALL} / 40'))")
+        tab.wait("#evaluations td:text-is('0.750')")
+        tab.check(ALL)
+        drawn_figures(tab, run, ALL)
+        kept = [json.dumps(record(version)) + "\n" for version in range(1, 11)]  # the learner restores version 10
+        (run / "new").write_text("".join(kept))
+        (run / "new").replace(run / "metrics.jsonl")
+        tab.wait("body[data-seen='10']:has(#figures dd:text-is('10 / 40'))")
+        assert tab.wrong == []
+        tab.page.close()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        if server.stdout:
+            server.stdout.close()
+
+
+def test_a_run_that_has_not_begun(browser: Any, tmp_path: Path) -> None:
+    run = make_config(tmp_path).run.path
+    server = subprocess.Popen(
+        [sys.executable, "-m", "actors", "watch", str(run), "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout
+        tab = Tab(browser, server.stdout.readline().partition(": ")[2].split()[0], "desk", "light")
+        assert tab.wrong == [] and "No version is trained yet" in tab.text(".advice")
+        assert "never been started" in tab.text("#told") and tab.page.locator("canvas").count() == 0
+        append(run, record(1), record(2))
+        tab.wait("body[data-seen='2'] canvas")
+        assert tab.wrong == []
+        tab.page.close()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        if server.stdout:
+            server.stdout.close()

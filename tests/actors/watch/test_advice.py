@@ -1,0 +1,123 @@
+"""What to do about a run: one sentence for each situation, the most important first; alerts that name remedies."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.watch.advice import Situation, find_alerts, recommend, situation
+from actors.watch.metrics_log import Records
+from configs.schema import Config
+from tests.harness.watched import append, look, make_config, record, state
+
+BUSY = Situation(versions=50, waits=0.62, parked=0.0, servers=2, max_staleness=4, gradient=0.1, gain=0.1)
+
+
+def changed(**fields: object) -> Situation:
+    return Situation(**(BUSY.__dict__ | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (BUSY, "The learner waits 62 % of the time: two more servers would halve that."),
+        (changed(waits=0.5, servers=1), "The learner waits 50 % of the time: one more server would halve that."),
+        (changed(waits=0.9, servers=8), "The learner waits 90 % of the time: 36 more servers would halve that."),
+        (changed(waits=0.1), "The learner waits 10 % of the time: nothing has to change."),
+        (changed(none_solved=1.0, gain=0.0), "Nothing is learned: 100 % of the groups have no right answer."),
+        (changed(gradient=0.0), "Nothing is learned: the gradient is zero"),
+        (changed(gradient=0.0, all_solved=1.0), "Nothing is learned any more: 100 % of the groups have only right"),
+        (changed(all_solved=0.95), "Little is left to learn: 95 %"),
+        (changed(failed=0.8, why_failed="reward failed 80 %"), "Most attempts fail: reward failed 80 %."),
+        (changed(parked=0.5), "62 % of the time and 50 % of the servers' places get no work: the bound on age"),
+        (changed(max_staleness=0), "62 % of the time because the run is synchronous: batch.max_staleness 1"),
+        (changed(wanted=4), "62 % of the time: the run has asked for 4 servers and 2 are there."),
+        (changed(waits=0.02, parked=0.5, servers=8), "the learner waits 2 %: three servers fewer would do."),
+        (changed(waits=0.02, parked=0.5, servers=1), "nothing has to change."),
+        (changed(waits=0.02, checkpoints=0.3), "Checkpoints take 30 % of the time: raise learner.checkpoint_every."),
+        (changed(versions=2), "Too few versions yet"),
+        (Situation(versions=0, waiting="learner-0 waits for rollout-0"), "No version is trained yet: learner-0 waits"),
+        (Situation(versions=0), "No version is trained yet."),
+    ],
+)
+def test_recommendation(now: Situation, words: str) -> None:
+    said = recommend(now)
+    assert words in said and said.endswith(".") and "\n" not in said
+
+
+def test_learning_comes_before_servers() -> None:
+    assert "server" not in recommend(changed(none_solved=1.0, gain=0.0))
+
+
+def test_more_servers_halve_the_wait_by_the_arithmetic_of_a_pipeline() -> None:
+    """A version takes the longer of the learner's time and of what n servers need for a batch."""
+    learner_s, batch_server_s = 3.8, 20.0
+    for servers in (1, 2, 3, 4):
+        waits = max(0.0, 1 - learner_s / max(learner_s, batch_server_s / servers))
+        said = recommend(changed(waits=waits, servers=servers))
+        found = re.search(r": (\w+) more server", said)
+        if waits <= 0.15:
+            assert found is None
+            continue
+        more = ["no", "one", "two", "three", "four"].index(found[1]) if found else 0
+        then = max(0.0, 1 - learner_s / max(learner_s, batch_server_s / (servers + more)))
+        fewer = max(0.0, 1 - learner_s / max(learner_s, batch_server_s / (servers + more - 1)))
+        assert more and then <= waits / 2 < fewer
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make_config(tmp_path)
+
+
+def records_of(config: Config) -> Records:
+    return Records(config.run.path / "metrics.jsonl")
+
+
+def test_the_situation_is_read_off_records_and_state(config: Config) -> None:
+    append(config.run.path, *(record(version) for version in range(1, 41)), look(1.0, 40))
+    now = situation(config, records_of(config), state())
+    assert now.waits == pytest.approx(0.62) and now.servers == 1, "the other one is lost"
+    assert now.parked == 0.0 and now.none_solved == pytest.approx(0.3) and now.gain == pytest.approx(0.25)
+    assert now.gradient == pytest.approx(0.14) and now.versions == 40
+    assert situation(config, records_of(config), None).servers == 2, "as the last look has it"
+
+
+def test_a_lost_server_is_named_with_what_happens_and_where_to_look(config: Config) -> None:
+    append(config.run.path, *(record(version) for version in range(1, 9)))
+    (first, *_) = find_alerts(config, records_of(config), state(), 1.0, live=True)
+    assert first.level == "bad" and first.text.startswith("rollout-1 is lost: silent for 240 s; its leases have ended")
+    assert "logs/rollout-1.log" in first.text
+    assert not any("lost" in one.text for one in find_alerts(config, records_of(config), state(), 1.0, live=False))
+
+
+def test_a_run_that_stalls(config: Config) -> None:
+    append(config.run.path, *(record(version) for version in range(1, 9)))
+    quiet = state(servers={})
+    assert find_alerts(config, records_of(config), quiet, 60.0, live=True) == []
+    (alert,) = find_alerts(config, records_of(config), quiet, 400.0, live=True)
+    assert alert.text.startswith("no version for 400 s, one usually takes 10.0 s")
+
+
+def test_the_learners_rules_and_failures_are_alerts_too(config: Config) -> None:
+    append(config.run.path, *(record(version, **{"length/truncated": 0.4}) for version in range(1, 9)))
+    failing = state(servers={}, failed={"reward: KeyError": 100})
+    texts = [alert.text for alert in find_alerts(config, records_of(config), failing, 1.0, live=True)]
+    assert any(text.startswith("length/truncated is 0.4") for text in texts)
+    assert any(text.startswith("reward failed 28 % of 352 attempts") for text in texts)
+
+
+def test_preemptions_that_go_on(config: Config) -> None:
+    looks = [look(float(time), 1, **{"servers/preempted": float(5 * time)}) for time in range(12)]
+    append(config.run.path, *looks, record(1))
+    (alert,) = find_alerts(config, records_of(config), state(servers={}), 1.0, live=True)
+    assert alert.text.startswith("vLLM preempts sequences all the time, 55 so far")
+
+
+def test_keys_that_remedies_name_exist(config: Config) -> None:
+    source = (Path(__file__).parents[3] / "actors" / "watch" / "advice.py").read_text()
+    named = set(
+        re.findall(r"\b((?:batch|learner|buffer|rollout)\.[a-z_]+)", re.sub(r"^from .*$", "", source, flags=re.M))
+    )
+    known = {f"{section}.{key}" for section, values in config.model_dump().items() for key in values}
+    assert {name for name in named if name.partition(".")[2] not in ("wire", "py", "log")} <= known

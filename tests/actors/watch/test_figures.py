@@ -1,0 +1,86 @@
+"""Figures derived from records: shares, pace, GPU hours, against arithmetic done by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from actors.watch import figures
+from actors.watch.metrics_log import Position, Records, read_after
+from tests.harness.watched import append, evaluation, look, record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def records_of(run: Path) -> Records:
+    return Records(run / "metrics.jsonl")
+
+
+def test_shares_of_time_leave_the_start_out(run: Path) -> None:
+    append(run, record(1, **{"time/version_s": 1000.0, "time/wait_s": 999.0}), record(2), record(3))
+    shares = figures.phase_shares(figures.recent(records_of(run)))
+    assert shares == pytest.approx({"wait": 0.62, "train": 0.3, "publish": 0.05, "checkpoint": 0.01, "rest": 0.02})
+    assert figures.phase_shares([]) == {} and figures.phase_shares([{"version": 1}]) == {}
+    assert figures.tokens_per_s(figures.recent(records_of(run))) == 500.0
+
+
+def test_rewards_of_the_last_versions_and_of_those_before(run: Path) -> None:
+    append(run, *(record(version, **{"reward/mean": float(version > 20)}) for version in range(1, 41)))
+    assert figures.rewards(records_of(run)) == (1.0, 0.0)
+    assert figures.rewards(Records(run / "nothing")) == (None, None)
+
+
+def test_what_places_did() -> None:
+    stats = {"places": 100.0, "places_taken": 80.0, "running": 50.0, "waiting": 10.0, "task": 5.0}
+    shares = figures.place_shares([stats, stats | {"running": 60.0}, {}])
+    assert shares == pytest.approx({"generating": 0.55, "queued": 0.1, "in task": 0.05, "moving": 0.1, "free": 0.2})
+    assert figures.place_shares([{}]) == {}
+
+
+def test_parked_places_are_those_that_servers_count_else_the_free_ones() -> None:
+    assert figures.parked_share([{"slots": 64.0, "parked": 16.0, "places": 512.0, "places_taken": 0.0}]) == 0.25
+    assert figures.parked_share([{"places": 100.0, "places_taken": 70.0}, {}]) == pytest.approx(0.3)
+    assert figures.parked_share([{}]) is None
+
+
+def test_gpu_hours_count_while_the_run_is_alive() -> None:
+    looks = [look(0, 1), look(600, 2, gpus=5), look(1200, 3), look(90_000, 4), look(90_360, 5)]
+    assert figures.gpu_hours(looks) == pytest.approx((600 * 3 + 600 * 5 + 360 * 3) / 3600)
+    assert figures.gpu_hours([look(0, 1, gpus=0), look(60, 1, gpus=0)]) is None
+    assert figures.gpu_hours([]) is None
+
+
+def test_looks_at_servers_are_no_versions(run: Path) -> None:
+    append(run, look(5.0, 1), record(1), evaluation(0, 0.5))
+    found = records_of(run)
+    assert list(found.by_version) == [1] and list(found.servers) == [5.0] and list(found.evaluations) == [0]
+    append(run, look(6.0, 1), {"kind": "servers", "time": "now"})
+    assert found.read() == [] and list(found.servers) == [5.0, 6.0]
+    assert figures.stats_of(look(5.0, 3))["rollout-1"]["running"] == 190.0
+
+
+def test_reading_goes_on_where_it_stopped_and_tells_of_another_file(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    assert read_after(path, Position()) == ([], Position(), False)
+    append(run, record(1))
+    first, position, replaced = read_after(path, Position())
+    assert len(first) == 1 and replaced and Position.parse(str(position)) == position
+    with path.open("a") as file:
+        file.write('{"version": 2')
+    assert read_after(path, position) == ([], position, False)
+    with path.open("a") as file:
+        file.write("}\n")
+    assert read_after(path, position)[0] == [{"version": 2}]
+    (run / "new").write_text('{"version": 1}\n')
+    (run / "new").replace(path)
+    again, _, replaced = read_after(path, position)
+    assert again == [{"version": 1}] and replaced
+    assert Position.parse("nonsense") == Position.parse("") == Position()
+
+
+def test_looks_at_servers_do_not_hide_that_versions_stopped(run: Path) -> None:
+    append(run, record(1, time=1000.0), look(5000.0, 1))
+    assert figures.seconds_since(records_of(run), 5010.0) == 4010.0
+    assert figures.seconds_since(Records(run / "nothing"), 5010.0) is None
