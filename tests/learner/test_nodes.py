@@ -17,7 +17,7 @@ from configs.load import ConfigError
 from configs.schema import LearnerConfig
 from learner import mesh, ranks
 from learner.__main__ import check_weights_host
-from learner.metrics import read
+from learner.record.metrics import read
 from learner.saved.manifest import complete
 from tests.harness.canned import Canned
 from tests.harness.world import ROOT

@@ -7,7 +7,7 @@ import pytest
 from actors.doctor.findings import doctor
 from actors.doctor.host import Gpu, Machine, Torch
 from actors.watch.run_state import CULPRITS
-from learner.algorithms.diagnostics import ALERTS
+from configs.flow.alerts import ALERTS
 from tests.harness.toy import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
