@@ -24,7 +24,7 @@ CHANGEABLE = (
     *("batch.max_staleness", "batch.target_staleness"),
     *("learner.lr", "learner.schedule", "learner.warmup_versions", "learner.max_grad_norm"),
     *("learner.betas", "learner.eps", "learner.weight_decay"),
-    *("learner.ranks", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
+    *("learner.ranks", "learner.nodes", "learner.device", "learner.threads", "learner.attention", "learner.compile"),
     *("learner.tokens_per_microbatch", "learner.share_prompts", "learner.head_chunk_tokens"),
     *("learner.activation_checkpointing",),
     *("learner.cpu_offload", "learner.timeout_s", "learner.checkpoint_every", "learner.keep_*", "learner.export_every"),
@@ -33,7 +33,7 @@ CHANGEABLE = (
     *("rollout.sample_attempts", "rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
     *("rollout.chat.host", "rollout.chat.port", "rollout.chat.public_url", "rollout.environment.python"),
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
-    *("weights.*", "eval.*", "log.*"),
+    *("weights.*", "eval.*", "log.*", "cluster.*"),
 )
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
 which problem is dispatched next, or what a stored sample means."""

@@ -16,10 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from actors.doctor.run_file import check_here, gpus_missing
+from actors.doctor.run_file import check_here, cluster_of
 from actors.process import Process, Role
 from actors.supervise import accept
-from actors.supervise.ray_cluster import place, ray_cluster
+from actors.supervise.node.addresses import on_cluster
+from actors.supervise.node.arrival import handed_over
+from actors.supervise.ray_cluster import Cluster, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.curve import is_loopback, make_keys
@@ -39,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     up, 3: the data ended before `run.versions`, 128 + N: signal N."""
     flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"}, fork_from={"metavar": "RUN[@vN]"})
     config = read(argv, PROG)
+    if cluster := cluster_of(config):
+        config = on_cluster(config, cluster)
     try:
         held = accept.hold(config)
         news, finished = accept.judge(config)
@@ -84,12 +88,14 @@ def processes(config: Config) -> list[Process]:
     """The processes of a run; each with the GPUs it takes if there are any."""
     run, learner, rollout, reward = config.run.path, config.learner, config.rollout, config.reward
     file = str(run / "config.yaml")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
+    given = handed_over(os.environ, config.cluster.env) if cluster_of(config) else os.environ
+    env = {key: value for key, value in given.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
 
     def process(name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0) -> Process:
         module = ("rollout", "reward") if role == "reward" else (role,)
         argv = (sys.executable, "-m", *module, file, *flags)
-        return Process(name, role, argv, run / "logs" / f"{name}.log", os.getcwd(), env, gpus, drain_s)
+        log, nodes = run / "logs" / f"{name}.log", learner.nodes if role == "learner" else 1
+        return Process(name, role, argv, log, os.getcwd(), env, gpus, nodes, drain_s)
 
     return [
         process("buffer", "buffer"),
@@ -106,26 +112,27 @@ def processes(config: Config) -> list[Process]:
 
 
 def keep(processes: Sequence[Process], display: Display, prepare: Callable[[], object] = lambda: None) -> int:
-    """Call `prepare` once Ray has the GPUs, and keep `processes` until the run ends; the exit code.
+    """Call `prepare` once Ray has room for the run, and keep `processes` until it ends; the exit code.
 
     Tests call it with commands of their own.
     """
-    with display.shown(), ray_cluster() as gpus:
-        if missing := gpus_missing(display.config, gpus, "Ray sees"):
-            keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
-            remedy = f"lower {keys}, or set their device to cpu"
-            print(f"{missing}: {remedy}", file=sys.stderr)
-            return BAD_INPUT
-        if not gpus:  # then the device `auto` means CPU
-            processes = [replace(process, gpus=0) for process in processes]
-        prepare()
-        return asyncio.run(_supervise(processes, display))
-
-
-async def _supervise(processes: Sequence[Process], display: Display) -> int:
-    watching = asyncio.create_task(display.watch())
     try:
-        return await Supervisor(processes, place, display.show_event, display.say).run()
+        with display.shown(), ray_cluster(display.config) as cluster:
+            if not any(cluster.gpus):  # then the device `auto` means CPU
+                processes = [replace(process, gpus=0) for process in processes]
+            prepare()
+            cluster.pack()
+            return asyncio.run(_supervise(processes, display, cluster))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+
+
+async def _supervise(processes: Sequence[Process], display: Display, cluster: Cluster) -> int:
+    watching = [asyncio.create_task(task) for task in (display.watch(), cluster.watch(display.say))]
+    try:
+        return await Supervisor(processes, cluster.place, display.show_event, display.say).run()
     finally:
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         display.refresh()
