@@ -1,9 +1,9 @@
 """The learner of several nodes as one process: what a restart begins anew is a generation, the ranks of all nodes.
 
-One member on each node (`node/gang_member.py`) runs `python -m learner` for its share of the ranks. The first of them
-that ends, or is lost with its node, ends the generation: a rank that started again alone would meet nobody. The next
-one starts once every member answers again, after the pauses and with the give-up rule of a keeper. To the supervisor a
-`Gang` is a `RemoteKeeper`. Waits for its members. Built by `ray_cluster.py`; nothing here knows of Ray.
+One member on each node (`cluster/gang_member.py`) runs `python -m learner` for its share of the ranks. The first that
+ends, or is lost with its node, ends the generation: a rank that started again alone would meet nobody. The next one
+starts once every member answers again, after the pauses and with the give-up rule of a keeper. To the supervisor a
+`Gang` is a keeper like any other. Waits for its members. Built by `ray_cluster.py`; nothing here knows of Ray.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from actors.process import FINAL, Event, EventKind, Process
+from actors.supervise.cluster.node_keeper import Place
 from actors.supervise.keeper import Ends
-from actors.supervise.node.node_keeper import Place
 from configs.entrypoint import DONE, ENDINGS
 
 TOGETHER_S = 120.0
@@ -67,7 +67,7 @@ class Gang:
         self,
         process: Process,
         members: Sequence[Member],
-        gone: Callable[[str, float], Awaitable[None]],
+        gone: Callable[[str, float], Coroutine[Any, Any, None]],
         flags: Callable[[str], Sequence[str]] = lambda address: (),
     ) -> None:
         self.process, self._members, self._gone, self._flags = process, members, gone, flags
@@ -77,7 +77,8 @@ class Gang:
         self._number = 0  # of the last event
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
-        self._leaving: tuple[str, float] | None = None  # a node, and when it is gone
+        self._leaving: tuple[str, float] | None = None
+        """A node, and when it is gone."""
         self._limit_s = 0.0
         self._ends = Ends(process)
         self._keeping = asyncio.create_task(self._keep())
@@ -125,7 +126,7 @@ class Gang:
                 return await self._report("ended", "it was waiting for its nodes", DONE)
             if unfit := "\n".join(filter(None, (why for _, why in gathered))):
                 return await self._report("refused" if not self._ends.worked else "gave_up", unfit)
-            if self._leaving:
+            if self._is_leaving():
                 await self._move("a node leaves")
                 continue
             started = time.monotonic()
@@ -133,17 +134,20 @@ class Gang:
             code = end.code
             if self._stopping.is_set():
                 return await self._report("ended", f"exit code {code}", code)
-            if self._leaving and code in (DONE, LOST):
+            if self._is_leaving() and code in (DONE, LOST):
                 await self._move("its version is saved, for a node leaves")
                 continue
             if end.why:
-                kind, text, delay_s = "failed", f"{end.why}; all ranks begin again together", 0.0
-            else:
-                kind, text, delay_s = self._ends.judge(code, time.monotonic() - started, end.lines, end.progressed)
+                await self._report("failed", f"{end.why}; all ranks begin again together", code)
+                continue
+            kind, text, delay_s = self._ends.judge(code, time.monotonic() - started, end.lines, end.progressed)
             await self._report(kind, text, code)
             if kind in FINAL:
                 return
             await self._unless_stopping(asyncio.sleep(delay_s))
+
+    def _is_leaving(self) -> bool:
+        return self._leaving is not None
 
     async def _gather(self) -> list[tuple[Place, str]]:
         """Wait until each member has a node; where they are."""

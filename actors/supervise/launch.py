@@ -19,8 +19,8 @@ from pathlib import Path
 from actors.doctor.run_file import check_here, cluster_of
 from actors.process import Process, Role
 from actors.supervise import accept
-from actors.supervise.node.addresses import on_cluster
-from actors.supervise.node.arrival import handed_over
+from actors.supervise.cluster.addresses import on_cluster
+from actors.supervise.cluster.arrival import handed_over
 from actors.supervise.ray_cluster import Cluster, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from actors.process import Process
+from actors.process import Event, Process
 
 LOOK_EVERY_S = 1.0
 REMIND_S = 60.0
@@ -46,9 +46,15 @@ class NodeNews:
 
 
 class Placed(Protocol):
-    """A keeper, or a gang of them, that is on nodes."""
+    """A keeper of a process on another node, or a gang of them."""
 
     process: Process
+
+    async def events(self, after: int) -> list[Event]: ...
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+    async def kill(self) -> None: ...
 
     @property
     def nodes(self) -> Collection[str]:

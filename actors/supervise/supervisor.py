@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from actors.process import FINAL, Event, Process
-from actors.supervise.ray_cluster import RemoteKeeper
+from actors.supervise.nodes import Placed
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
 FAILED_DRAIN_S = 30.0
@@ -39,13 +39,13 @@ class Supervisor:
     def __init__(
         self,
         processes: Sequence[Process],
-        place: Callable[[Process], Awaitable[RemoteKeeper]],
+        place: Callable[[Process], Awaitable[Placed]],
         show_event: Callable[[Process, Event], None],
         say: Callable[[str], None],
     ) -> None:
         self.processes = processes
         self._place, self._show_event, self._say = place, show_event, say
-        self._keepers: dict[str, RemoteKeeper] = {}
+        self._keepers: dict[str, Placed] = {}
         self._ended: set[str] = set()
         """Names of processes that will not be started again."""
         self._news: asyncio.Queue[tuple[Process, Event] | int] = asyncio.Queue()

@@ -8,8 +8,8 @@ import secrets
 from typing import NamedTuple
 
 from actors.process import Event, EventKind, Process
+from actors.supervise.cluster.arrival import Delivery, UnfitNode, settle
 from actors.supervise.keeper import Keeper
-from actors.supervise.node.arrival import Delivery, UnfitNode, settle
 
 
 class Place(NamedTuple):

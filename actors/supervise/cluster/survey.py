@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actors.supervise.node.arrival import versions
+from actors.supervise.cluster.arrival import versions
 from configs.resume import fingerprint
 from configs.schema import Config
 
@@ -37,7 +37,7 @@ def survey(nodes: Mapping[str, str], config: Config) -> Survey:
 
         if importlib.util.find_spec("actors") is None:
             return os.path.isdir(cwd), ["Headrace is not installed"]
-        from actors.supervise.node.arrival import differences
+        from actors.supervise.cluster.arrival import differences
         from configs.resume import fingerprint
         from configs.schema import Config
 
@@ -47,10 +47,12 @@ def survey(nodes: Mapping[str, str], config: Config) -> Survey:
             return os.path.isdir(cwd), [f"the run file means {here} there and {expected} here"]
         return os.path.isdir(cwd), []
 
-    remote = ray.remote(look).options(num_cpus=0, max_retries=0)
+    remote, options = ray.remote(look), {"num_cpus": 0, "max_retries": 0}
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     given = os.getcwd(), versions(), config.model_dump_json(), fingerprint(config)
-    asked = {node: remote.options(scheduling_strategy=place(node, soft=False)).remote(*given) for node in nodes}
+    asked = {
+        node: remote.options(**options, scheduling_strategy=place(node, soft=False)).remote(*given) for node in nodes
+    }
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=SURVEY_S)
     without_folder, faults = [], []
     for node, answer in asked.items():
