@@ -22,7 +22,7 @@ from actors.process import Process
 from actors.supervise.cluster.arrival import Delivery
 from actors.supervise.cluster.gang_member import GangMember
 from actors.supervise.cluster.node_keeper import NodeKeeper
-from actors.supervise.cluster.remote import RemoteKeeper, RemoteMember
+from actors.supervise.cluster.remote import STARTED_S, RemoteKeeper, RemoteMember
 from actors.supervise.cluster.survey import Survey, survey
 from actors.supervise.gang import Gang
 from actors.supervise.nodes import ClusterNode, NodeWatch
@@ -118,7 +118,7 @@ class Cluster:
         """
         elsewhere = process.gpus > self.gpus[0]
         if process.role == "learner" and (process.nodes > 1 or elsewhere):
-            self._keepers.append(gang := self._gang(process))
+            self._keepers.append(gang := await self._gang(process))
             return gang
         keeper = RemoteKeeper(process, partial(self._make, process), self._is_alive)
         self._keepers.append(keeper)
@@ -141,8 +141,9 @@ class Cluster:
             options |= {"num_cpus": CPU_SHARE if self.named else 0, "scheduling_strategy": "SPREAD"}
         return ray.remote(NodeKeeper).options(**options).remote(process, self.delivery)
 
-    def _gang(self, process: Process) -> Gang:
-        """The learner's members, a node each: the first here if this machine has the GPUs."""
+    async def _gang(self, process: Process) -> Gang:
+        """The learner's members, a node each: the first here if this machine has the GPUs. Waits until Ray has set
+        them aside, STARTED_S at most, so that no server takes them first."""
         import ray
 
         share = process.gpus // process.nodes
@@ -150,6 +151,7 @@ class Cluster:
         if share <= self.gpus[0]:
             bundles[0][f"node:{self.address}"] = CPU_SHARE
         group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+        await asyncio.to_thread(group.wait, STARTED_S)
         strategies, members = ray.util.scheduling_strategies, []
         for number in range(process.nodes):
             log = process.log if number == 0 else process.log.with_name(f"{process.name}-node{number}.log")
