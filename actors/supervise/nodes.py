@@ -125,6 +125,7 @@ class NodeWatch:
 
     def _tell(self, news: NodeNews) -> None:
         there = [keeper for keeper in self._keepers() if news.node in keeper.nodes]
+        there.sort(key=lambda keeper: keeper.process.name)
         names = ", ".join(keeper.process.name for keeper in there)
         name = f"node {news.address}" + (f" ({news.gpus} GPUs)" if news.gpus else "")
         if news.kind == "joined":

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from actors.doctor.run_file import cluster_of, gpus_missing, unreachable, without_place
 from actors.process import Process
@@ -57,7 +58,7 @@ class Cluster:
         self.shipped = False
         self.delivery: Delivery | None = None
         """What goes along with each process; None on a Ray of this machine."""
-        self._keepers: list[RemoteKeeper | Gang] = []
+        self._keepers: WeakSet[RemoteKeeper | Gang] = WeakSet()  # Ray ends an actor that nobody holds any more
         self._watch: NodeWatch | None = None
 
     @property
@@ -107,7 +108,7 @@ class Cluster:
 
     async def watch(self, say: Callable[[str], None]) -> None:
         """Tell `say` what becomes of the nodes, until cancelled."""
-        self._watch = NodeWatch(lambda: asyncio.to_thread(_look), lambda: self._keepers, say)
+        self._watch = NodeWatch(lambda: asyncio.to_thread(_look), lambda: list(self._keepers), say)
         await self._watch.watch()
 
     async def place(self, process: Process) -> "RemoteKeeper | Gang":
@@ -118,10 +119,10 @@ class Cluster:
         """
         elsewhere = process.gpus > self.gpus[0]
         if process.role == "learner" and (process.nodes > 1 or elsewhere):
-            self._keepers.append(gang := await self._gang(process))
+            self._keepers.add(gang := await self._gang(process))
             return gang
         keeper = RemoteKeeper(process, partial(self._make, process), self._is_alive)
-        self._keepers.append(keeper)
+        self._keepers.add(keeper)
         await keeper.started()
         return keeper
 

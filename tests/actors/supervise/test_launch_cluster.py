@@ -179,7 +179,7 @@ def go_through_it(launched: Launched, cluster: Cluster, second: Any, third: str)
     launched.until(lambda: launched.said("learner is on a node again, after"))
 
     launched.again("rollout-1", lambda: take_away(cluster, third))
-    assert launched.said(r"\[rollout-1\] drained") and launched.said("node 127.0.0.3 .1 GPUs. leaves in \d+ s")
+    assert launched.said(r"\[rollout-1\] drained") and launched.said(r"node 127.0.0.3 .1 GPUs. leaves in \d+ s")
     assert launched.said(r"\[rollout-1\] started: pid \d+ on 127.0.0.4")
     assert "(raylet)" not in launched.terminal.read_text(), "words of Ray on the terminal"
 
