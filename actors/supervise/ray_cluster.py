@@ -8,7 +8,9 @@ lost.
 
 import asyncio
 import os
+import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,6 +29,7 @@ from actors.supervise.cluster.remote import STARTED_S, RemoteKeeper, RemoteMembe
 from actors.supervise.cluster.survey import Survey, survey
 from actors.supervise.gang import Gang
 from actors.supervise.nodes import ClusterNode, NodeWatch
+from buffer.curve import split
 from configs.load import ConfigError
 from configs.schema import Config
 
@@ -42,6 +45,7 @@ LOCAL_ENVIRONMENT = {
 }
 CPU_SHARE = 0.01
 """Of a CPU, for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
+CONNECT_S = 10.0
 CONNECTED: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
 
@@ -199,10 +203,13 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
         excludes = [f"/{runs.relative_to(folder)}"] if runs.is_relative_to(folder) and runs != folder else []
         options["runtime_env"] = {"working_dir": str(folder), "excludes": excludes}
     try:
+        if re.fullmatch(r".+:\d+", named):  # Ray itself would try for minutes
+            socket.create_connection(split(named), CONNECT_S).close()
         ray.init(address=named, **options)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         what = "ship the working directory" if ship else "connect"
-        raise ConfigError([f"cluster.address: {named}: cannot {what}: {str(error).strip().splitlines()[0]}"]) from None
+        problem = f"cannot {what}: {str(error).strip().splitlines()[0]}"
+        raise ConfigError([f"cluster.address: {named}: {problem}; see `ray status`"]) from None
 
 
 @contextmanager

@@ -18,18 +18,13 @@ from actors.supervise.cluster.node_keeper import Place
 from actors.supervise.gang import Gang, LostMember
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, failures=2)
-MEETS = """
+STAYS = """
 import os, signal, sys
-from datetime import timedelta
-from torch.distributed import TCPStore
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-rank = os.environ["NODE_RANK"]
-where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = TCPStore(*where, is_master=False, timeout=timedelta(seconds=120))
-store.set(rank, str(os.getpid()))
-met = [store.get(other).decode() for other in "01"]
+print("store", os.environ["MASTER_PORT"], "of", os.environ["NODE_RANK"], "is", os.getpid(), *sys.argv[1:], flush=True)
+signal.sigwait({signal.SIGTERM})
+print("drained")
 """
-STAYS = MEETS + "print('met', *met, *sys.argv[1:], flush=True)\nsignal.sigwait({signal.SIGTERM})\nprint('drained')\n"
 FLAG = ["--weights.host=127.0.0.1"]
 
 
@@ -126,10 +121,14 @@ class Story:
 
     async def met(self) -> list[int]:
         """Pids of the newest generation, once both nodes' processes have met."""
-        line = (await self.until(lambda event: event.text.startswith("met"))).text.split()
-        assert line[3:] == FLAG, "flags by the first node's address"
-        await self.until(lambda event: event.text == f"node 1 (127.0.0.1): {' '.join(line)}")
-        return [int(pid) for pid in line[1:3]]
+        words = [(await self.until(lambda event: "store " in event.text)).text.split() for _ in range(2)]
+        words.sort(key=lambda line: line[line.index("of") + 1])
+        ports, pids, flags = zip(
+            *((line[line.index("of") - 1], line[line.index("is") + 1], line[line.index("is") + 2 :]) for line in words),
+            strict=True,
+        )
+        assert len({*ports}) == 1 and list(flags) == [FLAG, FLAG], "one store, and flags by the first node's address"
+        return [int(pid) for pid in pids]
 
 
 @in_a_loop
