@@ -32,20 +32,20 @@ def survey(nodes: Mapping[str, str], config: Config) -> Survey:
 
     def look(cwd: str, wanted: dict[str, str], text: str, expected: str) -> tuple[bool, list[str]]:
         """Runs on the node, to which it travels as a whole: Headrace may be missing there."""
-        import importlib.util
         import os
 
-        if importlib.util.find_spec("actors") is None:
-            return os.path.isdir(cwd), ["Headrace is not installed"]
-        from actors.supervise.cluster.arrival import differences
-        from configs.resume import fingerprint
-        from configs.schema import Config
-
+        has_folder = os.path.isdir(cwd)
+        try:
+            from actors.supervise.cluster.arrival import differences
+            from configs.resume import fingerprint
+            from configs.schema import Config
+        except ImportError as error:
+            return has_folder, [f"this Headrace is not installed: {error}"]
         if found := differences(wanted):
-            return os.path.isdir(cwd), found
+            return has_folder, found
         if (here := fingerprint(Config.model_validate_json(text))) != expected:
-            return os.path.isdir(cwd), [f"the run file means {here} there and {expected} here"]
-        return os.path.isdir(cwd), []
+            return has_folder, [f"the run file means {here} there and {expected} here"]
+        return has_folder, []
 
     remote, options = ray.remote(look), {"num_cpus": 0, "max_retries": 0}
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
