@@ -3,9 +3,9 @@
 Called by `ray_cluster.py` once it has connected. One task of Ray on each node, all at once; waits for them.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from actors.supervise.cluster.arrival import versions
@@ -21,7 +21,7 @@ class Survey:
     """What was found, by address of the node."""
 
     without_folder: tuple[str, ...] = ()
-    """Nodes that do not have the working directory."""
+    """Nodes that do not see the working directory and what is in it."""
     faults: tuple[str, ...] = ()
     """A line for each difference of a node from this one that makes it unfit."""
 
@@ -30,11 +30,11 @@ def survey(nodes: Mapping[str, str], config: Config) -> Survey:
     """Look at `nodes`, address by id. A node that does not answer has a fault."""
     import ray
 
-    def look(cwd: str, wanted: dict[str, str], text: str, expected: str) -> tuple[bool, list[str]]:
+    def look(cwd: str, names: set[str], wanted: dict[str, str], text: str, expected: str) -> tuple[bool, list[str]]:
         """Runs on the node, to which it travels as a whole: Headrace may be missing there."""
         import os
 
-        has_folder = os.path.isdir(cwd)
+        has_folder = os.path.isdir(cwd) and names <= set(os.listdir(cwd))
         try:
             from actors.supervise.cluster.arrival import differences
             from configs.resume import fingerprint
@@ -49,7 +49,9 @@ def survey(nodes: Mapping[str, str], config: Config) -> Survey:
 
     remote, options = ray.remote(look), {"num_cpus": 0, "max_retries": 0}
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    given = os.getcwd(), versions(), config.model_dump_json(), fingerprint(config)
+    cwd = Path.cwd()
+    names = {each.name for each in cwd.iterdir() if not config.run.folder.is_relative_to(each)}
+    given = str(cwd), names, versions(), config.model_dump_json(), fingerprint(config)
     asked = {
         node: remote.options(**options, scheduling_strategy=place(node, soft=False)).remote(*given) for node in nodes
     }
