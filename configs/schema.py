@@ -484,7 +484,7 @@ class ClusterConfig(Section):
     one of this machine. null: that of RAY_ADDRESS, else a Ray of its own on this machine."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
-    does not have it, as without a shared folder; `never` refuses then."""
+    does not see it, as without a shared folder; with `never` it must have a folder of the same path."""
     env: list[str] = []
     """Further environment variables that processes on a cluster get of the launcher's, by name or as `MY_*`; they
     always get `HF_* VLLM_* NCCL_* GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies, the rest is the node's."""

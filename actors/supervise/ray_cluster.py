@@ -26,7 +26,7 @@ from actors.supervise.cluster.arrival import Delivery
 from actors.supervise.cluster.gang_member import GangMember
 from actors.supervise.cluster.node_keeper import NodeKeeper
 from actors.supervise.cluster.remote import STARTED_S, RemoteKeeper, RemoteMember
-from actors.supervise.cluster.survey import Survey, survey
+from actors.supervise.cluster.survey import survey
 from actors.supervise.gang import Gang
 from actors.supervise.nodes import ClusterNode, NodeWatch
 from buffer.curve import split
@@ -91,16 +91,11 @@ class Cluster:
     def _survey(self) -> list[str]:
         """What makes nodes unfit. Has Ray ship the working directory if that is what they lack."""
         nodes = {id: node.address for id, node in self.known.items() if node.alive and id != self.home}
-        ship, first = self.config.cluster.ship, Survey()
+        ship = self.config.cluster.ship
         if ship != "always":
-            first = survey(nodes, self.config)
-            if not first.without_folder:
-                return list(first.faults)
-            if ship == "never":
-                where = ", ".join(first.without_folder)
-                return [
-                    f"cluster.ship: never, but {os.getcwd()} is not on {where}; share it, or set cluster.ship: auto"
-                ]
+            found = survey(nodes, self.config)
+            if ship == "never" or not found.without_folder:
+                return list(found.faults)
         self.shipped = True
         connect(self.config, self.named, ship=True)
         return list(survey(nodes, self.config).faults)
