@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from actors.process import FINAL, Event, EventKind, Process
-from actors.supervise.cluster.node_keeper import Place
+from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.keeper import Ends
 from configs.entrypoint import DONE, ENDINGS
 
@@ -28,10 +28,10 @@ class LostMember(Exception):
     """A member, or its node, is gone; Ray makes another one where there is room. The text says what is known."""
 
 
-class Member(Protocol):
+class KeptNode(Protocol):
     """A `GangMember` on its node. All but `place` raise LostMember."""
 
-    async def place(self) -> tuple[Place, str]:
+    async def place(self) -> tuple[Whereabouts, str]:
         """As `GangMember.place`; waits until there is a node for this member."""
         ...
 
@@ -46,7 +46,7 @@ class Member(Protocol):
     async def kill(self) -> None: ...
 
 
-class End(NamedTuple):
+class GenerationEnd(NamedTuple):
     """How a member's process ended in a generation."""
 
     code: int
@@ -66,12 +66,12 @@ class Gang:
     def __init__(
         self,
         process: Process,
-        members: Sequence[Member],
+        members: Sequence[KeptNode],
         gone: Callable[[str, float], Coroutine[Any, Any, None]],
         flags: Callable[[str], Sequence[str]] = lambda address: (),
     ) -> None:
         self.process, self._members, self._gone, self._flags = process, members, gone, flags
-        self.places: list[Place] = []
+        self.places: list[Whereabouts] = []
         """Where the members are, or were last."""
         self._events: list[Event] = []
         self._number = 0  # of the last event
@@ -149,7 +149,7 @@ class Gang:
     def _is_leaving(self) -> bool:
         return self._leaving is not None
 
-    async def _gather(self) -> list[tuple[Place, str]]:
+    async def _gather(self) -> list[tuple[Whereabouts, str]]:
         """Wait until each member has a node; where they are."""
         found = await asyncio.gather(*(member.place() for member in self._members))
         self.places = [place for place, _ in found]
@@ -165,9 +165,9 @@ class Gang:
             return None
         return task.result()
 
-    async def _generation(self) -> End:
+    async def _generation(self) -> GenerationEnd:
         """Run one generation to its end on all nodes; how the first of them ended."""
-        followers: list[asyncio.Task[End]] = []
+        followers: list[asyncio.Task[GenerationEnd]] = []
         try:
             await self._start()
             followers = [asyncio.create_task(self._follow(number)) for number in range(len(self._members))]
@@ -177,7 +177,7 @@ class Gang:
             if rest and (end.code in ENDINGS.values() or self._stopping.is_set() or self._leaving):
                 await asyncio.wait(rest, timeout=max(TOGETHER_S, self._limit_s))
         except LostMember as error:
-            end = End(LOST, str(error))
+            end = GenerationEnd(LOST, str(error))
         await self._each(lambda member: member.kill())
         if followers:
             await asyncio.wait(followers)
@@ -198,7 +198,7 @@ class Gang:
         if self._stopping.is_set() or self._leaving:  # which came too early for these
             await self._each(lambda member: member.drain(self._limit_s))
 
-    async def _follow(self, number: int) -> End:
+    async def _follow(self, number: int) -> GenerationEnd:
         """Report what the process of one node prints until it ends; raises nothing."""
         after, place = 0, self.places[number]
         where = f"node {number} ({place.address})"
@@ -206,11 +206,11 @@ class Gang:
             try:
                 events, lines, progressed = await self._members[number].events(after)
             except LostMember as error:
-                return End(LOST, f"{where} is lost: {error}")
+                return GenerationEnd(LOST, f"{where} is lost: {error}")
             for event in events:
                 after = event.number
                 if event.kind in FINAL:
-                    return End(event.code or DONE, "", lines, progressed)
+                    return GenerationEnd(event.code or DONE, "", lines, progressed)
                 plain = event.kind == "line" and not number  # rank 0 speaks for all
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 
@@ -221,7 +221,7 @@ class Gang:
         await self._unless_stopping(self._gone(node, until - time.monotonic()))
         self._leaving = None
 
-    async def _each(self, call: Callable[[Member], Awaitable[None]]) -> None:
+    async def _each(self, call: Callable[[KeptNode], Awaitable[None]]) -> None:
         """Call all members at once; one that is lost has nothing left to end."""
         found = await asyncio.gather(*map(call, self._members), return_exceptions=True)
         for error in found:

@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.process import Event, Process, Restarts
 from actors.supervise.cluster.arrival import Delivery, UnfitNode, settle
-from actors.supervise.cluster.node_keeper import Place, here
+from actors.supervise.cluster.node_keeper import Whereabouts, here
 from actors.supervise.keeper import Keeper
 
 ONCE = Restarts(failures=1)
@@ -33,9 +33,9 @@ class GangMember:
             self._unfit = f"{self._address}: {error}"
         self._process = process
 
-    def place(self) -> tuple[Place, str]:
+    def place(self) -> tuple[Whereabouts, str]:
         """Where this is, and why the learner cannot run here, empty if it can."""
-        return Place("", self._node, self._address, self._shared), self._unfit
+        return Whereabouts("", self._node, self._address, self._shared), self._unfit
 
     def host(self) -> int:
         """Open a store for the next generation; its port."""

@@ -12,7 +12,7 @@ from actors.supervise.cluster.arrival import Delivery, UnfitNode, settle
 from actors.supervise.keeper import Keeper
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a keeper is. `life` differs for each keeper that Ray makes, also of the same process."""
 
     life: str
@@ -38,13 +38,13 @@ class NodeKeeper:
         except UnfitNode as error:
             kind: EventKind = "gave_up" if process.role in ("rollout", "reward") else "refused"  # others may do
             self._unfit = [Event(1, kind, f"{address}: {error}")]
-        self._place = Place(secrets.token_hex(8), node, address, shared)
+        self._place = Whereabouts(secrets.token_hex(8), node, address, shared)
 
-    def place(self) -> Place:
+    def place(self) -> Whereabouts:
         """Where this is."""
         return self._place
 
-    def events(self, life: str, after: int, timeout_s: float) -> tuple[Place, list[Event]]:
+    def events(self, life: str, after: int, timeout_s: float) -> tuple[Whereabouts, list[Event]]:
         """As `Keeper.events`, for who has seen those up to `after` of the keeper `life`: of another one, none."""
         after = after if life == self._place.life else 0
         if self._keeper is None:

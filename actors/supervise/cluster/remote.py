@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from actors.process import FINAL, Event, Process
-from actors.supervise.cluster.node_keeper import Place
+from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.gang import LostMember
 from configs.entrypoint import DONE
 
@@ -28,7 +28,7 @@ class RemoteKeeper:
     def __init__(self, process: Process, make: Callable[[], Any], is_alive: Callable[[str], bool]) -> None:
         self.process, self._make, self._is_alive = process, make, is_alive
         self._actor = make()
-        self._place: Place | None = None
+        self._place: Whereabouts | None = None
         self._seen = 0  # number of the last event of the keeper at `_place`
         self._moving = self._ended = False
 
@@ -103,13 +103,13 @@ class RemoteKeeper:
 
 
 class RemoteMember:
-    """A `GangMember` that is a Ray actor: see `gang.Member`. `log` is its process's, on this machine."""
+    """A `GangMember` that is a Ray actor: see `gang.KeptNode`. `log` is its process's, on this machine."""
 
     def __init__(self, process: Process, actor: Any) -> None:
         self.process, self._actor = process, actor
-        self._place: Place | None = None
+        self._place: Whereabouts | None = None
 
-    async def place(self) -> tuple[Place, str]:
+    async def place(self) -> tuple[Whereabouts, str]:
         """Where it is, and why it is unfit; waits until Ray has made it."""
         self._place, unfit = await _answer(self._actor.place.options(max_task_retries=-1).remote())
         return self._place, unfit

@@ -14,7 +14,7 @@ import pytest
 
 from actors.process import FINAL, Event, Process, Restarts
 from actors.supervise.cluster.gang_member import GangMember
-from actors.supervise.cluster.node_keeper import Place
+from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.gang import Gang, LostMember
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, failures=2)
@@ -61,7 +61,7 @@ class LocalMember:
         self._gone.set()
         self.member.kill()
 
-    async def place(self) -> tuple[Place, str]:
+    async def place(self) -> tuple[Whereabouts, str]:
         await self._there.wait()
         place, _ = self.member.place()
         return place, self.unfit
