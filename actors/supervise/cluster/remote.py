@@ -38,8 +38,10 @@ class RemoteKeeper:
         return [self._place.node] if self._place else []
 
     async def started(self) -> None:
-        """Wait until there is a keeper, STARTED_S at most."""
-        with suppress(TimeoutError):
+        """Wait until there is a keeper, STARTED_S at most. What hinders one is an event."""
+        import ray
+
+        with suppress(TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
             self._place = await asyncio.wait_for(_answer(self._actor.place.remote()), STARTED_S)
 
     async def events(self, after: int) -> list[Event]:
@@ -111,7 +113,14 @@ class RemoteMember:
 
     async def place(self) -> tuple[Whereabouts, str]:
         """Where it is, and why it is unfit; waits until Ray has made it."""
-        self._place, unfit = await _answer(self._actor.place.options(max_task_retries=-1).remote())
+        import ray
+
+        try:
+            self._place, unfit = await _answer(self._actor.place.options(max_task_retries=-1).remote())
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            why = str(error).strip().splitlines()[-1]
+            return Whereabouts("", "", "", True), f"Ray could not make its keeper: {why}"
+        assert self._place is not None
         return self._place, unfit
 
     async def host(self) -> int:

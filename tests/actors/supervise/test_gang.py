@@ -83,7 +83,7 @@ class LocalMember:
     async def kill(self) -> None:
         await self._call(self.member.kill)
 
-    async def _call(self, method: Callable[..., object], *arguments: object) -> object:
+    async def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
         if self._gone.is_set():
             raise LostMember("it is gone")
         found = await asyncio.to_thread(method, *arguments)
