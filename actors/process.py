@@ -49,6 +49,8 @@ class Process:
     cwd: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
+    nodes: int = 1
+    """Nodes that a learner's ranks are spread over, evenly: each runs the command and has `gpus / nodes` GPUs."""
     drain_s: float = 30.0
     """Timeout between SIGTERM and SIGKILL when the process is drained."""
     restarts: Restarts = Restarts()

@@ -28,6 +28,8 @@ PARENT = "HEADRACE_PARENT"
 """In the environment of a child: the id of the process that started it, whose death it must not survive."""
 PROGRESS = "HEADRACE_PROGRESS"
 """In the environment of a kept process: the file it makes at its first progress."""
+NOTICE = "HEADRACE_NOTICE"
+"""In the environment of a kept process: the file in which its keeper says how long a drain may take, in seconds."""
 TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 """The first statements of a spawned process."""
 PR_SET_PDEATHSIG = 1
@@ -139,6 +141,13 @@ def made_progress() -> None:
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()
+
+
+def notice_s() -> float | None:
+    """Seconds from SIGTERM to SIGKILL as the keeper of this process has said with its SIGTERM; None: nobody has."""
+    with contextlib.suppress(OSError, ValueError):
+        return float(Path(os.environ.get(NOTICE, "")).read_text(encoding="utf-8"))
+    return None
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> NoReturn:

@@ -35,7 +35,7 @@ CHANGEABLE = (
     *("rollout.sample_attempts", "rollout.task_timeout_s", "rollout.task_memory_gib", "rollout.task_workers"),
     *("rollout.chat.host", "rollout.chat.port", "rollout.chat.public_url", "rollout.environment.python"),
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
-    *("weights.*", "eval.*", "log.*"),
+    *("weights.*", "eval.*", "log.*", "cluster.*"),
 )
 """Keys, as patterns: how far and how fast the run goes, where things are, what is kept and shown. None of them decides
 which problem is dispatched next, or what a stored sample means."""

@@ -509,6 +509,20 @@ class BufferConfig(Section):
     """Largest message accepted."""
 
 
+class ClusterConfig(Section):
+    address: str | None = None
+    """Ray cluster that `python -m actors launch` places the processes on, such as `10.0.0.1:6379`, or `auto` for the
+    one of this machine. null: that of RAY_ADDRESS, else a Ray of its own on this machine."""
+    ship: Literal["auto", "always", "never"] = "auto"
+    """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
+    does not see it, as without a shared folder; with `never` it must have a folder of the same path."""
+    env: list[str] = []
+    """Further environment variables that processes on a cluster get of the launcher's, by name or as `MY_*`; they
+    always get `HF_* VLLM_* NCCL_* GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies, the rest is the node's."""
+    interface: str | None = None
+    """Network interface that gloo and NCCL use on every node; null: the one with the node's address in Ray."""
+
+
 class EvalConfig(Section):
     every: Positive | None = None
     """Versions between evaluations on the sets of `data.eval` while the run trains, version 0 and the last one
@@ -546,6 +560,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
     buffer: BufferConfig = BufferConfig()
+    cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
 

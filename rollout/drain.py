@@ -12,11 +12,14 @@ from typing import Any
 
 from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import WorkItem
+from configs.entrypoint import notice_s
 from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 REPORT_S = 5.0
 """Time after that to report to the buffer; later, leases are left to expire."""
+CLOSE_S = 5.0
+"""Time of a notice that is left for engine and workers to close."""
 FORCE_S = 10.0
 """Time after the second signal for engine and workers to close."""
 FORCED = 130
@@ -35,14 +38,17 @@ class Drain:
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
     def begin(self, number: int) -> None:
-        """Begin nothing new; after `drain_s` give back what is unfinished, REPORT_S later force the end."""
+        """Begin nothing new; after `drain_s`, or what a notice leaves of it, give back what is unfinished, and REPORT_S
+        later force the end."""
         log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
         if self.episodes is None:
             self.force()
             return
         self.begun.set()
-        self._loop.call_later(self.drain_s, self.episodes.abandon_all, RETURNED)
-        self._loop.call_later(self.drain_s + REPORT_S, self.force)
+        notice = notice_s()
+        drain_s = self.drain_s if notice is None else max(0.0, min(self.drain_s, notice - REPORT_S - CLOSE_S))
+        self._loop.call_later(drain_s, self.episodes.abandon_all, RETURNED)
+        self._loop.call_later(drain_s + REPORT_S, self.force)
 
     def force(self, number: int = 0) -> None:
         """Cancel the server's main task; if its clean-up takes longer than FORCE_S, end the process."""

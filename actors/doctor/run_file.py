@@ -28,10 +28,16 @@ from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
-from configs.schema import Config
+from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
 from rollout.engine.arguments import problems as engine_problems
 
+LOOPBACK = {
+    "buffer.address": BufferConfig().address,
+    "weights.host": WeightsConfig().host,
+    "reward.host": RewardConfig.model_fields["host"].default,
+}
+"""Defaults that a launch on a cluster replaces by an address of this machine."""
 ROWS = 1000
 """Rows of data.train that are made prompts."""
 IMAGE_BYTES = 32 * 2**20
@@ -98,7 +104,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         for url in config.reward.urls:
             further += _port("reward.port", url.removeprefix("http://"))
     further += disk_space(config, shutil.disk_usage(existing(config.run.path)).free)
-    refused, warned = addresses(config, os.environ.get("RAY_ADDRESS", ""))
+    refused, warned = addresses(config, cluster_of(config))
     judgement.warnings += warned
     try:
         check(config, problems=judgement.rows, further=[*further, *refused])
@@ -141,22 +147,36 @@ def shares(source: Source, weighted: Sequence[tuple[int, float]]) -> Iterator[st
 
 
 def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
-    """Loopback addresses though `cluster`, RAY_ADDRESS, may have further machines: refusals and warnings.
+    """Loopback addresses though `cluster` may have further machines: refusals and warnings.
 
-    It is certain that servers are on other machines only if this one, where the learner is, has too few GPUs for all.
+    It is certain that servers are on other machines only if this one, where the learner is, has too few GPUs for all;
+    `launch` knows once it has connected. Default values it replaces by the address of this machine.
     """
     remedy = "name an address of this machine that the others reach"
-    found = []
-    if cluster and is_loopback(config.buffer.address):
-        found.append(f"buffer.address: {config.buffer.address} is reached from this machine only")
-    if cluster and config.weights.transport == "broadcast" and is_loopback(f"tcp://{config.weights.host}:0"):
-        found.append(f"weights.host: {config.weights.host} is reached from this machine only")
-    if cluster and config.reward.servers and is_loopback(f"tcp://{config.reward.host}:0"):
-        found.append(f"reward.host: {config.reward.host} is reached from this machine only")
+    written = [line for key, line in unreachable(config).items() if hosts(config)[key] != LOOPBACK[key]]
+    found = written if cluster else []
     missing = gpus_missing(config, len(find_gpus()), "here are") if found else None
     if missing:
         return [f"{line}, but {missing}: servers will be on other machines; {remedy}" for line in found], []
     return [], [f"{line}: if Ray ({cluster}) places a server on another one, {remedy}" for line in found]
+
+
+def cluster_of(config: Config) -> str:
+    """The Ray cluster that the run is launched on; empty: Ray is started on this machine."""
+    return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+
+
+def hosts(config: Config) -> dict[str, str]:
+    """Where the processes of this machine listen for those of others, by key."""
+    found = {"buffer.address": config.buffer.address, "weights.host": config.weights.host}
+    return found | ({"reward.host": config.reward.host} if config.reward.servers else {})
+
+
+def unreachable(config: Config) -> dict[str, str]:
+    """A line for each of `hosts` that only this machine can reach, by key."""
+    found = {key: (value, value if "://" in value else f"tcp://{value}:0") for key, value in hosts(config).items()}
+    local = {key: value for key, (value, address) in found.items() if is_loopback(address)}
+    return {key: f"{key}: {value} is reached from this machine only" for key, value in local.items()}
 
 
 def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
@@ -211,6 +231,31 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
         return None
     parts = ", ".join(f"{name} {gpus}" for name, gpus in needed.items() if gpus)
     return f"the run needs {total} GPUs ({parts}), {where} {available}"
+
+
+def without_place(config: Config, nodes: Sequence[int]) -> str | None:
+    """What finds no place on nodes with so many GPUs each, the first of them this machine; None: all do.
+
+    A server's GPUs are on one node, and so are those of the learner's ranks of a node; reward servers are here.
+    """
+    needed, free = gpus_needed(config, sum(nodes)), list(nodes)
+    ranks, tensor_parallel = config.learner.nodes, config.rollout.tensor_parallel
+    has = f"the nodes have {', '.join(map(str, nodes))} GPUs"
+    if needed["reward servers"] > free[0]:
+        return f"reward.servers: {needed['reward servers']} GPUs of this machine, which has {free[0]}"
+    free[0] -= needed["reward servers"]
+    share = needed["learner"] // ranks
+    fit = sorted((gpus, node) for node, gpus in enumerate(free) if gpus >= share)
+    if len(fit) < ranks:
+        spread = f"{ranks} nodes with {share} GPUs each" if share else f"{ranks} nodes"
+        return f"learner.nodes: {ranks} with learner.ranks {config.learner.ranks} take {spread}; {has}"
+    for _, node in sorted(fit, key=lambda pair: (pair[1] != 0, pair))[:ranks]:  # here first, then where it is tightest
+        free[node] -= share
+    servers = needed["servers"] // tensor_parallel
+    if servers > (room := sum(gpus // tensor_parallel for gpus in free)):
+        takes = f"{servers} servers take {tensor_parallel} GPUs of one node each"
+        return f"rollout.tensor_parallel: {takes}; {has}, which leave room for {room} beside the rest of the run"
+    return None
 
 
 def _port(key: str, address: str) -> Iterator[str]:

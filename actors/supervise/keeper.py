@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
-from actors.process import PROGRESS, Event, EventKind, Process
+from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import BAD_INPUT, DONE, ENDINGS
@@ -44,6 +44,7 @@ class Keeper:
         self._ending = threading.Event()
         self._writing = threading.Lock()
         self._progress = process.log.absolute().with_suffix(".progress")
+        self._notice = self._progress.with_suffix(".notice")
         process.log.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
@@ -57,8 +58,10 @@ class Keeper:
     def drain(self, timeout_s: float) -> None:
         """Send SIGTERM, and SIGKILL to what is left after `timeout_s`; returns when nothing is left.
 
-        The process is not started again.
+        The process is not started again, and may read the timeout (`configs.entrypoint.notice_s`).
         """
+        with suppress(OSError):
+            self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
         self._end(lambda guarded: guarded.signal(signal.SIGTERM))
         self._thread.join(timeout_s)
         self.kill()
@@ -74,32 +77,24 @@ class Keeper:
             if self._guarded is not None:
                 stop(self._guarded)
 
+    def last(self) -> tuple[list[str], bool]:
+        """The last lines of the process, and whether it made progress since its last start."""
+        return list(self._last_lines), self._progress.exists()
+
     def _keep(self) -> None:
-        failures, restarts, worked = 0, self.process.restarts, False
+        ends = Ends(self.process)
         while not self._ending.is_set():
             started = time.monotonic()
-            with suppress(OSError):
-                self._progress.unlink()
+            for file in (self._progress, self._notice):
+                with suppress(OSError):
+                    file.unlink()
             code = self._run_once()
-            lived_s = time.monotonic() - started
-            # the run needs its buffer and its reward servers until they are drained
-            is_done = code == DONE and self.process.role not in ("buffer", "reward")
-            if self._ending.is_set() or is_done:
+            if self._ending.is_set():
                 return self._report("ended", f"exit code {code}", code)
-            if self.process.role == "learner" and code in ENDINGS.values():  # its last words say why the run ended
-                return self._report("ended", "\n".join(last_words(self._last_lines)), code)
-            worked |= self._progress.exists()
-            if code == BAD_INPUT and not worked:  # another start would end the same way
-                return self._report("refused", "\n".join(self._last_lines), code)
-            progressed = self._progress.exists()
-            failures = 1 if progressed else failures + 1
-            what = f"exit code {code} after {lived_s:.0f} s"
-            if failures >= restarts.failures:
-                lines = "\n".join(f"  {line}" for line in self._last_lines)
-                never = f"it failed {failures} times in a row and never {PROGRESS[self.process.role]}"
-                return self._report("gave_up", f"{what}; {never}; its last lines:\n{lines}", code)
-            delay_s = 0.0 if progressed else min(restarts.first_s * 2 ** (failures - 1), restarts.most_s)
-            self._report("failed", f"{what}; again {f'in {delay_s:g} s' if delay_s else 'at once'}", code)
+            kind, text, delay_s = ends.judge(code, time.monotonic() - started, *self.last())
+            self._report(kind, text, code)
+            if kind in FINAL:
+                return
             self._ending.wait(delay_s)
         self._report("ended", "it was waiting for its restart", DONE)
 
@@ -114,7 +109,8 @@ class Keeper:
                 if self._ending.is_set():
                     return DONE
                 name, argv, cwd = self.process.name, self.process.argv, self.process.cwd or None
-                env = environment(self.process) | {entrypoint.PROGRESS: str(self._progress)}
+                told = {entrypoint.PROGRESS: str(self._progress), entrypoint.NOTICE: str(self._notice)}
+                env = environment(self.process) | told
                 self._guarded = Guarded(name, argv, cwd=cwd, env=env, stdout=sink, stderr=sink)
         except OSError as error:
             os.write(sink, f"cannot start {sys.executable}: {error}\n".encode())
@@ -176,6 +172,34 @@ class Keeper:
                 for newer, older in reversed(list(pairwise(names))):
                     if newer.exists():
                         newer.replace(older)
+
+
+class Ends:
+    """What the ends of a process mean, one after another. Nobody asked for them: a drain is judged by who asks."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.failures, self.worked = process, 0, False
+
+    def judge(self, code: int, lived_s: float, lines: Sequence[str], progressed: bool) -> tuple[EventKind, str, float]:
+        """Kind and text of the event, and the seconds until the next start where there is one.
+
+        `lines`: its last ones; `progressed`: whether it made progress (PROGRESS) since its last start.
+        """
+        role, restarts = self.process.role, self.process.restarts
+        if role == "learner" and code in ENDINGS.values() and code != DONE:  # its last words say why the run ended
+            return "ended", "\n".join(last_words(lines)), 0.0
+        if code == DONE and role not in ("buffer", "reward"):  # the run needs those until they are drained
+            return "ended", f"exit code {code}", 0.0
+        self.worked |= progressed
+        if code == BAD_INPUT and not self.worked:  # another start would end the same way
+            return "refused", "\n".join(lines), 0.0
+        self.failures = 1 if progressed else self.failures + 1
+        what = f"exit code {code} after {lived_s:.0f} s"
+        if self.failures >= restarts.failures:
+            never = f"it failed {self.failures} times in a row and never {PROGRESS[role]}"
+            return "gave_up", "\n".join([f"{what}; {never}; its last lines:", *(f"  {line}" for line in lines)]), 0.0
+        delay_s = 0.0 if progressed else min(restarts.first_s * 2 ** (self.failures - 1), restarts.most_s)
+        return "failed", f"{what}; again {f'in {delay_s:g} s' if delay_s else 'at once'}", delay_s
 
 
 def last_words(lines: Sequence[str]) -> Sequence[str]:

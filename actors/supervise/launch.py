@@ -16,11 +16,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from actors.doctor.run_file import check_here, gpus_missing
+from actors.doctor.run_file import check_here, cluster_of
 from actors.process import Process, Role
 from actors.supervise import accept
+from actors.supervise.cluster.addresses import on_cluster
+from actors.supervise.cluster.arrival import handed_over
 from actors.supervise.fleet import Fleet
-from actors.supervise.ray_cluster import place, ray_cluster, room
+from actors.supervise.ray_cluster import Cluster, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from buffer.curve import is_loopback, make_keys
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     up, 3: the data ended before `run.versions`, 128 + N: signal N."""
     flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"}, fork_from={"metavar": "RUN[@vN]"})
     config = read(argv, PROG)
+    if cluster := cluster_of(config):
+        config = on_cluster(config, cluster)
     try:
         held = accept.hold(config)
         news, finished = accept.judge(config)
@@ -110,9 +114,11 @@ def _process(
     config: Config, name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0
 ) -> Process:
     file, log = str(config.run.path / "config.yaml"), config.run.path / "logs" / f"{name}.log"
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
+    given = handed_over(os.environ, config.cluster.env) if cluster_of(config) else os.environ
+    env = {key: value for key, value in given.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
     module = ("rollout", "reward") if role == "reward" else (role,)
-    return Process(name, role, (sys.executable, "-m", *module, file, *flags), log, os.getcwd(), env, gpus, drain_s)
+    argv, nodes = (sys.executable, "-m", *module, file, *flags), config.learner.nodes if role == "learner" else 1
+    return Process(name, role, argv, log, os.getcwd(), env, gpus, nodes, drain_s)
 
 
 def keep(
@@ -122,38 +128,41 @@ def keep(
     server: Callable[[int], Process] | None = None,
     servers: int = 1,
 ) -> int:
-    """Call `prepare` once Ray has the GPUs, and keep `processes` until the run ends; the exit code.
+    """Call `prepare` once Ray has room for the run, and keep `processes` until it ends; the exit code.
 
     `server` makes further rollout servers by their number, `servers` are wanted; without it their number stays. Tests
     call it with commands of their own.
     """
-    with display.shown(), ray_cluster() as gpus:
-        if missing := gpus_missing(display.config, gpus, "Ray sees"):
-            keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
-            remedy = f"lower {keys}, or set their device to cpu"
-            print(f"{missing}: {remedy}", file=sys.stderr)
-            return BAD_INPUT
+    try:
+        with display.shown(), ray_cluster(display.config) as cluster:
 
-        def fitted(process: Process) -> Process:
-            return process if gpus else replace(process, gpus=0)  # without any, the device `auto` means CPU
+            def fitted(process: Process) -> Process:
+                return process if any(cluster.gpus) else replace(process, gpus=0)  # the device `auto` means CPU then
 
-        prepare()
-        supervisor = Supervisor([fitted(process) for process in processes], place, display.show_event, display.say)
-        fleet = None
-        if server:
-            make, each = (lambda number: fitted(server(number))), fitted(server(0)).gpus
-            fleet = Fleet(display.config, supervisor, make, partial(room, each), display.say, servers)
-        return asyncio.run(_supervise(supervisor, display, fleet))
+            prepare()
+            cluster.pack()
+            placing = [fitted(process) for process in processes], cluster.place
+            supervisor = Supervisor(*placing, display.show_event, display.say)
+            fleet = None
+            if server:
+                make, each = (lambda number: fitted(server(number))), fitted(server(0)).gpus
+                room = partial(cluster.room, each)
+                fleet = Fleet(display.config, supervisor, make, room, display.say, servers)
+            return asyncio.run(_supervise(supervisor, display, cluster, fleet))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
 
 
-async def _supervise(supervisor: Supervisor, display: Display, fleet: Fleet | None) -> int:
-    tasks = [asyncio.create_task(display.watch())]
+async def _supervise(supervisor: Supervisor, display: Display, cluster: Cluster, fleet: Fleet | None) -> int:
+    watching = [asyncio.create_task(task) for task in (display.watch(), cluster.watch(display.say))]
     if fleet:
-        tasks.append(asyncio.create_task(fleet.follow()))
-        tasks[-1].add_done_callback(supervisor.notice_failure)
+        watching.append(asyncio.create_task(fleet.follow()))
+    for task in watching:
+        task.add_done_callback(supervisor.notice_failure)
     try:
         return await supervisor.run()
     finally:
-        for task in tasks:
+        for task in watching:
             task.cancel()
         display.refresh()

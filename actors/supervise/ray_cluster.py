@@ -1,23 +1,38 @@
 """Ray, which places one keeper per process, as an actor on a node with the GPUs of the process.
 
-Used by `launch.py`; no other file imports ray. `RAY_ADDRESS` names a cluster to use; without it a small Ray is started
-on this machine and stopped again. Calls of a `RemoteKeeper` wait for its keeper. A keeper that dies takes its process
-along; Ray makes a new keeper, which starts the process again.
+Used by `launch.py`; besides it only `cluster/` imports ray, for both ends of its calls. `cluster.address` or
+RAY_ADDRESS names a cluster to use; without it a small Ray is started on this machine and stopped again. A keeper that
+dies takes its process along; Ray makes a new keeper, which starts the process again, on another node if its own is
+lost.
 """
 
 import asyncio
 import os
+import re
 import secrets
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-from actors.process import Event, Process
-from actors.supervise.keeper import Keeper
+from actors.doctor.run_file import cluster_of, gpus_missing, unreachable, without_place
+from actors.process import Process
+from actors.supervise.cluster.arrival import Delivery
+from actors.supervise.cluster.gang_member import GangMember
+from actors.supervise.cluster.node_keeper import NodeKeeper
+from actors.supervise.cluster.remote import STARTED_S, RemoteKeeper, RemoteMember
+from actors.supervise.cluster.survey import survey
+from actors.supervise.gang import Gang
+from actors.supervise.nodes import ClusterNode, NodeWatch
+from buffer.curve import split
+from configs.load import ConfigError
+from configs.schema import Config
 
-EVENTS_S = 30.0
-"""A keeper without news answers a call for events after this long."""
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is 75 MiB; keepers send lines of text only."""
 MAX_FOLDER = 40
@@ -28,79 +43,204 @@ LOCAL_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill keepers, the smallest processes of all
     "RAY_enable_metrics_collection": "0",
 }
+CPU_SHARE = 0.01
+"""Of a CPU, for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
+CONNECT_S = 10.0
+CONNECTED: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
 
-class RemoteKeeper:
-    """A `Keeper` that is a Ray actor. Raises ray.exceptions.RayError when Ray itself is gone."""
+class Cluster:
+    """The Ray that this process is connected to, and the keepers of a run on it."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    async def events(self, after: int) -> list[Event]:
-        """Events later than number `after`; none if there was none for `EVENTS_S`."""
-        found: list[Event] = await self._actor.events.remote(after, EVENTS_S)
-        return found
-
-    async def drain(self, timeout_s: float) -> None:
-        """As `Keeper.drain`."""
-        await self._actor.drain.remote(timeout_s)
-
-    async def kill(self) -> None:
-        """As `Keeper.kill`."""
-        await self._actor.kill.remote()
-
-    def release(self) -> None:
-        """End the keeper itself, wherever it is or waits to be: what Ray gave it is free."""
+    def __init__(self, config: Config, named: str) -> None:
         import ray
 
-        ray.kill(self._actor)
+        self.config, self.named = config, named
+        self.home: str = ray.get_runtime_context().get_node_id()
+        self.address: str = ray.util.get_node_ip_address()
+        self.known = _look()
+        self.shipped = False
+        self.delivery: Delivery | None = None
+        """What goes along with each process; None on a Ray of this machine."""
+        self._keepers: WeakSet[RemoteKeeper | Gang] = WeakSet()  # Ray ends an actor that nobody holds any more
+        self._watch: NodeWatch | None = None
+
+    @property
+    def gpus(self) -> list[int]:
+        """GPUs of each node that stays, this machine first."""
+        nodes = [node for id, node in self.known.items() if id != self.home and node.alive and node.leaves_at is None]
+        return [self.known[self.home].gpus, *(node.gpus for node in nodes)]
+
+    def check(self) -> None:
+        """Raise ConfigError with all that keeps the run from this cluster."""
+        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
+        remedy = f"lower {keys}, or set their device to cpu"
+        found = []
+        if missing := gpus_missing(self.config, sum(self.gpus), "Ray sees"):
+            found.append(f"{missing}: {remedy}")
+        elif missing := without_place(self.config, self.gpus):
+            found.append(f"{missing}; {remedy}" if self.named else f"{missing}; set cluster.address, or RAY_ADDRESS")
+        if len(self.gpus) > 1:
+            elsewhere = f"the cluster has {len(self.gpus)} nodes; name {self.address}"
+            found += [f"{line}, but {elsewhere}" for line in unreachable(self.config).values()]
+        if self.named:
+            found += self._survey()
+        if found:
+            raise ConfigError(found)
+
+    def _survey(self) -> list[str]:
+        """What makes nodes unfit. Has Ray ship the working directory if that is what they lack."""
+        nodes = {id: node.address for id, node in self.known.items() if node.alive and id != self.home}
+        ship = self.config.cluster.ship
+        if ship != "always":
+            found = survey(nodes, self.config)
+            if ship == "never" or not found.without_folder:
+                return list(found.faults)
+        self.shipped = True
+        connect(self.config, self.named, ship=True)
+        return list(survey(nodes, self.config).faults)
+
+    def pack(self) -> None:
+        """Take up what the nodes need: once the run's folder has config and keys."""
+        if self.named and (self.config.run.path / "config.yaml").exists():
+            self.delivery = Delivery.pack(self.config, self.address, self.shipped)
+
+    async def watch(self, say: Callable[[str], None]) -> None:
+        """Tell `say` what becomes of the nodes, until cancelled."""
+        self._watch = NodeWatch(lambda: asyncio.to_thread(_look), lambda: list(self._keepers), say)
+        await self._watch.watch()
+
+    async def place(self, process: Process) -> "RemoteKeeper | Gang":
+        """A keeper of `process`, on a node with its GPUs.
+
+        Buffer and reward servers listen on addresses of this machine, so their keepers stay on it, and so does the
+        learner unless it takes several nodes, or GPUs that this one lacks.
+        """
+        elsewhere = process.gpus > self.gpus[0]
+        if process.role == "learner" and (process.nodes > 1 or elsewhere):
+            self._keepers.add(gang := await self._gang(process))
+            return gang
+        keeper = RemoteKeeper(process, partial(self._make, process), self._is_alive)
+        self._keepers.add(keeper)
+        try:
+            await keeper.started()
+        except asyncio.CancelledError:  # it is not wanted any more, placed or not
+            keeper.release()
+            raise
+        return keeper
+
+    def _is_alive(self, node: str) -> bool:
+        known = self._watch.known if self._watch else self.known
+        return node not in known or known[node].alive
+
+    def _make(self, process: Process) -> Any:
+        import ray
+
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.gpus, "max_concurrency": 8}
+        options |= {"max_restarts": -1, "max_task_retries": -1}
+        if process.role != "rollout":
+            at_home = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.home, soft=False)
+            options["scheduling_strategy"] = at_home
+        elif not process.gpus:
+            options |= {"num_cpus": CPU_SHARE if self.named else 0, "scheduling_strategy": "SPREAD"}
+        return ray.remote(NodeKeeper).options(**options).remote(process, self.delivery)
+
+    async def _gang(self, process: Process) -> Gang:
+        """The learner's members, a node each: the first here if this machine has the GPUs. Waits until Ray has set
+        them aside, STARTED_S at most, so that no server takes them first."""
+        import ray
+
+        share = process.gpus // process.nodes
+        bundles = [{"GPU": float(share)} if share else {"CPU": CPU_SHARE} for _ in range(process.nodes)]
+        if share <= self.gpus[0]:
+            bundles[0][f"node:{self.address}"] = CPU_SHARE
+        group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
+        await asyncio.to_thread(group.wait, STARTED_S)
+        strategies, members = ray.util.scheduling_strategies, []
+        for number in range(process.nodes):
+            log = process.log if number == 0 else process.log.with_name(f"{process.name}-node{number}.log")
+            part, place = replace(process, log=log), strategies.PlacementGroupSchedulingStrategy(group, number)
+            options = {"num_cpus": 0, "num_gpus": share, "max_concurrency": 8, "scheduling_strategy": place}
+            actor = ray.remote(GangMember).options(max_restarts=-1, **options)  # its calls fail when it is lost
+            members.append(RemoteMember(part, actor.remote(part, self.delivery)))
+        return Gang(process, members, self._gone, self._flags)
+
+    async def _gone(self, node: str, limit_s: float) -> None:
+        assert self._watch is not None, "a node leaves, and nobody has said so"
+        await self._watch.gone(node, limit_s)
+
+    def _flags(self, address: str) -> list[str]:
+        """Rank 0 serves policies at its own node's address, unless the run file names another one than this node's."""
+        moves = address != self.address and self.config.weights.host == self.address
+        return [f"--weights.host={address}"] if moves else []
+
+    def room(self, gpus: int) -> int | None:
+        """How many more processes of `gpus` GPUs there is room for, each of them on one node that stays; None: any
+        number."""
+        from ray._private import state  # the public function sums over the nodes
+
+        if not gpus:
+            return None
+        known = self._watch.known if self._watch else self.known
+        leaving = {id for id, node in known.items() if node.leaves_at is not None}
+        free = state.available_resources_per_node()
+        return sum(int(node.get("GPU", 0)) // gpus for id, node in free.items() if id not in leaving)
 
 
-async def place(process: Process) -> RemoteKeeper:
-    """A keeper of `process`, on a node with its GPUs (one actor is on one node, so learner ranks are together).
-
-    Buffer, learner and reward servers listen on addresses of this machine, so their keepers stay on it. Called inside
-    `ray_cluster`.
-    """
+def _look() -> Mapping[str, ClusterNode]:
+    """Ray's nodes by id."""
     import ray
 
-    options: dict[str, Any] = {"num_cpus": 0, "num_gpus": process.gpus, "max_concurrency": 8}
-    options |= {"max_restarts": -1, "max_task_retries": -1}
-    if process.role != "rollout":
-        here = ray.get_runtime_context().get_node_id()
-        strategies = ray.util.scheduling_strategies
-        options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here, soft=False)
-    keeper = RemoteKeeper(ray.remote(Keeper).options(**options).remote(process))
+    leaving = ray._private.state.state.get_draining_nodes()  # what Ray Train asks; there is no public call
+    return {
+        node["NodeID"]: ClusterNode(
+            node["NodeManagerAddress"],
+            int(node["Resources"].get("GPU", 0)),
+            node["Alive"],
+            leaving[node["NodeID"]] / 1000 if node["NodeID"] in leaving else None,
+        )
+        for node in ray.nodes()
+    }
+
+
+def connect(config: Config, named: str, ship: bool = False) -> None:
+    """Connect to the cluster `named`. Raises ConfigError if it does not answer or the folder cannot be shipped."""
+    import ray
+
+    options = dict(CONNECTED)
+    if ship:
+        ray.shutdown()
+        folder, runs = Path.cwd(), config.run.folder
+        excludes = [f"/{runs.relative_to(folder)}"] if runs.is_relative_to(folder) and runs != folder else []
+        options["runtime_env"] = {"working_dir": str(folder), "excludes": excludes}
     try:
-        await keeper.events(0)
-    except asyncio.CancelledError:  # it is not wanted any more, placed or not
-        keeper.release()
-        raise
-    return keeper
-
-
-def room(gpus: int) -> int | None:
-    """How many more processes of `gpus` GPUs Ray has room for, each of them on one node; None: any number."""
-    from ray._private import state  # the public function sums over the nodes
-
-    free = state.available_resources_per_node() if gpus else {}
-    return sum(int(node.get("GPU", 0)) // gpus for node in free.values()) if gpus else None
+        if re.fullmatch(r".+:\d+", named):  # Ray itself would try for minutes
+            socket.create_connection(split(named), CONNECT_S).close()
+        ray.init(address=named, **options)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        what = "ship the working directory" if ship else "connect"
+        problem = f"cannot {what}: {str(error).strip().splitlines()[0]}"
+        raise ConfigError([f"cluster.address: {named}: {problem}; see `ray status`"]) from None
 
 
 @contextmanager
-def ray_cluster() -> Iterator[int]:
-    """Connect to Ray inside a `with`, to the cluster of `RAY_ADDRESS` or to a Ray started here; the GPUs it has."""
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+def ray_cluster(config: Config) -> Iterator[Cluster]:
+    """Connect to Ray inside a `with`, to the cluster that is named or to a Ray started here. Raises ConfigError if the
+    run cannot be placed on it."""
+    named = cluster_of(config)
     with ExitStack() as stack:
-        if "RAY_ADDRESS" not in os.environ:
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # Ray's lines on a lost node: `nodes.py` has words
+        if not named:
             for key, value in {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(key, value)
             parent = None if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
-            options |= {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
+            options: dict[str, Any] = {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
             options |= {"include_dashboard": False, "_temp_dir": stack.enter_context(temporary)}
         import ray  # reads the environment on import
 
         stack.callback(ray.shutdown)
-        ray.init(**options)
-        yield int(ray.cluster_resources().get("GPU", 0))
+        connect(config, named) if named else ray.init(**options, **CONNECTED)
+        cluster = Cluster(config, named)
+        cluster.check()
+        yield cluster

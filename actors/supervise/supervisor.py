@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.process import FINAL, Event, Process
-from actors.supervise.ray_cluster import RemoteKeeper
+from actors.supervise.nodes import Placed
 from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
@@ -43,13 +43,13 @@ class Supervisor:
     def __init__(
         self,
         processes: Sequence[Process],
-        place: Callable[[Process], Awaitable[RemoteKeeper]],
+        place: Callable[[Process], Awaitable[Placed]],
         show_event: Callable[[Process, Event], None],
         say: Callable[[str], None],
     ) -> None:
         self.processes = list(processes)
         self._place, self._show_event, self._say = place, show_event, say
-        self._keepers: dict[str, RemoteKeeper] = {}
+        self._keepers: dict[str, Placed] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self._lives: dict[str, ServerLife] = {p.name: "placing" for p in processes if p.role == "rollout"}
         """Of the rollout servers."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from buffer.wire.protocol import WorkItem
-from configs.entrypoint import StopSignals
+from configs.entrypoint import NOTICE, StopSignals
 from examples.countdown.make_model import make_tokenizer
 from rollout.__main__ import main
 from rollout.concurrency import Places
@@ -118,6 +118,21 @@ async def test_what_outlasts_the_drain_is_given_back():
     await asyncio.wait_for(rolling, 5)
     assert buffer.failures == {1: ("infrastructure", RETURNED.reason, False)} and buffer.returned == {1}
     assert buffer.put_groups == {} and engine.aborted == 2
+
+
+async def test_a_notice_shortens_the_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The keeper has said that the machine is gone in 10.05 s: 10 of them are for what comes after."""
+    (tmp_path / "notice").write_text("10.05")
+    monkeypatch.setenv(NOTICE, str(tmp_path / "notice"))
+    buffer = FakeBuffer([item(1)])
+    engine, episodes = parts()
+    engine.gate.clear()
+    drain = draining(episodes, drain_s=3600.0)
+    rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, Places(2, 2)))
+    await settle()
+    drain.begin(signal.SIGTERM)
+    await asyncio.wait_for(rolling, 120)
+    assert buffer.returned == {1} and engine.aborted == 2
 
 
 async def test_a_finished_buffer_ends_without_a_drain():

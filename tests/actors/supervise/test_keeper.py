@@ -141,6 +141,14 @@ def test_drain_lets_the_process_finish(keep: Callable[..., Keeper]) -> None:
     assert (events[-1].kind, events[-1].code) == ("ended", 0)
 
 
+def test_drain_gives_notice_of_its_timeout(keep: Callable[..., Keeper]) -> None:
+    code = "import signal\nfrom configs.entrypoint import notice_s\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\n"
+    keeper = keep(code + "print(notice_s(), flush=True)\nsignal.sigwait({15})\nprint(notice_s(), flush=True)")
+    until(keeper, lambda event: event.text == "None")
+    keeper.drain(123.0)
+    assert "123.0" in [event.text for event in until(keeper, lambda event: event.kind in FINAL)]
+
+
 def test_drain_forces_what_does_not_end(keep: Callable[..., Keeper]) -> None:
     keeper = keep("import signal\nsignal.signal(15, signal.SIG_IGN)\n" + FAMILY + "time.sleep(60)")
     pids = family(keeper)

@@ -125,7 +125,7 @@ def test_killed_processes_and_keepers_come_back_and_ctrl_c_drains(launched: Laun
     assert not any(psutil.pid_exists(pid) for pid in first)
 
     starts = {name: launched.ready(name) for name in NAMES}
-    next(process for process in launched.all() if "ray::Keeper" in words(process)).kill()
+    next(process for process in launched.all() if "ray::NodeKeeper" in words(process)).kill()
     until(lambda: {name: launched.ready(name) for name in NAMES} != starts, launched)
     again = next(name for name in NAMES if launched.ready(name) != starts[name])
     assert not any(psutil.pid_exists(pid) for pid in starts[again][-1])

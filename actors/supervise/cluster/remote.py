@@ -1,0 +1,188 @@
+"""The launcher's ends of actors on other nodes: calls that go on over a keeper that is lost with its node, or fail.
+
+Built by `ray_cluster.py`, called by the supervisor, the gang and `nodes.py`. A call waits for its actor.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from actors.process import FINAL, Event, Process
+from actors.supervise.cluster.node_keeper import Whereabouts
+from actors.supervise.gang import LostMember
+from configs.entrypoint import DONE
+
+EVENTS_S = 30.0
+"""A keeper without news answers a call for events after this long."""
+STARTED_S = 20.0
+"""Time for a keeper to start, so that processes start in order; one that waits for a node must not hold up the rest."""
+ANSWER_S = 40.0
+"""Time beyond its own limit that a keeper gets to answer that it has ended its process."""
+
+
+class RemoteKeeper:
+    """A `NodeKeeper` that is a Ray actor, made by `make`. Raises ray.exceptions.RayError when Ray itself is gone."""
+
+    def __init__(self, process: Process, make: Callable[[], Any], is_alive: Callable[[str], bool]) -> None:
+        self.process, self._make, self._is_alive = process, make, is_alive
+        self._actor = make()
+        self._place: Whereabouts | None = None
+        self._seen = 0  # number of the last event of the keeper at `_place`
+        self._moving = self._ended = False
+
+    @property
+    def nodes(self) -> list[str]:
+        """The id of its node; empty before it has one."""
+        return [self._place.node] if self._place else []
+
+    async def started(self) -> None:
+        """Wait until there is a keeper, STARTED_S at most. What hinders one is an event."""
+        import ray
+
+        with suppress(TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+            self._place = await asyncio.wait_for(_answer(self._actor.place.remote()), STARTED_S)
+
+    async def events(self, after: int) -> list[Event]:
+        """Events later than number `after`; none if there was none for `EVENTS_S`."""
+        import ray
+
+        life = self._place.life if self._place else ""
+        try:
+            place, found = await _answer(self._actor.events.remote(life, self._seen, EVENTS_S))
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            if self._ended:
+                return [Event(after + 1, "ended", "it was waiting for a node", DONE)]
+            why = str(error).strip().splitlines()[-1]
+            return [Event(after + 1, "gave_up", f"Ray could not make its keeper: {why}")]
+        if place.life != life:
+            self._moving &= self._place is None
+            self._place, self._seen = place, 0
+        events: list[Event] = []
+        for event in (event for event in found if event.number > self._seen):
+            self._seen = event.number
+            if event.kind in FINAL and self._moving:
+                event = Event(0, "failed", "drained, for its node leaves; it starts on another one", event.code)
+                self._replace()
+            if event.kind == "started" and self._place is not None and self._place.node:
+                event = replace(event, text=f"{event.text} on {place.address}")
+            self._ended |= event.kind in FINAL
+            events.append(replace(event, number=after + 1 + len(events)))  # machines number by clocks of their own
+        if not place.shared:
+            log_lines(self.process, events)
+        return events
+
+    async def leave(self, node: str, within_s: float) -> None:
+        """Drain the process within `within_s`; `events` then has it started on another node."""
+        if not self._ended:
+            self._moving = True
+            await self._end(within_s, self._actor.drain.options(max_task_retries=0), within_s)
+
+    def _replace(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+        self._actor, self._place, self._seen, self._moving = self._make(), None, 0, False
+
+    async def drain(self, timeout_s: float) -> None:
+        """As `Keeper.drain`; a keeper that waits for a node is given up."""
+        await self._end(timeout_s, self._actor.drain, timeout_s)
+
+    async def kill(self) -> None:
+        """As `Keeper.kill`."""
+        await self._end(0.0, self._actor.kill)
+
+    def release(self) -> None:
+        """End the keeper itself, wherever it is or waits to be: what Ray gave it is free."""
+        import ray
+
+        self._ended = True
+        ray.kill(self._actor)
+
+    async def _end(self, limit_s: float, method: Any, *arguments: float) -> None:
+        import ray
+
+        if self._place is None or not self._is_alive(self._place.node):
+            self._ended = True
+            ray.kill(self._actor)
+            return
+        with suppress(TimeoutError, ray.exceptions.RayActorError):
+            await asyncio.wait_for(_answer(method.remote(*arguments)), limit_s + ANSWER_S)
+
+
+class RemoteMember:
+    """A `GangMember` that is a Ray actor: see `gang.KeptNode`. `log` is its process's, on this machine."""
+
+    def __init__(self, process: Process, actor: Any) -> None:
+        self.process, self._actor = process, actor
+        self._place: Whereabouts | None = None
+
+    async def place(self) -> tuple[Whereabouts, str]:
+        """Where it is, and why it is unfit; waits until Ray has made it."""
+        import ray
+
+        try:
+            self._place, unfit = await _answer(self._actor.place.options(max_task_retries=-1).remote())
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            why = str(error).strip().splitlines()[-1]
+            return Whereabouts("", "", "", True), f"Ray could not make its keeper: {why}"
+        assert self._place is not None
+        return self._place, unfit
+
+    async def host(self) -> int:
+        """As `GangMember.host`."""
+        return int(await self._call(self._actor.host))
+
+    async def start(self, env: dict[str, str], flags: Sequence[str]) -> None:
+        """As `GangMember.start`."""
+        await self._call(self._actor.start, env, flags)
+
+    async def events(self, after: int) -> tuple[list[Event], list[str], bool]:
+        """As `GangMember.events`."""
+        if (answer := await self._call(self._actor.events, after, EVENTS_S)) is None:
+            raise LostMember("its keeper was killed")
+        events: list[Event] = answer[0]
+        if self._place and not self._place.shared:
+            log_lines(self.process, events)
+        return events, answer[1], answer[2]
+
+    async def drain(self, timeout_s: float) -> None:
+        """As `GangMember.drain`."""
+        await self._call(self._actor.drain, timeout_s)
+
+    async def kill(self) -> None:
+        """As `GangMember.kill`."""
+        await self._call(self._actor.kill)
+
+    def release(self) -> None:
+        """As `RemoteKeeper.release`."""
+        import ray
+
+        ray.kill(self._actor)
+
+    async def _call(self, method: Any, *arguments: object) -> Any:
+        import ray
+
+        if self._place is None:
+            raise LostMember("it has no node")
+        try:
+            return await _answer(method.remote(*arguments))
+        except ray.exceptions.RayActorError as error:
+            self._place = None
+            raise LostMember(type(error).__name__) from None
+
+
+def _answer(reference: Any) -> Any:
+    """A future of a call's answer; to cancel it leaves the call alone."""
+    return asyncio.wrap_future(reference.future())
+
+
+def log_lines(process: Process, events: Sequence[Event]) -> None:
+    """Write what a process printed on a node without the run's folder to its log here."""
+    if events:
+        process.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(process.log, "a", encoding="utf-8") as file:
+            for event in events:
+                head = "" if event.kind == "line" else f"--- {process.name} {event.kind}: "
+                file.write(f"{head}{event.text}\n")

@@ -1,0 +1,246 @@
+"""The learner of several nodes as one process: what a restart begins anew is a generation, the ranks of all nodes.
+
+One member on each node (`cluster/gang_member.py`) runs `python -m learner` for its share of the ranks. The first that
+ends, or is lost with its node, ends the generation: a rank that started again alone would meet nobody. The next one
+starts once every member answers again, after the pauses and with the give-up rule of a keeper. To the supervisor a
+`Gang` is a keeper like any other. Waits for its members. Built by `ray_cluster.py`; nothing here knows of Ray.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from actors.process import FINAL, Event, EventKind, Process
+from actors.supervise.cluster.node_keeper import Whereabouts
+from actors.supervise.keeper import Ends
+from configs.entrypoint import DONE, ENDINGS
+
+TOGETHER_S = 120.0
+"""Time that the other nodes get to end by themselves once the learner is done on one."""
+LEAVE_MARGIN_S = 3.0
+"""Of a notice: for calls between nodes."""
+LOST = 137
+"""Exit code of a member's process that is lost with its node."""
+
+
+class LostMember(Exception):
+    """A member, or its node, is gone; Ray makes another one where there is room. The text says what is known."""
+
+
+class KeptNode(Protocol):
+    """A `GangMember` on its node. All but `place` raise LostMember."""
+
+    async def place(self) -> tuple[Whereabouts, str]:
+        """As `GangMember.place`; waits until there is a node for this member."""
+        ...
+
+    async def host(self) -> int: ...
+
+    async def start(self, env: dict[str, str], flags: Sequence[str]) -> None: ...
+
+    async def events(self, after: int) -> tuple[list[Event], list[str], bool]: ...
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+    async def kill(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class GenerationEnd(NamedTuple):
+    """How a member's process ended in a generation."""
+
+    code: int
+    why: str
+    """For people, where a node is lost; else empty."""
+    lines: Sequence[str] = ()
+    progressed: bool = False
+
+
+class Gang:
+    """Keeps `process` on its members' nodes until it is done, refused, given up, drained or killed.
+
+    `gone(node, limit_s)` waits until a node that leaves has left. `flags(address)` are further ones of the process on
+    the first node, by its address. Needs a running event loop.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        members: Sequence[KeptNode],
+        gone: Callable[[str, float], Coroutine[Any, Any, None]],
+        flags: Callable[[str], Sequence[str]] = lambda address: (),
+    ) -> None:
+        self.process, self._members, self._gone, self._flags = process, members, gone, flags
+        self.places: list[Whereabouts] = []
+        """Where the members are, or were last."""
+        self._events: list[Event] = []
+        self._number = 0  # of the last event
+        self._changed = asyncio.Condition()
+        self._stopping = asyncio.Event()
+        self._leaving: tuple[str, float] | None = None
+        """A node, and when it is gone."""
+        self._limit_s = 0.0
+        self._ends = Ends(process)
+        self._keeping = asyncio.create_task(self._keep())
+        self._keeping.add_done_callback(lambda task: asyncio.ensure_future(self._notify()))
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ids of the members' nodes."""
+        return [place.node for place in self.places]
+
+    async def events(self, after: int) -> list[Event]:
+        """Events later than number `after`; waits for one. Raises what went wrong in here."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._number > after or self._keeping.done())
+            if self._keeping.done():
+                self._keeping.result()
+            found = [event for event in self._events if event.number > after]
+            self._events = found  # the supervisor has seen the others
+        return found
+
+    async def drain(self, timeout_s: float) -> None:
+        """As `Keeper.drain`, on all nodes at once."""
+        self._stopping.set()
+        self._limit_s = timeout_s
+        await self._each(lambda member: member.drain(timeout_s))
+        await asyncio.wait({self._keeping}, timeout=timeout_s)
+        await self.kill()
+
+    def release(self) -> None:
+        """Let go of what Ray gave the members, once the learner is gone."""
+        for member in self._members:
+            member.release()
+
+    async def kill(self) -> None:
+        """As `Keeper.kill`, on all nodes at once."""
+        self._stopping.set()
+        self._limit_s = 0.0
+        await self._each(lambda member: member.kill())
+        await asyncio.wait({self._keeping})
+
+    async def leave(self, node: str, within_s: float) -> None:
+        """Give up `node`, which is gone in `within_s`: drain this generation, begin the next one when it has left."""
+        self._leaving, self._limit_s = (node, time.monotonic() + within_s), max(0.0, within_s - LEAVE_MARGIN_S)
+        await self._each(lambda member: member.drain(self._limit_s))
+
+    async def _keep(self) -> None:
+        while True:
+            gathered = await self._unless_stopping(self._gather())
+            if not gathered:
+                return await self._report("ended", "it was waiting for its nodes", DONE)
+            if unfit := "\n".join(filter(None, (why for _, why in gathered))):
+                return await self._report("refused" if not self._ends.worked else "gave_up", unfit)
+            if self._is_leaving():
+                await self._move("a node leaves")
+                continue
+            started = time.monotonic()
+            end = await self._generation()
+            code = end.code
+            if self._stopping.is_set():
+                return await self._report("ended", f"exit code {code}", code)
+            if self._is_leaving() and code in (DONE, LOST):
+                await self._move("its version is saved, for a node leaves")
+                continue
+            if end.why:
+                await self._report("failed", f"{end.why}; all ranks begin again together", code)
+                continue
+            kind, text, delay_s = self._ends.judge(code, time.monotonic() - started, end.lines, end.progressed)
+            await self._report(kind, text, code)
+            if kind in FINAL:
+                return
+            await self._unless_stopping(asyncio.sleep(delay_s))
+
+    def _is_leaving(self) -> bool:
+        return self._leaving is not None
+
+    async def _gather(self) -> list[tuple[Whereabouts, str]]:
+        """Wait until each member has a node; where they are."""
+        found = await asyncio.gather(*(member.place() for member in self._members))
+        self.places = [place for place, _ in found]
+        return found
+
+    async def _unless_stopping(self, waiting: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `waiting`; None once the gang is to stop."""
+        task, stopping = asyncio.create_task(waiting), asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
+        stopping.cancel()
+        if not task.done():
+            task.cancel()
+            return None
+        return task.result()
+
+    async def _generation(self) -> GenerationEnd:
+        """Run one generation to its end on all nodes; how the first of them ended."""
+        followers: list[asyncio.Task[GenerationEnd]] = []
+        try:
+            await self._start()
+            followers = [asyncio.create_task(self._follow(number)) for number in range(len(self._members))]
+            done, rest = await asyncio.wait(followers, return_when="FIRST_COMPLETED")
+            first = min(followers.index(task) for task in done)
+            end = followers[first].result()
+            if rest and (end.code in ENDINGS.values() or self._stopping.is_set() or self._leaving):
+                await asyncio.wait(rest, timeout=max(TOGETHER_S, self._limit_s))
+        except LostMember as error:
+            end = GenerationEnd(LOST, str(error))
+        await self._each(lambda member: member.kill())
+        if followers:
+            await asyncio.wait(followers)
+            if end.code in ENDINGS.values():  # the first node has rank 0, which says why the run ended
+                end = followers[0].result() if followers[0].result().code == end.code else end
+        return end
+
+    async def _start(self) -> None:
+        """Start the process on each node. Raises LostMember."""
+        first = self.places[0]
+        shared = {"MASTER_ADDR": first.address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        shared["MASTER_PORT"] = str(await self._members[0].host())
+        several = len(self._members) > 1
+        flags = self._flags(first.address)
+        for number, member in enumerate(self._members):
+            env = {**shared, "NODE_RANK": str(number)} if several else {}
+            await member.start(env, flags)
+        if self._stopping.is_set() or self._leaving:  # which came too early for these
+            await self._each(lambda member: member.drain(self._limit_s))
+
+    async def _follow(self, number: int) -> GenerationEnd:
+        """Report what the process of one node prints until it ends; raises nothing."""
+        after, place = 0, self.places[number]
+        where = f"node {number} ({place.address})"
+        while True:
+            try:
+                events, lines, progressed = await self._members[number].events(after)
+            except LostMember as error:
+                return GenerationEnd(LOST, f"{where} is lost: {error}")
+            for event in events:
+                after = event.number
+                if event.kind in FINAL:
+                    return GenerationEnd(event.code or DONE, "", lines, progressed)
+                plain = event.kind == "line" and not number  # rank 0 speaks for all
+                await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
+
+    async def _move(self, why: str) -> None:
+        assert self._leaving is not None
+        node, until = self._leaving
+        await self._report("failed", f"{why}; it begins again once that has left")
+        await self._unless_stopping(self._gone(node, until - time.monotonic()))
+        self._leaving = None
+
+    async def _each(self, call: Callable[[KeptNode], Awaitable[None]]) -> None:
+        """Call all members at once; one that is lost has nothing left to end."""
+        found = await asyncio.gather(*map(call, self._members), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, LostMember):
+                raise error
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _report(self, kind: EventKind, text: str, code: int | None = None) -> None:
+        async with self._changed:
+            self._number += 1
+            self._events.append(Event(self._number, kind, text, code))
+            self._changed.notify_all()

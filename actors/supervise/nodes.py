@@ -1,0 +1,168 @@
+"""News of a cluster's nodes: one is lost, one has joined, one leaves because its machine is taken away.
+
+`NodeWatch` looks at Ray's list of nodes each second, for Ray tells nobody when it changes, says what became of the
+processes there, and has those on a node that leaves drained in time. Runs beside the supervisor, as part of `Cluster`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from actors.process import Event, Process
+
+LOOK_EVERY_S = 1.0
+REMIND_S = 60.0
+"""Seconds until it is said again that something waits for a node, twice as long each time."""
+STARTS_S = 10.0
+"""A keeper that takes longer to start on a node waits for one."""
+NOTICE_S = 30.0
+"""Notice of a node that leaves where Ray knows no deadline."""
+CALL_S = 2.0
+"""Of a notice: until everybody concerned has heard of it."""
+
+
+class ClusterNode(NamedTuple):
+    """A node as Ray lists it. Example: `ClusterNode("10.0.0.2", 8, True, None)`"""
+
+    address: str
+    gpus: int
+    alive: bool
+    leaves_at: float | None
+    """Unix time at which it is gone; 0: soon, None: it stays."""
+
+
+@dataclass(frozen=True)
+class NodeNews:
+    """What became of a node. Example: `NodeNews("leaving", "c0ffee...", "10.0.0.2", 8, deadline_s=28.5)`"""
+
+    kind: Literal["lost", "joined", "leaving"]
+    node: str
+    address: str
+    gpus: int
+    deadline_s: float = 0.0
+    """Seconds until a node that leaves is gone."""
+
+
+class Placed(Protocol):
+    """A keeper of a process on another node, or a gang of them."""
+
+    process: Process
+
+    async def events(self, after: int) -> list[Event]: ...
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+    async def kill(self) -> None: ...
+
+    def release(self) -> None:
+        """Let go of what Ray gave it, once its process is gone."""
+        ...
+
+    @property
+    def nodes(self) -> Collection[str]:
+        """Ids of the nodes it is on, or was on until they were lost."""
+        ...
+
+    async def leave(self, node: str, within_s: float) -> None:
+        """Be gone from `node` in `within_s`, and go on elsewhere."""
+        ...
+
+
+def news(before: Mapping[str, ClusterNode], after: Mapping[str, ClusterNode], now: float) -> Iterator[NodeNews]:
+    """What has changed between two looks; `now` in Unix time."""
+    for node, is_ in after.items():
+        was = before.get(node)
+        if is_.alive and (was is None or not was.alive):
+            yield NodeNews("joined", node, is_.address, is_.gpus)
+        if is_.alive and is_.leaves_at is not None and (was is None or was.leaves_at is None):
+            left_s = max(0.0, is_.leaves_at - now) if is_.leaves_at else NOTICE_S
+            yield NodeNews("leaving", node, is_.address, is_.gpus, left_s)
+    for node, was in before.items():
+        if was.alive and not (node in after and after[node].alive):
+            yield NodeNews("lost", node, was.address, was.gpus)
+
+
+class NodeWatch:
+    """`look` asks Ray for its nodes by id; `keepers` are those of the run, which grow and shrink with it."""
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[Mapping[str, ClusterNode]]],
+        keepers: Callable[[], Collection[Placed]],
+        say: Callable[[str], None],
+        hear: Callable[[NodeNews], None] = lambda news: None,
+    ) -> None:
+        self._look, self._keepers, self._say, self._hear = look, keepers, say, hear
+        self.known: Mapping[str, ClusterNode] = {}
+        self._changed = asyncio.Condition()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._waits: dict[str, tuple[float, float]] = {}  # since when by process, when to say it again
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        self.known = await self._look()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            before, self.known = self.known, await self._look()
+            for each in news(before, self.known, time.time()):
+                self._tell(each)
+                self._hear(each)
+            self._remind(time.monotonic())
+            async with self._changed:
+                self._changed.notify_all()
+            for task in [task for task in self._leaving if task.done()]:
+                self._leaving.discard(task)
+                task.result()
+
+    async def gone(self, node: str, limit_s: float) -> None:
+        """Wait until `node` is gone, or `limit_s` and NOTICE_S more have passed: then it was a false alarm."""
+        try:
+            async with asyncio.timeout(max(0.0, limit_s) + NOTICE_S), self._changed:
+                await self._changed.wait_for(lambda: not self._is_alive(node))
+        except TimeoutError:
+            self._say(f"node {self.known[node].address} is still there after its notice; it is used again")
+
+    def _is_alive(self, node: str) -> bool:
+        return node in self.known and self.known[node].alive
+
+    def _tell(self, news: NodeNews) -> None:
+        there = [keeper for keeper in self._keepers() if news.node in keeper.nodes]
+        there.sort(key=lambda keeper: keeper.process.name)
+        names = ", ".join(keeper.process.name for keeper in there)
+        name = f"node {news.address}" + (f" ({news.gpus} GPUs)" if news.gpus else "")
+        if news.kind == "joined":
+            waiting = ", ".join(self._waits)
+            self._say(f"{name} has joined" + (f"; {waiting} may start there" if waiting else ""))
+        elif news.kind == "lost":
+            self._say(f"{name} is lost" + (f", and with it {names}" if names else ""))
+        else:
+            drained = f"; {names} drained and placed elsewhere" if names else ""
+            self._say(f"{name} leaves in {news.deadline_s:.0f} s{drained}")
+            for keeper in there:
+                within_s = max(0.0, news.deadline_s - CALL_S)
+                self._leaving.add(asyncio.create_task(keeper.leave(news.node, within_s)))
+
+    def _remind(self, now: float) -> None:
+        """Say what waits for a node, and what does no longer."""
+        waiting = {keeper.process.name: keeper.process for keeper in self._keepers() if self._is_homeless(keeper)}
+        for name in [name for name in self._waits if name not in waiting]:
+            since, again = self._waits.pop(name)
+            if again > since + STARTS_S:
+                self._say(f"{name} is on a node again, after {now - since:.0f} s")
+        for name, process in waiting.items():
+            since, again = self._waits.setdefault(name, (now, now + STARTS_S))
+            if now >= again:
+                self._say(f"{name} waits for {needs(process)}, since {now - since:.0f} s")
+                self._waits[name] = since, now + max(REMIND_S, now - since)
+
+    def _is_homeless(self, keeper: Placed) -> bool:
+        return not keeper.nodes or any(not self._is_alive(node) for node in keeper.nodes)
+
+
+def needs(process: Process) -> str:
+    """The nodes that a process takes, in words."""
+    share = process.gpus // process.nodes
+    with_ = f" with {share} free GPU{'s' * (share > 1)}" if share else ""
+    return f"{process.nodes} nodes{with_}{' each' * bool(share)}" if process.nodes > 1 else f"a node{with_}"

@@ -1,0 +1,173 @@
+"""Nodes of a cluster: what is said of them, what fits on them, what reaches them. Without Ray."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.doctor.run_file import without_place
+from actors.process import Process
+from actors.supervise.cluster.addresses import INTERFACES, interface_hints, on_cluster
+from actors.supervise.cluster.arrival import Delivery, UnfitNode, handed_over, settle
+from actors.supervise.launch import prepare
+from actors.supervise.nodes import ClusterNode, NodeNews, NodeWatch, needs, news
+from configs.load import load
+from configs.schema import Config
+
+ONE, TWO = ClusterNode("10.0.0.1", 0, True, None), ClusterNode("10.0.0.2", 8, True, None)
+
+
+def run_of(folder: Path, *more: str) -> Config:
+    given = ["model.path=m", "data.train=d", "reward.function=math", f"run.folder={folder}", *more]
+    return load([f"--{each}" for each in given])
+
+
+def test_news_are_what_has_changed() -> None:
+    joined = NodeNews("joined", "b", "10.0.0.2", 8)
+    assert list(news({"a": ONE}, {"a": ONE, "b": TWO}, 100.0)) == [joined]
+    assert list(news({"a": ONE, "b": TWO}, {"a": ONE, "b": TWO}, 100.0)) == []
+    for later in ({"a": ONE}, {"a": ONE, "b": TWO._replace(alive=False)}):
+        assert list(news({"a": ONE, "b": TWO}, later, 100.0)) == [NodeNews("lost", "b", "10.0.0.2", 8)]
+    leaves = {"b": TWO._replace(leaves_at=128.5)}
+    assert list(news({"b": TWO}, leaves, 100.0)) == [NodeNews("leaving", "b", "10.0.0.2", 8, 28.5)]
+    assert list(news(leaves, leaves, 101.0)) == []
+    assert next(iter(news({"b": TWO}, {"b": TWO._replace(leaves_at=0.0)}, 100.0))).deadline_s == 30.0
+
+
+class Somewhere:
+    """A keeper on the nodes `nodes`."""
+
+    def __init__(self, name: str, nodes: list[str], gpus: int = 0) -> None:
+        self.process = Process(name, "rollout", (), Path("log"), gpus=gpus)
+        self.nodes, self.left = nodes, asyncio.Event()
+        self.asked: tuple[str, float] | None = None
+
+    async def leave(self, node: str, within_s: float) -> None:
+        self.asked = node, within_s
+        self.left.set()
+
+
+def test_a_node_that_leaves_is_left_in_time_and_one_that_is_lost_is_waited_for() -> None:
+    async def go() -> None:
+        nodes: dict[str, ClusterNode] = {"a": ONE, "b": TWO}
+        said: list[str] = []
+        heard = asyncio.Condition()
+
+        async def look() -> Mapping[str, ClusterNode]:
+            async with heard:
+                heard.notify_all()
+            return dict(nodes)
+
+        async def until(words: str) -> None:
+            async with asyncio.timeout(120), heard:
+                await heard.wait_for(lambda: any(words in line for line in said))
+
+        keeper = Somewhere("rollout-0", ["b"], gpus=4)
+        watch = NodeWatch(look, lambda: [keeper, Somewhere("buffer", ["a"])], said.append)  # type: ignore[list-item]
+        watching = asyncio.create_task(watch.watch())
+        async with asyncio.timeout(60), heard:
+            await heard.wait()
+        nodes["b"] = TWO._replace(leaves_at=1.0)
+        await until("node 10.0.0.2 (8 GPUs) leaves in 0 s; rollout-0 drained and placed elsewhere")
+        async with asyncio.timeout(60):
+            await keeper.left.wait()
+        assert keeper.asked == ("b", 0.0)
+        gone = asyncio.create_task(watch.gone("b", 60.0))
+        nodes["b"] = TWO._replace(alive=False)
+        await until("node 10.0.0.2 (8 GPUs) is lost, and with it rollout-0")
+        async with asyncio.timeout(60):
+            await gone
+        await until("rollout-0 waits for a node with 4 free GPUs, since 1")
+        nodes["c"] = TWO
+        await until("node 10.0.0.2 (8 GPUs) has joined; rollout-0 may start there")
+        keeper.nodes = ["c"]
+        await until("rollout-0 is on a node again, after 1")
+        watching.cancel()
+
+    asyncio.run(go())
+
+
+def test_what_waits_is_told_with_its_nodes() -> None:
+    process = Process("learner", "learner", (), Path("log"), gpus=8, nodes=2)
+    assert needs(process) == "2 nodes with 4 free GPUs each"
+    assert needs(replace(process, nodes=1, gpus=1)) == "a node with 1 free GPU"
+    assert needs(replace(process, nodes=1, gpus=0)) == "a node"
+
+
+@pytest.mark.parametrize(
+    ("more", "nodes", "words"),
+    [
+        (("rollout.tensor_parallel=2",), [1, 1, 1], "leave room for 0 beside the rest of the run"),
+        (("rollout.tensor_parallel=2",), [1, 2], None),
+        (("learner.ranks=8", "learner.nodes=2"), [8, 2], "learner.nodes: 2 with learner.ranks 8 take 2 nodes with 4"),
+        (("learner.ranks=8", "learner.nodes=2"), [0, 8, 4], None),
+        (("learner.ranks=8", "learner.nodes=2", "rollout.servers=2", "rollout.tensor_parallel=4"), [8, 8], None),
+        (("learner.ranks=4", "learner.nodes=2", "rollout.tensor_parallel=8"), [2, 8, 2], None),
+        (("learner.nodes=2", "learner.ranks=2"), [0], "take 2 nodes; the nodes have 0 GPUs"),
+    ],
+)
+def test_gpus_are_counted_by_node(more: tuple[str, ...], nodes: list[int], words: str | None, tmp_path: Path) -> None:
+    found = without_place(run_of(tmp_path, *more), nodes)
+    assert (found is None) if words is None else (found is not None and words in found)
+
+
+def test_defaults_become_this_machines_address_and_what_is_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = on_cluster(run_of(Path("runs")), "127.0.0.1:6379")
+    assert config.run.folder == tmp_path / "runs" and config.buffer.address == "tcp://127.0.0.1:5600", "this machine"
+    far = on_cluster(run_of(tmp_path, "reward.servers=1", "buffer.address=tcp://10.0.0.7:5601"), "127.0.0.1:6379")
+    assert far.buffer.address == "tcp://10.0.0.7:5601" and far.reward.host == "127.0.0.1"
+    assert interface_hints("203.0.113.9", None) == {} and interface_hints("10.0.0.1", "ib0") == dict.fromkeys(
+        INTERFACES, "ib0"
+    )
+
+
+def test_the_environment_is_handed_over_by_name() -> None:
+    ours = {"HF_TOKEN": "t", "HOSTNAME": "h", "PATH": "p", "https_proxy": "x", "MY_KEY": "k", "SLURM_JOB_ID": "1"}
+    assert set(handed_over(ours, [])) == {"HF_TOKEN", "https_proxy"}
+    assert set(handed_over(ours, ["MY_*"])) == {"HF_TOKEN", "https_proxy", "MY_KEY"}
+
+
+@pytest.fixture
+def delivery(tmp_path: Path) -> Delivery:
+    config = run_of(tmp_path / "there", "buffer.address=tcp://10.0.0.1:5600")
+    prepare(config)
+    return Delivery.pack(config, "10.0.0.1", shipped=False)
+
+
+def process(role: str, folder: Path) -> Process:
+    return Process(role, role, ("/no/such/python", "-m", role), folder / "log", str(folder))  # type: ignore[arg-type]
+
+
+def test_a_node_with_the_shared_folder_is_left_as_it_is(delivery: Delivery, tmp_path: Path) -> None:
+    made, shared = settle(process("rollout", tmp_path), delivery, "10.0.0.2")
+    assert shared and Path(made.argv[0]).exists() and made.argv[1:] == ("-m", "rollout")
+
+
+def test_a_node_without_it_gets_config_and_keys(delivery: Delivery, tmp_path: Path) -> None:
+    """The secret key of the buffer goes only where others connect to."""
+    run = tmp_path / "elsewhere" / "run"
+    other = replace(delivery, run=run)
+    _, shared = settle(process("rollout", tmp_path), other, "10.0.0.2")
+    assert not shared and (run / "config.yaml").read_text() == delivery.config
+    assert sorted(key.name for key in (run / "keys").iterdir()) == ["client.public", "client.secret", "server.public"]
+    assert {key.stat().st_mode & 0o777 for key in (run / "keys").iterdir()} == {0o600}
+    settle(process("learner", tmp_path), other, "10.0.0.2")
+    assert (run / "keys" / "server.secret").read_text() == delivery.keys["server.secret"]
+
+
+def test_a_node_that_does_not_fit_says_why(delivery: Delivery, tmp_path: Path) -> None:
+    newer = {**delivery.versions, "torch": "9.9"}
+    for changed, words in (
+        (replace(delivery, versions=newer), r"torch is \S+ here and 9.9 where the run was launched; install the same"),
+        (replace(delivery, fingerprint="0" * 16), "the run file means .* here and 0000000000000000"),
+        (replace(delivery, run=Path("/proc/nowhere/run")), "/proc/nowhere/run cannot be written here"),
+    ):
+        with pytest.raises(UnfitNode, match=words):
+            settle(process("rollout", tmp_path), changed, "10.0.0.2")
+    with pytest.raises(UnfitNode, match=f"{tmp_path}/gone: no such folder here; share it, or set cluster.ship"):
+        settle(process("rollout", tmp_path / "gone"), delivery, "10.0.0.2")
