@@ -75,7 +75,7 @@ class Peer:
         return f"{self.hello.name}#{self.hello.token}"
 
 
-class Wait(NamedTuple):
+class AwaitedNews(NamedTuple):
     """What parked requests wait for: those that wait for the same are parked for the same reason, and while one of them
     gets no answer, neither do the others. But of Asks with one version, `Handlers.admits` says whether any gets one."""
 
@@ -264,17 +264,17 @@ class Handlers:
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         return Transaction(changes, payloads, void_before) if changes else None
 
-    def waits_for(self, peer: Peer, message: Message) -> Wait:
+    def waits_for(self, peer: Peer, message: Message) -> AwaitedNews:
         """What a parked request of `peer` waits for."""
         kind = type(message).__name__
         if isinstance(message, protocol.Ask):
             known = self.ledger.servers.get(peer.key)
-            return Wait(kind, known.version if known else message.version)
+            return AwaitedNews(kind, known.version if known else message.version)
         if isinstance(message, protocol.Take):
-            return Wait(kind, message.version, (message.world, message.share_prompts))
+            return AwaitedNews(kind, message.version, (message.world, message.share_prompts))
         if isinstance(message, protocol.Where):
-            return Wait(kind, detail=message.known)
-        return Wait(kind, detail=tuple(message.known) if isinstance(message, protocol.Results) else None)
+            return AwaitedNews(kind, detail=message.known)
+        return AwaitedNews(kind, detail=tuple(message.known) if isinstance(message, protocol.Results) else None)
 
     def admits(self, version: int) -> bool:
         """Whether an Ask of some server that runs `version` could be answered now; if not, then none of an older one

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from buffer.ledger.types import Transaction
 from buffer.wire import protocol
-from buffer.wire.handlers import Handlers, LoopTurn, Wait
+from buffer.wire.handlers import AwaitedNews, Handlers, LoopTurn
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from configs.entrypoint import made_progress
 from configs.flow.capacity import PARKED_BYTES
@@ -61,15 +61,15 @@ class ParkedRequests:
     """By what they wait for (`Handlers.waits_for`), each group in the order in which its requests came."""
 
     def __init__(self) -> None:
-        self._groups: dict[Wait, dict[Key, PendingRequest]] = {}
-        self._wait_of: dict[Key, Wait] = {}
+        self._groups: dict[AwaitedNews, dict[Key, PendingRequest]] = {}
+        self._wait_of: dict[Key, AwaitedNews] = {}
         self._places = count()
 
     def get(self, key: Key) -> PendingRequest | None:
         """The request of this key, if one is parked."""
         return self._groups[self._wait_of[key]][key] if key in self._wait_of else None
 
-    def add(self, request: PendingRequest, wait: Wait) -> None:
+    def add(self, request: PendingRequest, wait: AwaitedNews) -> None:
         """Park it; one that is parked changes its group, or is replaced by another of its key, and keeps its place."""
         known = self.pop(request.key)
         request.place = known.place if known else next(self._places)
@@ -85,11 +85,11 @@ class ParkedRequests:
             del self._groups[wait]
         return request
 
-    def waits(self, *kinds: str) -> list[Wait]:
+    def waits(self, *kinds: str) -> list[AwaitedNews]:
         """What requests of these kinds wait for."""
         return [wait for wait in self._groups if wait.kind in kinds]
 
-    def of(self, waits: Iterable[Wait]) -> list[tuple[Wait, PendingRequest]]:
+    def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
         """The requests that wait for these, in order."""
         found = [(wait, request) for wait in waits for request in self._groups.get(wait, {}).values()]
         return sorted(found, key=lambda pair: pair[1].place)
@@ -171,7 +171,7 @@ class PendingRequests:
         self._ask_for_groups(now)
         self._postponed = self.postponed
 
-    def _retry_alike(self, wait: Wait, now: float) -> None:
+    def _retry_alike(self, wait: AwaitedNews, now: float) -> None:
         """Up to the first that gets no answer."""
         for _, request in self._parked.of([wait]):
             self._try(request, now)
