@@ -25,7 +25,7 @@ from statistics import median
 from benchmarks.soak import figures
 from benchmarks.soak.audit import Lost, audit
 from benchmarks.soak.figures import ASSUMED_S, KILL_EVERY_S, WINDOW, Death, Recovery, Span
-from benchmarks.soak.observer import PROGRESS, Observer, Seen, Stalled
+from benchmarks.soak.observer import PROGRESS, Seen, SoakObserver, Stalled
 from benchmarks.soak.soaked_run import LAUNCH, Launched, prepare, write_run
 from benchmarks.weights.table import ResultRow, progress, write
 
@@ -42,7 +42,9 @@ def order(servers: int) -> list[str]:
     return [names[0], "learner", *names[1:], "buffer"]
 
 
-def soak(servers: int, observer: Observer, kills: int, every_s: float, calm_s: float) -> tuple[list[Span], list[Death]]:
+def soak(
+    servers: int, observer: SoakObserver, kills: int, every_s: float, calm_s: float
+) -> tuple[list[Span], list[Death]]:
     """Calm, kills, calm; returns the undisturbed stretches and the deaths. A kill waits until the process that was
     killed before works again. Raises Stalled if the run does not go on."""
     names = order(servers)
@@ -60,7 +62,7 @@ def soak(servers: int, observer: Observer, kills: int, every_s: float, calm_s: f
     return calm, deaths
 
 
-def rest(observer: Observer, seconds: float) -> Span:
+def rest(observer: SoakObserver, seconds: float) -> Span:
     """Let the run be for so long, and for WINDOW versions at least. Raises Stalled if it ends."""
     begin = observer.now()
     trained = len(observer.seen.versions)
@@ -125,7 +127,7 @@ def measure(args: argparse.Namespace, file: Path) -> list[ResultRow]:
     """Run, kill, end, judge, audit. A run that fails has a row that says why, whatever else is known of it."""
     rows: list[ResultRow] = []
     kills = max(1, round(60 * args.minutes / args.every_s))
-    with Launched(file, args.launch) as launched, Observer(launched.config.run.path, launched.alive) as observer:
+    with Launched(file, args.launch) as launched, SoakObserver(launched.config.run.path, launched.alive) as observer:
         progress(f"{kills} kills; the run is in {launched.config.run.path}, its terminal in {launched.terminal}")
         try:
             calm, deaths = soak(launched.config.rollout.least_servers, observer, kills, args.every_s, args.calm_s)

@@ -1,6 +1,6 @@
 """What is seen of a run from outside, each with the second at which it was seen: versions, log lines, first progress.
 
-`Observer` reads what is appended to `metrics.jsonl` and to `logs/*.log` of the run's folder in a thread of its own. It
+`SoakObserver` reads what is appended to `metrics.jsonl` and to `logs/*.log` of the run's folder in a thread of its own. It
 asks nobody and disturbs nobody; files have no event that a reader could wait for, so it looks every LOOK_S. Used by
 `__main__.py`; `figures.py` judges what was seen.
 """
@@ -46,7 +46,7 @@ class Seen:
     sights: list[Sighting] = field(default_factory=list)
 
 
-class Observer:
+class SoakObserver:
     """A context manager: looks at the run in `folder` from its beginning to its end. `alive`: the run goes on."""
 
     def __init__(self, folder: Path, alive: Callable[[], bool] = lambda: True) -> None:
@@ -59,7 +59,7 @@ class Observer:
         self._started: set[str] = set()
         self._thread = threading.Thread(target=self._look, name="observer", daemon=True)
 
-    def __enter__(self) -> "Observer":
+    def __enter__(self) -> "SoakObserver":
         self._thread.start()
         return self
 

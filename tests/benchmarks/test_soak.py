@@ -10,7 +10,7 @@ import pytest
 from benchmarks.soak import figures
 from benchmarks.soak.audit import Lost, audit
 from benchmarks.soak.figures import WINDOW, Death, Span
-from benchmarks.soak.observer import PROGRESS, Observer, Seen, Sighting
+from benchmarks.soak.observer import PROGRESS, Seen, Sighting, SoakObserver
 from configs.load import load
 from tests.harness.toy import ROOT, free_port
 
@@ -79,7 +79,7 @@ def test_the_observer_counts_a_version_that_a_learner_repeats_once(tmp_path: Pat
     path.write_text(records([1, 2, 3, 4], 1) + '{"version": 5')
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "buffer.log").write_text("--- buffer started: pid 17\n")
-    with Observer(tmp_path) as observer:
+    with SoakObserver(tmp_path) as observer:
         observer.wait("four versions", lambda seen: len(seen.versions) == 4, 60.0)
         assert observer.pid("buffer") == 17
         draft = tmp_path / "draft"
