@@ -1,7 +1,7 @@
 """What is seen of a run from outside, each with the second at which it was seen: versions, log lines, first progress.
 
-`SoakObserver` reads what is appended to `metrics.jsonl` and to `logs/*.log` of the run's folder in a thread of its own. It
-asks nobody and disturbs nobody; files have no event that a reader could wait for, so it looks every LOOK_S. Used by
+`SoakObserver` reads what is appended to `metrics.jsonl` and to `logs/*.log` of the run's folder in a thread of its own.
+It asks nobody and disturbs nobody; files have no event that a reader could wait for, so it looks every LOOK_S. Used by
 `__main__.py`; `figures.py` judges what was seen.
 """
 
