@@ -13,7 +13,7 @@ import asyncio, sys
 from pathlib import Path
 import ray
 from actors.process import Process
-from actors.supervise.ray_cluster import place, room
+from actors.supervise.ray_cluster import Cluster
 from actors.supervise.supervisor import Supervisor
 
 CODE = '''
@@ -30,8 +30,10 @@ def server(number):
     return process(f"rollout-{number}", "rollout", 1)
 
 async def main():
+    cluster = Cluster(None, "")  # what a run file says matters to learners of several nodes only
+    room = cluster.room
     first = [process("buffer", "buffer"), process("learner", "learner"), server(0)]
-    supervisor = Supervisor(first, place, lambda process, event: None, print)
+    supervisor = Supervisor(first, cluster.place, lambda process, event: None, print)
     running = asyncio.create_task(supervisor.run())
 
     async def until(holds):
