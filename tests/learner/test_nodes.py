@@ -67,7 +67,7 @@ def test_two_nodes_drain_die_and_resume(tmp_path: Path) -> None:
         assert {(take.rank, take.world) for take in buffer.requests if isinstance(take, Take)} == {
             (rank, 4) for rank in range(4)
         }
-        served = [hello.serves for hello in buffer.requests if isinstance(hello, Hello)]
+        served = [one.serves for one in buffer.requests if isinstance(one, Hello) and one.role == "learner"]
         assert len(served) == 4 and sum(bool(address) for address in served) == 1
     assert complete(saved) == [1]
     assert [record["version"] for record in read(tmp_path / "node0" / "run" / "metrics.jsonl")] == [1]
