@@ -197,5 +197,13 @@ def go_through_it(launched: Launched, cluster: Cluster, second: Any, third: str)
 def take_away(cluster: Cluster, node: str) -> None:
     """Give notice to a node, as a spot machine gets it."""
     notice = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-    command = [Path(sys.executable).with_name("ray"), "drain-node", "--address", cluster.address, "--node-id", node, *notice]
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "drain-node",
+        "--address",
+        cluster.address,
+        "--node-id",
+        node,
+        *notice,
+    ]
     subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True)
