@@ -131,6 +131,7 @@ class Node:
         """Of each rank's environment: all meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
+        self._stopping = threading.RLock()  # a signal's handler may interrupt itself
         self._telling: list[threading.Thread] = []
         if self._store.add(f"here/{self.number}", 1) > 1:
             problem = f"NODE_RANK: {self.number} has been at the store {host}:{port} before"
@@ -139,9 +140,10 @@ class Node:
     def stop(self, number: int, level: int, pass_on: Callable[[int], object]) -> None:
         """Pass signal `number` on to the ranks unless they have got as many as `level`, from wherever they came: where
         every node gets its own, none of them counts for more than one."""
-        for _ in range(level - self._level):
-            pass_on(number)
-        self._level = max(level, self._level)
+        with self._stopping:
+            passes, self._level = level - self._level, max(level, self._level)
+            for _ in range(passes):
+                pass_on(number)
 
     def tell(self, *words: object) -> None:
         """Tell the other nodes, in a thread: it may be a signal's handler that calls, and the store may be gone."""

@@ -193,6 +193,8 @@ class Transaction:
     """Samples (`Sample.pack()` each) of the groups accepted in `changes`, by item."""
     void_before: int | None = None
     """The samples of batches before this version, and of what was dropped before it, are deleted."""
+    noted: Sequence[tuple[str, object, object]] = ()
+    """Keys of the run file that were changed while the ledger is served, with the old and the new value."""
 
 
 @dataclass(frozen=True)

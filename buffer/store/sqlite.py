@@ -101,11 +101,6 @@ class Store:
             self._db.executemany(sql.CHANGE, rows)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", [json.dumps(settings)])
 
-    def record_change(self, change: Change) -> None:
-        """Note what was changed while the ledger is served."""
-        self._db.execute(sql.CHANGES)
-        self._db.execute(sql.CHANGE, (change.key, json.dumps(change.old), json.dumps(change.new), time.time()))
-
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
         """Raises StoreError if a file that holds named samples is missing."""
         if not self.path:
@@ -145,11 +140,18 @@ class Store:
             self._write(changes, groups, places)
             if transaction.void_before is not None:
                 self._remove(item for (item,) in self._db.execute(sql.VOID, [transaction.void_before]).fetchall())
+            self._note(transaction.noted)
             empty = self._db.execute(sql.EMPTY, [self._segments.number]).fetchall()
             self._db.executemany("DELETE FROM segments WHERE segment = ?", empty)
         self._segments.remove([number for (number,) in empty])
         if self._problems:
             self._known_rows.update(int(row[1]) for row in changes.items.values())
+
+    def _note(self, noted: Sequence[tuple[str, object, object]]) -> None:
+        if noted:
+            self._db.execute(sql.CHANGES)
+        for key, old, new in noted:
+            self._db.execute(sql.CHANGE, (key, json.dumps(old), json.dumps(new), time.time()))
 
     def _write(self, changes: Changes, groups: Groups, places: Mapping[int, Place]) -> None:
         db, now = self._db, time.time()

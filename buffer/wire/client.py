@@ -125,7 +125,9 @@ class RolloutClient:
         return stored
 
     async def leave(self) -> None:
-        """This server ends: the buffer may give what it still has to others."""
+        """This server ends: the buffer may give what it still has to others, and what a pending Ask would bring."""
+        if self._asking:
+            self._asking.cancel()  # else it is repeated, and lets this server in again
         await self.client.expect(protocol.Goodbye(), protocol.Ack)
 
     async def where(self, known: str | None) -> str:

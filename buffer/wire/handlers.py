@@ -131,6 +131,8 @@ class Handlers:
         """Address of the learner's weights wire."""
         self.kept: protocol.Kept | None = None
         """The launcher's last word on its servers."""
+        self._noted: list[Change] = []
+        """Of run-file keys, to be written with the next commit."""
         self._revision = 0
         self._replaced: set[str] = set()
         """Tokens of processes whose name another one has taken over."""
@@ -201,7 +203,8 @@ class Handlers:
         if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
             raise ValueError(refusal)
         self._replace(hello, now)
-        known = self.peers.get(identity)
+        if known := self.peers.get(identity):  # it may have another name now
+            self._named[known.hello.name, known.hello.role].discard(identity)
         self.peers[identity] = Peer(hello, now, known.beat if known else 0, known.stats if known else {})
         self._named[hello.name, hello.role].add(identity)
         if hello.serves:
@@ -233,6 +236,12 @@ class Handlers:
             self._next_end = (ledger.revision, ledger.state.next_lease), due
         return due
 
+    def forgive(self, seconds: float) -> None:
+        """For so long nobody was listened to: their silence does not count."""
+        self.ledger.forgive(seconds)
+        self._broken = {identity: due + seconds for identity, due in self._broken.items()}
+        self._next_end = (-1, -1), None
+
     def heard(self, identity: bytes, now: float) -> None:
         """A message of this process has come."""
         if peer := self.peers.get(identity):
@@ -262,7 +271,8 @@ class Handlers:
             self._ended = changes.scalars["ended"] = ended
         payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
         void_before, self._void_before, self._payloads = self._void_before, None, {}
-        return Transaction(changes, payloads, void_before) if changes else None
+        noted, self._noted = tuple(self._noted), []
+        return Transaction(changes, payloads, void_before, noted) if changes or noted else None
 
     def waits_for(self, peer: Peer, message: Message) -> AwaitedNews:
         """What a parked request of `peer` waits for."""
@@ -483,13 +493,14 @@ class Handlers:
         kept, wanted, before = self.kept, scale.servers, self._wanted_servers()
         if peer.hello.role != "observer":
             raise ValueError(f"Scale of {peer.hello.name}, a {peer.hello.role}: only observers ask for it")
-        if kept is None:
+        if kept is None and scale.by == "person":
             raise ValueError("no launcher keeps this run's servers: start and stop them by hand")
-        if scale.by == "person" and wanted is not None and not kept.least <= wanted <= kept.most:
-            raise ValueError(f"{wanted} servers: the run may have {kept.least} to {kept.most}; {kept.bound}")
+        bounded = kept if scale.by == "person" and wanted is not None else None
+        if bounded and wanted is not None and not bounded.least <= wanted <= bounded.most:
+            raise ValueError(f"{wanted} servers: the run may have {bounded.least} to {bounded.most}; {bounded.bound}")
         if self.ledger.scale(wanted, scale.by == "person"):
             to = f"{wanted or 'as the run file says'} ({scale.why or 'asked for by hand'})"
-            self.store.record_change(Change("rollout.servers", before, to))
+            self._noted.append(Change("rollout.servers", before, to))
         return protocol.Ack()
 
     def _note_kept(self, peer: Peer, kept: protocol.Kept, now: float) -> Message:

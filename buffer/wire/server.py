@@ -13,6 +13,7 @@ import logging
 import sqlite3
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -38,6 +39,8 @@ COPY_BELOW = 2**16
 TURN_S = 0.005, 0.02
 """How long parts are made for Takes before messages are looked at again: as long as all else took in the turn before,
 within these bounds."""
+DEAF_S = 0.5
+"""A turn of the event loop, or a wait beyond its time, that took longer is time in which nobody could be heard."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 TRANSIENT = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -81,6 +84,10 @@ class BufferServer:
         """Bytes of large answers that ZeroMQ has not yet handed to the network."""
         self._speakers: dict[int, bytes] = {}
         """By the file descriptor of a connection: identity of the process that was last heard over it."""
+        self._reused: list[tuple[int, bytes]] = []
+        """Descriptors that another connection has since the last look, and who was heard over them before."""
+        self._passed: Counter[int] = Counter()
+        """Descriptors whose next break is that of the connection before, which is known already."""
         self._broken: list[int] = []
         """File descriptors of the connections that broke since the last look."""
         for option, value in OPTIONS.items():
@@ -142,6 +149,8 @@ class BufferServer:
         while True:
             await self._wake(due, at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
             began = time.monotonic()
+            if due is not None and began - due > DEAF_S:  # the process was stopped while it waited
+                requests.handlers.forgive(began - due)
             turn = LoopTurn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
             requests.begin_turn(turn)
             received, more = self._receive()
@@ -157,7 +166,10 @@ class BufferServer:
                 due = requests.expire(now)  # what was tried again may wait for the clock too
             await self._commit(requests)
             requests.handlers.ledger.draw_ahead()
-            others_s = time.monotonic() - began - turn.spent
+            turn_s = time.monotonic() - began
+            if turn_s > DEAF_S:  # a commit waited for the disk: what was said meanwhile is still to be read
+                requests.handlers.forgive(turn_s)
+            others_s = turn_s - turn.spent
             memory.look(requests.held | {"parts on their way": self._in_flight}, now)
 
     async def _wake(self, due: float | None, at_once: bool) -> None:
@@ -192,7 +204,14 @@ class BufferServer:
 
     def _ended(self) -> list[bytes]:
         """Identities whose connections broke since the last call, but for those heard over another one since."""
-        ended, self._broken = [self._speakers.pop(descriptor, b"") for descriptor in self._broken], []
+        ended = [identity for _, identity in self._reused]
+        self._passed.update(descriptor for descriptor, _ in self._reused)
+        for descriptor in self._broken:
+            if self._passed[descriptor]:
+                self._passed[descriptor] -= 1
+            else:
+                ended.append(self._speakers.pop(descriptor, b""))
+        self._reused, self._broken = [], []
         return [identity for identity in ended if identity not in self._speakers.values()]
 
     def _on_news(self) -> None:
@@ -209,7 +228,10 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            self._speakers[int(identity.get(zmq.SRCFD))] = identity.bytes
+            descriptor, speaker = int(identity.get(zmq.SRCFD)), identity.bytes
+            if (before := self._speakers.get(descriptor, speaker)) != speaker:
+                self._reused.append((descriptor, before))
+            self._speakers[descriptor] = speaker
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True

@@ -7,6 +7,7 @@ waits for their messages.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class Members:
         self._by_route: dict[bytes, Member] = {}
         self._routes: dict[int, bytes] = {}
         """By the file descriptor of a connection: the route of the messages that come over it."""
+        self._passed: Counter[int] = Counter()
+        """Descriptors whose next break is that of a connection before, which is known already."""
         self.changed = asyncio.Event()
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
         self.failed = 0
@@ -136,7 +139,11 @@ class Members:
     async def _read(self) -> None:
         while True:
             first, *_, last = await self._socket.recv_multipart(copy=False)
-            route = self._routes[int(first.get(zmq.SRCFD))] = first.bytes
+            descriptor, route = int(first.get(zmq.SRCFD)), first.bytes
+            if (before := self._routes.get(descriptor, route)) != route:  # its break is still to come
+                self._passed[descriptor] += 1
+                self._drop_route(before)
+            self._routes[descriptor] = route
             try:
                 self._on_message(route, protocol.unpack(last.bytes, protocol.TO_LEARNER))
             except ValueError as error:
@@ -149,8 +156,14 @@ class Members:
         async for descriptor in broken(self._socket):
             while await self._socket.poll(0):  # what it has said before
                 await asyncio.sleep(0)
-            if member := self._by_route.get(self._routes.pop(descriptor, b"")):
-                self.drop(member, "its connection broke")
+            if self._passed[descriptor]:
+                self._passed[descriptor] -= 1
+            else:
+                self._drop_route(self._routes.pop(descriptor, b""))
+
+    def _drop_route(self, route: bytes) -> None:
+        if member := self._by_route.get(route):
+            self.drop(member, "its connection broke")
 
     def _on_message(self, route: bytes, message: Message) -> None:
         member = self._by_route.get(route)
