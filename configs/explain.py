@@ -107,8 +107,8 @@ def _machines(config: Config) -> Iterator[str]:
         yield f"GPUs: {parts} x tensor parallel {rollout.tensor_parallel} = {gpus}{maybe}"
     else:
         yield f"GPUs: {gpus}; {parts}, learner on {learner.device}, servers on {rollout.device}"
-    if learner.nodes > 1 or learner.shard:
-        shard = learner.shard or ranks // learner.nodes
+    shard = learner.shard or ranks // learner.nodes
+    if (learner.nodes > 1 or learner.shard) and ranks % learner.nodes == 0 and ranks % shard == 0:  # else refused
         copies = f"{ranks // shard} copies of the model over {shard} ranks each, their gradients reduced once a version"
         if ranks == shard:
             copies = f"one copy of the model over {shard} ranks"

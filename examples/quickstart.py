@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     python("rollout", "evaluate", run / "config.yaml", "--models", model, final, "--out", run / "evaluation.json")
     python("actors", "report", run)
     minutes = (time.monotonic() - began) / 60
-    print(f"\n{minutes:.1f} minutes in all; the run is in {run}, the picture in {run / 'report.png'}")
+    print(f"\n{minutes:.1f} minutes in all; the run is in {run}, the report in {run / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class Checkpoints:
         version = broadcast_from_rank0(mine)
         most, owner = divmod(int(all_reduce_max(mine * world + rank)[0]), world)
         if most > version:
-            problem = f"the node of rank {owner} has checkpoint {most} in {self.folder}, that of rank 0 has {version}"
+            problem = f"the node of rank {owner} has checkpoint {most} on its disk, that of rank 0 has {version}"
             remedy = "start that machine as the first node, or copy its checkpoints there"
             raise ConfigError([f"learner.checkpoint_on: first_node, but {problem}; {remedy}"])
         return version

@@ -74,6 +74,9 @@ def check_environment(learner: LearnerConfig, environment: Mapping[str, str]) ->
         if not environment.get(name):
             remedy = "set it to the first node's address" if name == "MASTER_ADDR" else "set a free port of that node"
             raise ConfigError([f"{name}: not set, so the ranks cannot find each other; {remedy}"])
+    port = environment.get("MASTER_PORT", "1") if of_rank or nodes > 1 else "1"
+    if not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError([f"MASTER_PORT: {port} is no port; set a free one of the first node, 1 to 65535"])
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:

@@ -44,6 +44,11 @@ def test_the_arithmetic_of_a_run(model: Path) -> None:
     assert "note:" not in text
 
 
+@pytest.mark.parametrize("wrong", [["ranks=1", "nodes=2"], ["ranks=3", "nodes=2"], ["ranks=2", "nodes=2", "shard=3"]])
+def test_nodes_that_are_refused_are_not_explained(wrong: list[str]) -> None:
+    assert "copies of the model" not in "\n".join(explain(config(*(f"learner.{word}" for word in wrong))))
+
+
 def test_a_learner_of_several_nodes() -> None:
     run = config("learner.ranks=16", "learner.nodes=2", "learner.shard=4")
     text = "\n".join(explain(run))

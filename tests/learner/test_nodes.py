@@ -154,6 +154,16 @@ SRUN = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
             "MASTER_ADDR: not set, .*first node's address",
         ),
         ({"ranks": 2}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT: not set, .*a free port"),
+        (
+            {"ranks": 2, "nodes": 2},
+            {"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
+            "MASTER_PORT: 99999 is no port",
+        ),
+        (
+            {"ranks": 2, "nodes": 2},
+            {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "abc"},
+            "MASTER_PORT: abc is no port",
+        ),
         ({"ranks": 8}, {"RANK": "0", "WORLD_SIZE": "4"} | MEET, "learner.ranks: 8, but WORLD_SIZE is 4; set it to 4"),
     ],
 )
