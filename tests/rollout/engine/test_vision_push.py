@@ -71,7 +71,7 @@ class Pushes:
         form = ImageFormat.of(config.model.path, config.data)
         torch.manual_seed(0)
         policy = Policy(config.model, LEARNER, self.mesh)
-        sender = open_weights_wire(config, policy, 0, form if sees else None)
+        sender = open_weights_wire(config, policy, self.mesh, form if sees else None)
         plan, sent, held = sender._copies.plan, [], asyncio.Queue()
 
         def note(member, message):
