@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -219,3 +220,19 @@ def test_addresses_of_other_machines_are_refused_where_this_one_listens() -> Non
     check_weights_host("127.0.0.1")
     with pytest.raises(ConfigError, match=r"weights.host: 192.0.2.1 is no address of .*, where learner rank 0 runs"):
         check_weights_host("192.0.2.1")
+
+
+def test_a_signal_from_two_sides_at_once_counts_once() -> None:
+    """All nodes get it, and each tells the others at the same moment; a rank must not take it for a second one."""
+    node, got, both = ranks.Node(LearnerConfig(ranks=2), {}), [], threading.Barrier(2)
+
+    def from_one_side() -> None:
+        both.wait()
+        node.stop(signal.SIGTERM, 1, lambda number: (got.append(number), time.sleep(0.2)))
+
+    sides = [threading.Thread(target=from_one_side) for _ in range(2)]
+    for side in sides:
+        side.start()
+    for side in sides:
+        side.join()
+    assert got == [signal.SIGTERM]
