@@ -1,4 +1,4 @@
-"""A buffer that could not listen for a while: what was said meanwhile counts, and silence is not held against anyone."""
+"""A buffer that could not listen for a while: what was said meanwhile counts, and nobody's silence is held against him."""
 
 import asyncio
 import sqlite3
