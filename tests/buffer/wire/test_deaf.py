@@ -1,4 +1,4 @@
-"""A buffer that could not listen for a while: what was said meanwhile counts, and nobody's silence is held against him."""
+"""A buffer that could not listen for a while: what was said meanwhile counts, and silence is nobody's fault."""
 
 import asyncio
 import sqlite3
