@@ -23,6 +23,8 @@ COMMANDS = {
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
 }
 """Module of each command, imported when it is called: launching needs no page, status no Ray."""
+PRINTING = ("status", "report", "doctor")
+"""These only print. The others write to sockets: they must outlive a peer that leaves."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})
     if name == "launch" and not flags.under_guard:
         return guarded([sys.executable, "-m", "actors", "launch", "--under-guard", *rest])
-    if name != "launch" or {"-h", "--help"} & {*rest}:
+    if name in PRINTING or {"-h", "--help"} & {*rest}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `status RUN | head` ends quietly
     code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     return code

@@ -9,6 +9,7 @@ clock (`watcher.py`) and ends at the first SIGINT or SIGTERM. Beyond loopback an
 import asyncio
 import json
 import logging
+import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address
@@ -23,11 +24,11 @@ from actors.live.watcher import Watcher
 from actors.report.examples import stored_batches
 from actors.report.page import render
 from actors.report.page_data import (
+    drawn_look,
     evaluation_row,
     overview_data,
     page_data,
     samples_data,
-    short_look,
     version_row,
 )
 from actors.watch.metrics_log import EVALUATED, Position, Record, is_of_servers, read_after, sets_of
@@ -38,13 +39,12 @@ from configs.load import ConfigError
 
 PROG = "python -m actors watch"
 PORT = 5680
-LOOPBACK_NAMES = ("localhost", "")
 CLOSE_S = 1.0
 """Time that open streams get at the end."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0 when it is stopped, 2 for a run that is none or a port that is taken."""
+    """Exit code 0 when it is stopped, 2 for a run that is none or an address that cannot be had."""
     flags, rest = split_flags(
         argv,
         PROG,
@@ -89,6 +89,10 @@ async def serve(watcher: Watcher, host: str, port: int) -> None:
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
     """Take requests from now on. Raises ConfigError for an address that cannot be had."""
+    if not host:
+        raise ConfigError(["--host is empty; 127.0.0.1 is this machine, 0.0.0.0 every machine that reaches it"])
+    if not 0 <= port <= 65535:  # the system would take another port for it without a word
+        raise ConfigError([f"--port {port}: not from 0 to 65535"])
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
@@ -130,7 +134,7 @@ def is_loopback_host(host: str) -> bool:
     """Whether only this machine reaches `host`."""
     name = host.strip("[]")
     try:
-        return name in LOOPBACK_NAMES or ip_address(name).is_loopback
+        return name == "localhost" or ip_address(name).is_loopback
     except ValueError:
         return False
 
@@ -163,7 +167,7 @@ class Pages:
     async def samples(self, request: web.Request) -> web.Response:
         """Answers of one batch."""
         batch, file = request.query.get("batch", ""), self._file()
-        if not batch.isdigit():
+        if not re.fullmatch("[0-9]{1,18}", batch):
             raise web.HTTPBadRequest(text="samples?batch=N")
         try:
             found = await asyncio.to_thread(samples_data, self.watcher.config, file, int(batch))
@@ -209,7 +213,7 @@ class Pages:
         return {
             "records": [version_row(one) for one in versions],
             "evaluations": [evaluation_row(one) for one in records if EVALUATED in one and sets_of(one)],
-            "looks": [short_look(one) for one in records if is_of_servers(one)],
+            "looks": [drawn_look(one) for one in records if is_of_servers(one)],
             "overview": overview_data(self.watcher.overview),
             "batches": batches,
         }

@@ -81,7 +81,7 @@ class Watcher:
         state = self.state
         if state is None:
             state = self._from_file()
-            ended = ending(self.config, self.run, state)
+            ended = ending(self.config, self.run, state, records=self.records)
         overview = look_over(self.config, self.records, state, now, ended, answers)
         if overview.status != "silent":
             return overview

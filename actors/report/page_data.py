@@ -19,7 +19,7 @@ from actors.report.examples import (
     stored_batches,
     stored_examples,
 )
-from actors.watch.metrics_log import Record, Records, sets_of, shares
+from actors.watch.metrics_log import Record, Records, sets_of, shares, short_look
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
 from buffer.store.sqlite import StoreError
 from configs.schema import Config
@@ -33,10 +33,6 @@ GROUPS, SAMPLES = 3, 4
 FROZEN_GROUPS, FROZEN_SAMPLES = 2, 2
 MOST_LOOKS = 1500
 """Looks at the servers that a page begins with; of more, evenly spread ones are shown."""
-OWN_FIGURES = ("tokens_per_s", "running", "waiting", "kv_usage")
-"""Figures of each server over time."""
-MOST_SERVERS = 12
-"""Servers with curves of their own."""
 MOST_CHARS = 4000
 """Of a text to read."""
 
@@ -53,7 +49,7 @@ def page_data(config: Config, run: Path, records: Records, overview: Overview, l
         "position": str(records.position),
         "version": [record["version"] for record in ordered],
         "columns": {key: [short(record.get(key)) for record in ordered] for key in keys},
-        "looks": [short_look(look) for look in looks],
+        "looks": [drawn_look(look) for look in looks],
         "evaluations": [evaluation_row(record) for _, record in sorted(records.evaluations.items())],
         "overview": overview_data(overview),
         "settings": [
@@ -132,18 +128,9 @@ def evaluation_row(record: Record) -> dict[str, Any]:
     return {"version": record["eval/version"], "figures": figures}
 
 
-def short_look(look: Record) -> Record:
-    """What the page draws of a look at the servers: all sums, and OWN_FIGURES of MOST_SERVERS of them."""
-    own, kept = list[str](), {}
-    for key, value in look.items():
-        first, name, figure = [*key.split("/", 2), "", ""][:3]
-        if first == "server":
-            if name not in own:
-                own.append(name)
-            if figure not in OWN_FIGURES or own.index(name) >= MOST_SERVERS:
-                continue
-        kept[key] = value if key == "time" else short(value)
-    return kept
+def drawn_look(look: Record) -> Record:
+    """What the page draws of a look at the servers."""
+    return {key: value if key == "time" else short(value) for key, value in short_look(look).items()}
 
 
 def version_row(record: Record) -> Record:

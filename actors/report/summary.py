@@ -76,7 +76,7 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
             print(error, file=sys.stderr)
     if len(models) > 1 and models[0].examples and models[-1].examples:
         examples = {"before": models[0].examples[:EXAMPLES], "after": models[-1].examples[:EXAMPLES]}
-    ended = ending(config, run, held, say_ago=False)
+    ended = ending(config, run, held, say_ago=False, records=records)
     ended = ended or f"not finished; last sign of life at {when(last_life(config, run), say_ago=False)}"
     overview = look_over(config, records, held, time.time(), ended)
     return Report(config, records, models, examples, failures(held) if held else "", overview)

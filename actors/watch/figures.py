@@ -5,18 +5,15 @@ Used by the display, and by `advice.py` and `overview.py` for the page and the s
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from actors.watch.metrics_log import Record, Records
+from actors.watch.metrics_log import FULL_LOOKS, Looks, Record, Records
 
-LAST = 20
+LAST = FULL_LOOKS
 """Versions, and looks at the servers, that count as recent."""
 PHASES = ("wait", "train", "publish", "checkpoint")
 """Of the learner's loop; what is left of a version's time is `rest`."""
-LONGEST_GAP_S = 600.0
-"""Between two looks at the servers; after a longer one the run was not alive meanwhile."""
 
 
 def recent(records: Records, number: int = LAST) -> list[Record]:
@@ -102,11 +99,9 @@ def time_left(records: Records, versions: int) -> str:
     return "" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
-def gpu_hours(looks: Sequence[Record]) -> float | None:
-    """GPU hours that the run has taken, by its looks at the servers in order of time; None without GPUs."""
-    spans = ((after["time"] - before["time"], before.get("gpus", 0)) for before, after in pairwise(looks))
-    hours = sum(seconds * gpus for seconds, gpus in spans if seconds <= LONGEST_GAP_S) / 3600
-    return hours if any(look.get("gpus") for look in looks) else None
+def gpu_hours(looks: Looks) -> float | None:
+    """GPU hours that the run has taken; None without GPUs."""
+    return looks.gpu_s / 3600 if any(look.get("gpus") for look in looks.values()) else None
 
 
 def stats_of(look: Record) -> dict[str, dict[str, float]]:

@@ -7,6 +7,7 @@ writes versions again: the later record counts. A line still being written, or c
 
 import json
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,14 @@ from typing import Any, NamedTuple
 Record = dict[str, Any]
 EVALUATED = "eval/version"
 """In records of evaluations: the version that was evaluated."""
+FULL_LOOKS, MOST_LOOKS = 20, 3000
+"""So many last looks are kept with all figures of each server; and so many looks altogether, evenly spread."""
+OWN_FIGURES = ("tokens_per_s", "running", "waiting", "kv_usage")
+"""Figures of each server over time."""
+MOST_SERVERS = 12
+"""Servers of which older looks have figures."""
+LONGEST_GAP_S = 600.0
+"""Between two looks at the servers; after a longer one the run was not alive meanwhile."""
 
 
 class Position(NamedTuple):
@@ -36,6 +45,11 @@ class Position(NamedTuple):
 def read_after(path: Path, position: Position) -> tuple[list[Record], Position, bool]:
     """The whole lines after `position`, the place behind them, and whether the file was replaced since: then all of it
     was read. A file that is not there has no lines."""
+    lines, position, replaced = _lines_after(path, position)
+    return [record for line in lines if (record := _record(line)) is not None], position, replaced
+
+
+def _lines_after(path: Path, position: Position) -> tuple[list[bytes], Position, bool]:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -46,36 +60,70 @@ def read_after(path: Path, position: Position) -> tuple[list[Record], Position, 
     except FileNotFoundError:
         return [], position, False
     whole_lines = data[: data.rfind(b"\n") + 1]
-    records = [record for line in whole_lines.splitlines() if (record := _record(line)) is not None]
-    return records, Position(status.st_ino, start + len(whole_lines)), replaced
+    return whole_lines.splitlines(), Position(status.st_ino, start + len(whole_lines)), replaced
+
+
+class Looks(dict[float, Record]):
+    """Looks at servers and buffer by their time: the last FULL_LOOKS whole, of the others short ones, each n-th of a
+    long run."""
+
+    def __init__(self) -> None:
+        self.gpu_s = 0.0
+        """GPU seconds that the run has taken, by all looks that there were."""
+        self._last: Record = {}
+        self._full: deque[float] = deque()
+        self._shortened, self._each = 0, 1
+
+    def take_up(self, look: Record) -> None:
+        """Add the next one; an older one is shortened or left out for it."""
+        time, seconds = look["time"], look["time"] - self._last.get("time", look["time"])
+        if 0 < seconds <= LONGEST_GAP_S:
+            self.gpu_s += seconds * self._last.get("gpus", 0)
+        if time not in self:
+            self._full.append(time)
+        self._last = self[time] = look
+        if len(self._full) <= FULL_LOOKS:
+            return
+        oldest = self._full.popleft()
+        look = self.pop(oldest)
+        if self._shortened % self._each == 0:
+            self[oldest] = short_look(look)
+        self._shortened += 1
+        if len(self) > MOST_LOOKS:
+            for time in [time for time in sorted(self) if time not in self._full][1::2]:
+                del self[time]
+            self._each *= 2
 
 
 class Records:
-    """Records by version, read from the file at once. Example: `{3: {"version": 3, "reward/mean": 0.4}}`."""
+    """Records by version, read from the file at once. Example: `{3: {"version": 3, "reward/mean": 0.4}}`.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `looks` False: without those of servers and buffer.
+    """
+
+    def __init__(self, path: Path, looks: bool = True) -> None:
+        self.path, self.looks = path, looks
         self.by_version: dict[int, Record] = {}
         self.evaluations: dict[int, Record] = {}
         """By the version that was evaluated; keys as in `eval/aime/pass@8`."""
-        self.servers: dict[float, Record] = {}
-        """Looks at servers and buffer, by their time."""
+        self.servers = Looks()
         self.position = Position()
         """Up to where the file is read."""
         self.read()
 
     def read(self) -> list[Record]:
         """Records of versions and evaluations that were written since the last call, or since construction."""
-        records, self.position, replaced = read_after(self.path, self.position)
+        lines, self.position, replaced = _lines_after(self.path, self.position)
         known = self.by_version, self.evaluations
         if replaced:  # what it does not have any more is trained again
-            self.by_version, self.evaluations, self.servers = {}, {}, {}
-        return [record for record in records if self._take_up(record, *known)]
+            self.by_version, self.evaluations, self.servers = {}, {}, Looks()
+        return [record for line in lines if (record := _record(line)) and self._take_up(record, *known)]
 
     def _take_up(self, record: Record, versions: Mapping[int, Record], evaluations: Mapping[int, Record]) -> bool:
         """Whether it is of a version and differs from what was known before."""
         if is_of_servers(record):
-            self.servers[record["time"]] = record
+            if self.looks:
+                self.servers.take_up(record)
             return False
         kind, known, version = self.by_version, versions, record["version"]
         if EVALUATED in record:
@@ -136,6 +184,20 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 def is_of_servers(record: Record) -> bool:
     """Whether it is a look at servers and buffer."""
     return record.get("kind") == "servers"
+
+
+def short_look(look: Record) -> Record:
+    """A look at the servers with all sums, and OWN_FIGURES of MOST_SERVERS of them."""
+    own, kept = list[str](), {}
+    for key, value in look.items():
+        first, name, figure = [*key.split("/", 2), "", ""][:3]
+        if first == "server":
+            if name not in own:
+                own.append(name)
+            if figure not in OWN_FIGURES or own.index(name) >= MOST_SERVERS:
+                continue
+        kept[key] = value
+    return kept
 
 
 def _record(line: bytes) -> Record | None:

@@ -111,7 +111,7 @@ def _servers(config: Config, state: State | None, looks: list[Record]) -> str:
 
 def _cost(config: Config, records: Records, looks: list[Record]) -> dict[str, str]:
     """GPU hours so far and, with a price, what they cost, and about how much it is when the run ends."""
-    hours = figures.gpu_hours(looks)
+    hours = figures.gpu_hours(records.servers)
     if hours is None:
         return {}
     shown, price = {"GPU hours": f"{hours:,.1f}"}, config.log.price_per_gpu_hour

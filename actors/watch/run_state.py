@@ -112,9 +112,12 @@ def stored(file: Path) -> State:
     )
 
 
-def ending(config: Config, run: Path, held: State | None, say_ago: bool = True) -> str:
-    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died."""
-    records = Records(run / "metrics.jsonl")
+def ending(config: Config, run: Path, held: State | None, say_ago: bool = True, records: Records | None = None) -> str:
+    """How and when a run without a buffer has ended by itself; nothing for one that was interrupted or has died.
+
+    `records` None: read for this.
+    """
+    records = records or Records(run / "metrics.jsonl", looks=False)
     if records.by_version and max(records.by_version) >= config.run.versions:
         return f"finished at {when(records.path.stat().st_mtime, say_ago)}"
     if held and held.ended and held.trained + 1 == held.version < config.run.versions:

@@ -99,7 +99,7 @@ def is_well(url: str) -> bool:
 
 def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
     """Versions, how the run ended if it has, the last record and its age, checkpoints."""
-    log = Records(run / "metrics.jsonl")
+    log = Records(run / "metrics.jsonl", looks=False)
     records = log.ordered()
     done = records[-1]["version"] if records else 0
     yield f"run {config.run.name} in {run}: version {done} of {config.run.versions}" + (f", {ended}" if ended else "")

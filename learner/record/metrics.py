@@ -97,8 +97,9 @@ class Metrics:
         """Those in the records up to `version`, by the versions at which they were due."""
         if self.path is None or not self.path.exists():
             return []
-        found = [record for record in read(self.path) if record["version"] <= version]
-        return [int(record["eval/due"]) for record in found if "eval/due" in record]
+        with self.path.open() as file:  # the others, which may be very many, need no parsing here
+            found = [json.loads(line) for line in file if '"eval/due"' in line and line.endswith("\n")]
+        return [int(record["eval/due"]) for record in found if record["version"] <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
         """Append `record`; first remove what is recorded of `version` and later ones, if this process has not yet."""

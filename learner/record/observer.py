@@ -57,7 +57,7 @@ class Observer:
     def _serve(self) -> None:
         try:
             self._loop.run_until_complete(self._until_over())
-        except (OSError, RefusedError) as error:  # a full disk, a buffer of another release: the run goes on without
+        except RefusedError as error:  # a buffer of another release: the run goes on without
             log.warning("no more records of servers and buffer: %s", error)
 
     async def _until_over(self) -> None:
@@ -70,11 +70,16 @@ class Observer:
 
     async def _record(self) -> None:
         """Record until cancelled. The learner's own connection warns of a buffer that is out of reach."""
-        address, config = self.config.buffer.address, self.config
+        address, config, has_failed = self.config.buffer.address, self.config, False
         async with Connection(address, "observer", "observer", keys=self.keys, late_s=math.inf) as connection:
             while True:
                 state = await connection.expect(Status(), State)
-                self.log_record(servers_record(state, time.time(), config, self.learner_gpus))
+                try:
+                    self.log_record(servers_record(state, time.time(), config, self.learner_gpus))
+                except OSError as error:  # a disk that is full for a moment
+                    if not has_failed:
+                        log.warning("records of servers and buffer are lost as long as this lasts: %s", error)
+                    has_failed = True
                 await asyncio.sleep(config.log.servers_every_s)
 
 

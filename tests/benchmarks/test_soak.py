@@ -103,7 +103,7 @@ def test_a_run_with_a_kill_of_each_process_loses_nothing(tmp_path: Path) -> None
         "reward": {"function": "math"},
         "batch": {"groups": 4, "samples": 2},
         "learner": {"device": "cpu"},
-        "rollout": {"device": "cpu", "servers": 2, "heartbeat_s": 0.2},
+        "rollout": {"device": "cpu", "servers": 2, "heartbeat_s": 2.0, "attempts": 10**6},
         "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "keep": "all"},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(settings))

@@ -117,7 +117,8 @@ async def test_answers_of_any_batch_can_be_read(tmp_path: Path) -> None:
         found = await (await session.get("/samples", params={"batch": "39"})).json()
         assert [one["answer"] for one in found] == [HOSTILE, HOSTILE] and found[0]["prompt"] == "8 6 4=2"
         assert await (await session.get("/samples", params={"batch": "7"})).json() == []
-        assert (await session.get("/samples", params={"batch": "x"})).status == 400
+        for none in ("", "x", "²", "9" * 5000):
+            assert (await session.get("/samples", params={"batch": none})).status == 400
         assert HOSTILE not in await (await session.get("/")).text()
 
 
@@ -128,6 +129,7 @@ async def test_a_web_site_cannot_make_its_name_mean_this_machine(tmp_path: Path)
         for name in ("localhost:9", "127.0.0.1", "[::1]:5680"):
             assert (await session.get("/", headers={"Host": name})).status == 200
     assert not is_loopback_host("10.0.0.7") and not is_loopback_host("head-node") and is_loopback_host("::1")
+    assert not is_loopback_host("") and not is_loopback_host("[]"), "all interfaces"
 
 
 def families(text: str) -> dict[str, dict[tuple[str, ...], float]]:
@@ -190,3 +192,30 @@ def test_a_run_that_is_none_and_a_port_that_is_taken_are_refused(
             assert len(found.stderr.splitlines()) == 1
 
     test()
+
+
+@pytest.mark.parametrize(
+    ("address", "names"),
+    [
+        (["--host", ""], "--host is empty"),
+        (["--port=70000"], "--port 70000"),
+        (["--host=localhost", "--port=70000"], "--port 70000"),
+        (["--port=-1"], "--port -1"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], address: list[str], names: str
+) -> None:
+    config = make_config(tmp_path)
+    assert main([*address, str(config.run.path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"python -m actors watch: {names}")
+
+
+def test_a_dead_run_is_judged_by_the_records_that_are_read_already(tmp_path: Path) -> None:
+    config, other = make_config(tmp_path), make_config(tmp_path / "other")
+    watcher = Watcher(config, config.run.path)
+    append(other.run.path, *(record(version) for version in range(1, 41)))
+    watcher.records = Records(other.run.path / "metrics.jsonl")
+    watcher.look()
+    assert watcher.overview.status == "ended"

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.report.page import embedded, render
-from actors.report.page_data import folded, page_data, short, short_look, spread
-from actors.watch.metrics_log import Records
+from actors.report.page_data import folded, page_data, short, spread
+from actors.watch.metrics_log import Records, short_look
 from actors.watch.overview import look_over
 from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, store
 

@@ -242,3 +242,10 @@ def test_the_servers_are_those_that_are_wanted_now(tmp_path: Path) -> None:
     assert shown.servers() == "2/4 alive, 1 draining"
     shown.state = State(**{**BARE, "servers": servers})
     assert shown.servers() == "3/2 alive"
+
+
+def test_looks_at_the_servers_are_not_kept(tmp_path: Path) -> None:
+    shown = display(tmp_path)
+    write(tmp_path, {"version": 1}, {"kind": "servers", "time": 5.0})
+    shown.refresh()
+    assert list(shown.records.by_version) == [1] and not shown.records.servers

@@ -1,11 +1,13 @@
 """Figures derived from records: shares, pace, GPU hours, against arithmetic done by hand."""
 
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from actors.watch import figures
-from actors.watch.metrics_log import Position, Records, read_after
+from actors.watch.metrics_log import FULL_LOOKS, MOST_LOOKS, Looks, Position, Record, Records, read_after
 from tests.harness.watched import append, evaluation, look, record
 
 
@@ -46,10 +48,43 @@ def test_parked_places_are_those_that_servers_count_else_the_free_ones() -> None
 
 
 def test_gpu_hours_count_while_the_run_is_alive() -> None:
-    looks = [look(0, 1), look(600, 2, gpus=5), look(1200, 3), look(90_000, 4), look(90_360, 5)]
+    looks = looks_of([look(0, 1), look(600, 2, gpus=5), look(1200, 3), look(90_000, 4), look(90_360, 5)])
     assert figures.gpu_hours(looks) == pytest.approx((600 * 3 + 600 * 5 + 360 * 3) / 3600)
-    assert figures.gpu_hours([look(0, 1, gpus=0), look(60, 1, gpus=0)]) is None
-    assert figures.gpu_hours([]) is None
+    assert figures.gpu_hours(looks_of([look(0, 1, gpus=0), look(60, 1, gpus=0)])) is None
+    assert figures.gpu_hours(Looks()) is None
+
+
+def looks_of(several: Iterable[Record]) -> Looks:
+    looks = Looks()
+    for one in several:
+        looks.take_up(one)
+    return looks
+
+
+def test_of_a_long_run_the_last_looks_are_whole_and_the_others_few_and_short() -> None:
+    last = 10 * MOST_LOOKS
+    looks = looks_of(look(15.0 * number, number) for number in range(last + 1))
+    times = sorted(looks)
+    assert MOST_LOOKS / 2 < len(looks) <= MOST_LOOKS and times[0] == 0
+    assert times[-FULL_LOOKS:] == [15.0 * number for number in range(last - FULL_LOOKS + 1, last + 1)]
+    assert all(looks[time] == look(time, int(time / 15)) for time in times[-FULL_LOOKS:])
+    old = times[:-FULL_LOOKS]
+    assert {after - before for before, after in pairwise(old)} == {15.0 * 16}, "evenly spread"
+    assert all("server/rollout-0/places" not in looks[time] for time in old) and "servers/places" in looks[0]
+    assert figures.gpu_hours(looks) == pytest.approx(15 * last * 3 / 3600), "of those left out too"
+
+
+def test_looks_out_of_order_are_no_trouble() -> None:
+    several = [look(time, 1) for time in (*range(MOST_LOOKS, 0, -1), *range(-100, 200), *[7] * 50)]
+    assert len(looks_of(several)) <= MOST_LOOKS and figures.gpu_hours(looks_of(several)) is not None
+
+
+def test_who_needs_no_looks_keeps_none(run: Path) -> None:
+    append(run, look(5.0, 1), record(1))
+    lean = Records(run / "metrics.jsonl", looks=False)
+    assert list(lean.by_version) == [1] and not lean.servers
+    append(run, look(6.0, 1), record(2))
+    assert [one["version"] for one in lean.read()] == [2] and not lean.servers
 
 
 def test_looks_at_servers_are_no_versions(run: Path) -> None:

@@ -149,6 +149,14 @@ def test_a_restarted_learner_knows_what_it_recorded(tmp_path: Path) -> None:
     ]
 
 
+def test_evaluations_are_found_without_reading_all_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    Metrics(path).log_evaluations(2, [result(2, 2)])
+    with path.open("a") as file:
+        file.write("a look that must not be parsed\n" + '{"version": 2, "eval/due": 4')
+    assert Metrics(path).evaluations(2) == [2]
+
+
 def test_the_last_evaluation_is_recorded_by_a_learner_that_only_waits_for_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path)

@@ -1,8 +1,11 @@
 """Looks at servers and buffer: what a State becomes, and that a real buffer is asked again and again."""
 
 import asyncio
+import errno
 import threading
 from pathlib import Path
+
+import pytest
 
 from learner.record.observer import Observer, servers_record
 from tests.harness.buffer_process import buffer, in_loop, rollout
@@ -47,6 +50,25 @@ async def test_the_buffer_is_asked_until_the_learner_ends(tmp_path: Path) -> Non
             assert await asyncio.to_thread(enough.wait, 50.0)
     assert found[-1]["server/rollout-0/running"] == 5.0
     assert [one["time"] for one in found] == sorted(one["time"] for one in found)
+
+
+@in_loop
+async def test_a_disk_that_is_full_for_a_moment_costs_a_few_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries, written = [], threading.Event()
+
+    def take(record):
+        tries.append(record)
+        if len(tries) <= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.set()
+
+    async with buffer() as served:
+        config = make_config(tmp_path, f"buffer.address={served.address}", "log.servers_every_s=0.05")
+        with Observer(config, None, 0, take):
+            assert await asyncio.to_thread(written.wait, 50.0)
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_a_learner_whose_buffer_is_gone_ends_all_the_same(tmp_path: Path) -> None:
