@@ -8,9 +8,10 @@ person, `actors/scaling/rule.py` decides, and its number is kept in the buffer t
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
-from actors.process import Process
+from actors.process import FINAL, Process
 from actors.scaling.rule import Look, Rule, Wish
 from actors.supervise.supervisor import Supervisor
 from actors.watch.run_state import silent
@@ -111,7 +112,8 @@ class Fleet:
         """Its wish; while servers are on their way, it looks away."""
         if self._rule is None:
             return None
-        lives, gone = self._supervisor.servers(), silent(state, self.config)
+        gone, kept = silent(state, self.config), self._supervisor.servers()
+        lives = {name: life for name, life in kept.items() if life not in FINAL}
         works = [name for name, life in lives.items() if life == "started" and name not in gone]
         known = [state.servers[name] for name in works if name in state.servers]
         if len(works) < len(lives) or len(known) < len(works) or any(one["version"] is None for one in known):
@@ -130,11 +132,15 @@ class Fleet:
         wish = self._rule.look(look, len(works), self._rule.most if free is None else free)
         if self._rule.advice and not before:
             self._say(f"servers: {self.wanted} stay: {self._rule.advice}")
+        if wish and wish.servers > len(works):  # beside those that gave up
+            wish = replace(wish, servers=min(wish.servers + len(kept) - len(lives), self._rule.most))
         return wish
 
     def _staying(self) -> list[str]:
-        """Servers that are not drained, the oldest first. Those that gave up keep their place: others would too."""
-        return [name for name, life in self._supervisor.servers().items() if life != "draining"]
+        """Servers that are not drained, the oldest first; last those that gave up, which keep their place: others would
+        give up too."""
+        lives = self._supervisor.servers()
+        return sorted((name for name in lives if lives[name] != "draining"), key=lambda name: lives[name] in FINAL)
 
     def _free(self) -> int | None:
         """Servers for which Ray has room beyond those that it is placing already; None: any number."""

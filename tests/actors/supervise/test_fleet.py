@@ -103,6 +103,13 @@ def test_one_that_gave_up_keeps_its_place_and_nothing_is_placed_while_the_run_en
     assert len(it.adapt(**by_hand(4))) == 2
 
 
+def test_one_that_gave_up_is_drained_before_those_that_work() -> None:
+    it = Fixture(3)
+    it.supervisor.lives["rollout-0"] = "gave_up"
+    it.supervisor.lives["rollout-1"] = "ended"
+    assert it.adapt(**by_hand(1)) == {"rollout-0": "draining", "rollout-1": "draining", "rollout-2": "started"}
+
+
 @pytest.mark.parametrize(
     ("words", "bounds", "bound"),
     [
@@ -143,6 +150,14 @@ def test_the_rule_asks_for_more_says_why_and_looks_away_while_they_start() -> No
     for second in range(300, 420):
         it.adapt(now=float(second), **watched(second, waits=True, servers=4))
     assert it.fleet.wanted == 5
+
+
+def test_the_rule_goes_on_beside_one_that_gave_up_and_asks_for_more_than_that() -> None:
+    it = Fixture(3, "--rollout.servers={min: 2, max: 5}", room=8)
+    it.supervisor.lives["rollout-0"] = "gave_up"
+    for second in range(62):
+        kept = it.adapt(now=float(second), **watched(second, waits=True, servers=3))
+    assert list(kept.values()) == ["gave_up", "started", "started", "placing", "placing"] and it.fleet.wanted == 5
 
 
 def test_a_persons_number_holds_against_the_rule_until_auto() -> None:
