@@ -155,7 +155,7 @@ class Fleet:
             least, most, bound = servers.min, servers.max, f"rollout.servers has min {servers.min}, max {servers.max}"
         if port:
             most, bound = 1, f"rollout.chat.port is {port}, for one server"
-        placed = sum(life != "placing" for life in self._supervisor.servers().values())
+        placed = sum(life not in ("placing", *FINAL) for life in self._supervisor.servers().values())
         if self.room is not None and placed + self.room < most:
             most, bound = placed + self.room, f"Ray has GPUs for {placed + self.room} of them"
         return least, max(most, least), bound

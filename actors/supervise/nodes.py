@@ -161,6 +161,11 @@ class NodeWatch:
         return not keeper.nodes or any(not self._is_alive(node) for node in keeper.nodes)
 
 
+def in_a_line(error: BaseException) -> str:
+    """Its kind, and the last line of what it says: before that Ray has the stack of the other machine."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[-1]}"
+
+
 def needs(process: Process) -> str:
     """The nodes that a process takes, in words."""
     share = process.gpus // process.nodes

@@ -103,6 +103,12 @@ def test_one_that_gave_up_keeps_its_place_and_nothing_is_placed_while_the_run_en
     assert len(it.adapt(**by_hand(4))) == 2
 
 
+def test_the_gpus_of_one_that_gave_up_are_counted_once() -> None:
+    it = Fixture(2, room=1)
+    it.supervisor.lives["rollout-1"] = "gave_up"
+    assert it.fleet.kept().most == 2
+
+
 def test_one_that_gave_up_is_drained_before_those_that_work() -> None:
     it = Fixture(3)
     it.supervisor.lives["rollout-0"] = "gave_up"
@@ -153,7 +159,7 @@ def test_the_rule_asks_for_more_says_why_and_looks_away_while_they_start() -> No
 
 
 def test_the_rule_goes_on_beside_one_that_gave_up_and_asks_for_more_than_that() -> None:
-    it = Fixture(3, "--rollout.servers={min: 2, max: 5}", room=8)
+    it = Fixture(3, "--rollout.servers={min: 2, max: 5}", room=8, own=3)
     it.supervisor.lives["rollout-0"] = "gave_up"
     for second in range(62):
         kept = it.adapt(now=float(second), **watched(second, waits=True, servers=3))
