@@ -94,10 +94,14 @@ def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
 
 async def arrival(config: Config, connection: Connection, servers: int, broken: Collection[str] = ()) -> int:
     """Wait until the servers are as asked for, those apart that were `broken` before, and say what happens meanwhile;
-    the exit code."""
+    the exit code: FAILED too once another number is wanted."""
     told: dict[str, str] = {}
     while True:
         state = await connection.expect(Status(), State)
+        if (state.wanted_servers, state.wanted_by_person) != (servers, True):
+            by = "by another `scale`" if state.wanted_by_person else "as the run file says"
+            print(f"{state.wanted_servers} servers are wanted now, {by}, and no longer {servers}")
+            return FAILED
         now = lives(state, config)
         for name, life in {**dict.fromkeys(told.keys() - now.keys(), "has left"), **now}.items():
             if told.get(name) != life and state.kept:

@@ -8,15 +8,18 @@ person, `actors/scaling/rule.py` decides, and its number is kept in the buffer t
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from actors.process import FINAL, Process
 from actors.scaling.rule import Look, Rule, Wish
+from actors.supervise.nodes import Patience
 from actors.supervise.supervisor import Supervisor
 from actors.watch.run_state import silent
 from buffer.curve import client_keys_for
-from buffer.wire.connection import Connection
+from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Kept, Scale, State, Status
 from configs.schema import Config, ServerRange
 
@@ -57,21 +60,27 @@ class Fleet:
     async def follow(self) -> None:
         """Do what is wanted until cancelled; wait while the buffer does not answer."""
         address = self.config.buffer.address
-        keys = client_keys_for(address, self.config.run.path)
+        keys, wish = client_keys_for(address, self.config.run.path), None
+        ask_ray, patience = partial(asyncio.to_thread, self._ask_ray), Patience(self._say)
         async with Connection(address, "launcher", "observer", keys=keys) as connection:
             while True:
                 state = await connection.expect(Status(), State)
-                self.room = await asyncio.to_thread(self._ask_ray)
-                wish = self.adapt(state, time.monotonic())
-                if wish:
-                    await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                self.room = await patience.ask(ask_ray, self.room)
+                wish = self.adapt(state, time.monotonic()) or wish
                 if state.kept != (kept := self.kept()):
                     await connection.request(kept)
+                if wish:
+                    with suppress(RefusedError):  # a buffer that has started since its answer: the next time
+                        await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                        wish = None
                 await asyncio.sleep(POLL_S)
 
     def adapt(self, state: State, now: float) -> Wish | None:
-        """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now."""
-        if self._supervisor.ending:
+        """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now.
+
+        Before those that the run begins with are placed, room is theirs.
+        """
+        if self._supervisor.ending or not self._supervisor.placed.is_set():
             return None
         held = state.wanted_servers if state.wanted_by_person else None
         wish = self._ask_rule(state, now) if held is None else None

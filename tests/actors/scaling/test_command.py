@@ -11,7 +11,7 @@ import pytest
 from actors.scaling import command
 from actors.scaling.command import arrival, prospect, scale
 from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.protocol import Ack, Kept
+from buffer.wire.protocol import Ack, Kept, Scale
 from configs.load import load
 from configs.schema import Config
 from tests.harness.buffer_process import buffer, client, free_port, in_loop, rollout
@@ -151,6 +151,24 @@ async def test_what_failed_before_is_not_this_commands_failure(
         await it_keeps.expect(kept(2, rollout_0="gave_up", rollout_2="started"), Ack)
         assert await waiting == 0
     assert said.read()[0].startswith("servers: 3 -> 2; drained: rollout-0; ")
+
+
+@pytest.mark.parametrize(("other", "line"), [(3, "3 servers are wanted now, by another `scale`, and no longer 2"),
+                                             (None, "1 servers are wanted now, as the run file says, and no longer 2")])  # fmt: skip
+def test_it_does_not_wait_once_another_number_is_wanted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, other: int | None, line: str
+) -> None:
+    async def go() -> None:
+        said = Said(capsys)
+        async with buffer() as it, launcher(it.address) as it_keeps:
+            waiting = asyncio.create_task(scale(config(tmp_path, it.address), 2, waits=True))
+            await said.until("rollout-0 started")
+            await it_keeps.expect(Scale(servers=other), Ack)
+            async with asyncio.timeout(120):
+                assert await waiting == 1
+        assert said.read()[-1] == line
+
+    asyncio.run(go())
 
 
 def test_what_will_happen_in_words(tmp_path: Path) -> None:
