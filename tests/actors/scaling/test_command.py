@@ -153,8 +153,13 @@ async def test_what_failed_before_is_not_this_commands_failure(
     assert said.read()[0].startswith("servers: 3 -> 2; drained: rollout-0; ")
 
 
-@pytest.mark.parametrize(("other", "line"), [(3, "3 servers are wanted now, by another `scale`, and no longer 2"),
-                                             (None, "1 servers are wanted now, as the run file says, and no longer 2")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (3, "3 servers are wanted now, by another `scale`, and no longer 2"),
+        (None, "1 servers are wanted now, as the run file says, and no longer 2"),
+    ],
+)
 def test_it_does_not_wait_once_another_number_is_wanted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, other: int | None, line: str
 ) -> None:
