@@ -7,9 +7,10 @@ the next `scale`, over restarts too; `auto` goes back to what the run file says.
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 
+from actors.process import FINAL
 from actors.watch.run_state import find_run, silent
 from buffer.curve import KeysError, client_keys_for
 from buffer.wire.connection import Connection, RefusedError
@@ -20,7 +21,6 @@ from configs.schema import Config
 PROG = "python -m actors scale"
 ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
 """Longest wait for the buffer's answer; and how often it is asked for the launcher's first word since its start."""
-GIVEN_UP = ("gave_up", "refused", "ended")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +60,8 @@ async def scale(config: Config, servers: int | None, waits: bool) -> int:
         async with asyncio.timeout(ANSWER_S):
             await connection.expect(Scale(servers=servers), Ack)
         print("\n".join(prospect(config, kept, servers)), flush=True)
-        return await arrival(config, connection, servers) if waits and servers else DONE
+        broken = [name for name, life in kept.servers.items() if life in FINAL]
+        return await arrival(config, connection, servers, broken) if waits and servers else DONE
 
 
 async def launchers_word(connection: Connection) -> Kept | None:
@@ -76,32 +77,41 @@ async def launchers_word(connection: Connection) -> Kept | None:
 
 def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
     """What will happen, in lines."""
-    going = [name for name, life in kept.servers.items() if life not in ("draining", *GIVEN_UP)]
     if servers is None:
         return ["the number of servers is the run file's again"]
-    if servers == len(going) == kept.wanted:
-        return [f"{servers} servers are kept already: {', '.join(going)}"]
-    if servers < len(going):
+    staying = [name for name, life in kept.servers.items() if life != "draining"]
+    staying.sort(key=lambda name: kept.servers[name] in FINAL)  # drained first
+    broken = ", ".join(name for name in staying[:servers] if kept.servers[name] in FINAL)
+    remedy = [f"{broken} could not be kept before: scale down and up again to try anew"] * bool(broken)
+    if servers == len(staying):
+        return [f"{servers} servers are kept already: {', '.join(staying)}", *remedy]
+    if servers < len(staying):
         bound = f"their groups are finished within {config.rollout.drain_s:g} s, or made by the others"
-        return [f"servers: {len(going)} -> {servers}; drained: {', '.join(going[servers:])}; {bound}"]
-    new = f"{servers - len(going)} to be placed; vLLM starts in a minute or two, then they generate"
-    return [f"servers: {len(going)} -> {servers}; {new}"]
+        return [f"servers: {len(staying)} -> {servers}; drained: {', '.join(staying[servers:])}; {bound}", *remedy]
+    new = f"{servers - len(staying)} to be placed; vLLM starts in a minute or two, then they generate"
+    return [f"servers: {len(staying)} -> {servers}; {new}", *remedy]
 
 
-async def arrival(config: Config, connection: Connection, servers: int) -> int:
-    """Wait until the servers are as asked for, and say what happens meanwhile; the exit code."""
+async def arrival(config: Config, connection: Connection, servers: int, broken: Collection[str] = ()) -> int:
+    """Wait until the servers are as asked for, those apart that were `broken` before, and say what happens meanwhile;
+    the exit code: FAILED too once another number is wanted."""
     told: dict[str, str] = {}
     while True:
         state = await connection.expect(Status(), State)
+        if (state.wanted_servers, state.wanted_by_person) != (servers, True):
+            by = "by another `scale`" if state.wanted_by_person else "as the run file says"
+            print(f"{state.wanted_servers} servers are wanted now, {by}, and no longer {servers}")
+            return FAILED
         now = lives(state, config)
         for name, life in {**dict.fromkeys(told.keys() - now.keys(), "has left"), **now}.items():
             if told.get(name) != life and state.kept:
                 print(f"{name} {life.replace('_', ' ')}", flush=True)
         told = now if state.kept else told
-        if failed := [name for name, life in told.items() if life in GIVEN_UP]:
+        others = {name: life for name, life in told.items() if name not in broken}
+        if failed := [name for name, life in others.items() if life in FINAL]:
             print(f"{', '.join(failed)} could not be kept: see logs/; scale down and up again to try anew")
             return FAILED
-        if state.kept and state.kept.wanted == servers == len(told) and set(told.values()) == {"generates"}:
+        if state.kept and state.kept.wanted == servers == len(told) and {*others.values()} <= {"generates"}:
             return DONE
         await asyncio.sleep(POLL_S)
 

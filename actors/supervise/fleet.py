@@ -8,14 +8,18 @@ person, `actors/scaling/rule.py` decides, and its number is kept in the buffer t
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import count
 
-from actors.process import Process
+from actors.process import FINAL, Process
 from actors.scaling.rule import Look, Rule, Wish
+from actors.supervise.nodes import Patience
 from actors.supervise.supervisor import Supervisor
 from actors.watch.run_state import silent
 from buffer.curve import client_keys_for
-from buffer.wire.connection import Connection
+from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Kept, Scale, State, Status
 from configs.schema import Config, ServerRange
 
@@ -56,21 +60,27 @@ class Fleet:
     async def follow(self) -> None:
         """Do what is wanted until cancelled; wait while the buffer does not answer."""
         address = self.config.buffer.address
-        keys = client_keys_for(address, self.config.run.path)
+        keys, wish = client_keys_for(address, self.config.run.path), None
+        ask_ray, patience = partial(asyncio.to_thread, self._ask_ray), Patience(self._say)
         async with Connection(address, "launcher", "observer", keys=keys) as connection:
             while True:
                 state = await connection.expect(Status(), State)
-                self.room = await asyncio.to_thread(self._ask_ray)
-                wish = self.adapt(state, time.monotonic())
-                if wish:
-                    await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                self.room = await patience.ask(ask_ray, self.room)
+                wish = self.adapt(state, time.monotonic()) or wish
                 if state.kept != (kept := self.kept()):
                     await connection.request(kept)
+                if wish:
+                    with suppress(RefusedError):  # a buffer that has started since its answer: the next time
+                        await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                        wish = None
                 await asyncio.sleep(POLL_S)
 
     def adapt(self, state: State, now: float) -> Wish | None:
-        """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now."""
-        if self._supervisor.ending:
+        """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now.
+
+        Before those that the run begins with are placed, room is theirs.
+        """
+        if self._supervisor.ending or not self._supervisor.placed.is_set():
             return None
         held = state.wanted_servers if state.wanted_by_person else None
         wish = self._ask_rule(state, now) if held is None else None
@@ -111,7 +121,8 @@ class Fleet:
         """Its wish; while servers are on their way, it looks away."""
         if self._rule is None:
             return None
-        lives, gone = self._supervisor.servers(), silent(state, self.config)
+        gone, kept = silent(state, self.config), self._supervisor.servers()
+        lives = {name: life for name, life in kept.items() if life not in FINAL}
         works = [name for name, life in lives.items() if life == "started" and name not in gone]
         known = [state.servers[name] for name in works if name in state.servers]
         if len(works) < len(lives) or len(known) < len(works) or any(one["version"] is None for one in known):
@@ -130,11 +141,15 @@ class Fleet:
         wish = self._rule.look(look, len(works), self._rule.most if free is None else free)
         if self._rule.advice and not before:
             self._say(f"servers: {self.wanted} stay: {self._rule.advice}")
+        if wish and wish.servers > len(works):  # beside those that gave up
+            wish = replace(wish, servers=min(wish.servers + len(kept) - len(lives), self._rule.most))
         return wish
 
     def _staying(self) -> list[str]:
-        """Servers that are not drained, the oldest first. Those that gave up keep their place: others would too."""
-        return [name for name, life in self._supervisor.servers().items() if life != "draining"]
+        """Servers that are not drained, the oldest first; last those that gave up, which keep their place: others would
+        give up too."""
+        lives = self._supervisor.servers()
+        return sorted((name for name in lives if lives[name] != "draining"), key=lambda name: lives[name] in FINAL)
 
     def _free(self) -> int | None:
         """Servers for which Ray has room beyond those that it is placing already; None: any number."""
@@ -149,7 +164,7 @@ class Fleet:
             least, most, bound = servers.min, servers.max, f"rollout.servers has min {servers.min}, max {servers.max}"
         if port:
             most, bound = 1, f"rollout.chat.port is {port}, for one server"
-        placed = sum(life != "placing" for life in self._supervisor.servers().values())
+        placed = sum(life not in ("placing", *FINAL) for life in self._supervisor.servers().values())
         if self.room is not None and placed + self.room < most:
             most, bound = placed + self.room, f"Ray has GPUs for {placed + self.room} of them"
         return least, max(most, least), bound

@@ -8,11 +8,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from actors.process import Event, Process
 
+T = TypeVar("T")
 LOOK_EVERY_S = 1.0
+PATIENCE_S = 60.0
 REMIND_S = 60.0
 """Seconds until it is said again that something waits for a node, twice as long each time."""
 STARTS_S = 10.0
@@ -84,6 +86,28 @@ def news(before: Mapping[str, ClusterNode], after: Mapping[str, ClusterNode], no
             yield NodeNews("lost", node, was.address, was.gpus)
 
 
+class Patience:
+    """For a question to Ray, asked again and again: while it fails, PATIENCE_S at most, the last answer holds."""
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._now = say, now
+        self._failing_since: float | None = None
+
+    async def ask(self, question: Callable[[], Awaitable[T]], last: T) -> T:
+        """The answer, or `last`. Raises what `question` raises once it has failed for PATIENCE_S."""
+        try:
+            answer = await question()
+        except Exception as error:  # what passes has no class of its own in Ray
+            if self._failing_since is None:
+                self._failing_since = self._now()
+                self._say(f"Ray does not answer, and is asked again for {PATIENCE_S:.0f} s: {in_a_line(error)}")
+            if self._now() >= self._failing_since + PATIENCE_S:
+                raise
+            return last
+        self._failing_since = None
+        return answer
+
+
 class NodeWatch:
     """`look` asks Ray for its nodes by id; `keepers` are those of the run, which grow and shrink with it."""
 
@@ -97,16 +121,15 @@ class NodeWatch:
         self._look, self._keepers, self._say, self._hear = look, keepers, say, hear
         self.known: Mapping[str, ClusterNode] = {}
         self._changed = asyncio.Condition()
+        self._patience = Patience(say)
         self._leaving: set[asyncio.Task[None]] = set()
         self._waits: dict[str, tuple[float, float]] = {}  # since when by process, when to say it again
 
     async def watch(self) -> None:
         """Until cancelled."""
-        self.known = await self._look()
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            before, self.known = self.known, await self._look()
-            for each in news(before, self.known, time.time()):
+            before, self.known = self.known, await self._patience.ask(self._look, self.known)
+            for each in news(before, self.known, time.time()) if before else ():
                 self._tell(each)
                 self._hear(each)
             self._remind(time.monotonic())
@@ -114,7 +137,9 @@ class NodeWatch:
                 self._changed.notify_all()
             for task in [task for task in self._leaving if task.done()]:
                 self._leaving.discard(task)
-                task.result()
+                if error := task.exception():
+                    self._say(f"{task.get_name()} could not be drained and goes with its node: {in_a_line(error)}")
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def gone(self, node: str, limit_s: float) -> None:
         """Wait until `node` is gone, or `limit_s` and NOTICE_S more have passed: then it was a false alarm."""
@@ -142,7 +167,8 @@ class NodeWatch:
             self._say(f"{name} leaves in {news.deadline_s:.0f} s{drained}")
             for keeper in there:
                 within_s = max(0.0, news.deadline_s - CALL_S)
-                self._leaving.add(asyncio.create_task(keeper.leave(news.node, within_s)))
+                leaving = keeper.leave(news.node, within_s)
+                self._leaving.add(asyncio.create_task(leaving, name=keeper.process.name))
 
     def _remind(self, now: float) -> None:
         """Say what waits for a node, and what does no longer."""
@@ -159,6 +185,11 @@ class NodeWatch:
 
     def _is_homeless(self, keeper: Placed) -> bool:
         return not keeper.nodes or any(not self._is_alive(node) for node in keeper.nodes)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Its kind, and the last line of what it says: before that Ray has the stack of the other machine."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no words'])[-1].strip()}"
 
 
 def needs(process: Process) -> str:

@@ -155,7 +155,11 @@ class Cluster:
         if share <= self.gpus[0]:
             bundles[0][f"node:{self.address}"] = CPU_SHARE
         group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-        await asyncio.to_thread(group.wait, STARTED_S)
+        try:
+            await asyncio.to_thread(group.wait, STARTED_S)
+        except asyncio.CancelledError:  # as in `place`
+            ray.util.remove_placement_group(group)
+            raise
         strategies, members = ray.util.scheduling_strategies, []
         for number in range(process.nodes):
             log = process.log if number == 0 else process.log.with_name(f"{process.name}-node{number}.log")

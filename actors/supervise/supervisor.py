@@ -11,9 +11,10 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from traceback import extract_tb
 
 from actors.process import FINAL, Event, Process
-from actors.supervise.nodes import Placed
+from actors.supervise.nodes import Placed, in_a_line
 from buffer.wire.protocol import ServerLife
 from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, StopSignals
 
@@ -35,6 +36,8 @@ class Verdict:
     why: str
     last: str = ""
     """What is said once everything has ended."""
+    healthy: bool = False
+    """The run failed, but not its processes: they have their whole time to end."""
 
 
 class Supervisor:
@@ -61,8 +64,8 @@ class Supervisor:
         """Names of processes that will not be started again."""
         self._news: asyncio.Queue[tuple[Process, Event] | int | BaseException] = asyncio.Queue()
         """Final events, numbers of signals, and why a task of ours failed."""
-        self._placed = asyncio.Event()
-        """Those that the run begins with are."""
+        self.placed = asyncio.Event()
+        """Those that the run begins with are, or will not be."""
         self.left: list[str] = []
         """Servers that were drained while the run went on, and are gone."""
         self.ending = False
@@ -71,16 +74,18 @@ class Supervisor:
     async def run(self) -> int:
         """Place, watch, judge, drain. Returns the exit code; no process is left then."""
         with StopSignals(drain=self._news.put_nowait, force=self._news.put_nowait):
-            for process in tuple(self.processes):  # servers may be added meanwhile
-                self._keepers[process.name] = await self._place(process)
-                self._watch(process, self._follow(process))
-            self._placed.set()
-            while (verdict := self._judge(await self._next())) is None:
+            placing = asyncio.create_task(self._place_first(tuple(self.processes)))  # servers may be added meanwhile
+            placing.add_done_callback(self.notice_failure)
+            while (verdict := self._judge(await self._news.get())) is None:
                 pass
             self.ending = True
             self._say(verdict.why)
+            placing.cancel()
+            await asyncio.wait({placing})
+            self.placed.set()
             await self._end(verdict)
-            await asyncio.wait(self._followers.values(), timeout=LAST_EVENTS_S)
+            if self._followers:
+                await asyncio.wait(self._followers.values(), timeout=LAST_EVENTS_S)
         if verdict.last:
             self._say(verdict.last)
         return verdict.code
@@ -115,16 +120,15 @@ class Supervisor:
             self._news.put_nowait(error)
 
     async def _leave(self, name: str, within_s: float) -> None:
-        await self._placed.wait()
-        follower, keeper = self._followers[name], self._keepers.get(name)
-        if keeper is not None:
+        await self.placed.wait()
+        follower, keeper = self._followers.get(name), self._keepers.get(name)
+        if follower and keeper:
             self._say(f"draining {name}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(within_s + LOST_S):
                     await keeper.drain(within_s)
             await asyncio.wait({follower}, timeout=LAST_EVENTS_S)
-        follower.cancel()
-        self._ended.add(name)
+        self._forget(name)
         if keeper := self._keepers.pop(name, None):
             keeper.release()
         del self._lives[name]
@@ -134,12 +138,16 @@ class Supervisor:
         follower = self._followers[process.name] = asyncio.create_task(following)
         follower.add_done_callback(self.notice_failure)
 
-    async def _next(self) -> tuple[Process, Event] | int:
-        """The next news. Raises what a task of the launcher raised."""
-        news = await self._news.get()
-        if isinstance(news, BaseException):
-            raise news
-        return news
+    def _forget(self, name: str) -> None:
+        self._ended.add(name)
+        if name in self._followers:
+            self._followers[name].cancel()
+
+    async def _place_first(self, processes: Sequence[Process]) -> None:
+        for process in processes:
+            self._keepers[process.name] = await self._place(process)
+            self._watch(process, self._follow(process))
+        self.placed.set()
 
     async def _place_and_follow(self, process: Process) -> None:
         self._keepers[process.name] = await self._place(process)
@@ -158,8 +166,11 @@ class Supervisor:
                     self._ended.add(process.name)
                     self._news.put_nowait((process, event))
 
-    def _judge(self, news: tuple[Process, Event] | int) -> Verdict | None:
+    def _judge(self, news: tuple[Process, Event] | int | BaseException) -> Verdict | None:
         """The verdict if `news` ends the run."""
+        if isinstance(news, BaseException):
+            where = "".join(f" at {at.filename}:{at.lineno}" for at in extract_tb(news.__traceback__)[-1:])
+            return Verdict(FAILED, f"the launcher failed{where}: {in_a_line(news)}; draining", healthy=True)
         if isinstance(news, int):
             what = "the learner finishes its version and writes a checkpoint"
             return Verdict(128 + news, f"{signal.Signals(news).name}: draining; {what} (Ctrl-C again to force quit)")
@@ -178,6 +189,8 @@ class Supervisor:
                 why = "the learner ended the run; draining servers and buffer"
                 return Verdict(FAILED if event.code == GIVEN_UP else DATA_ENDED, why, event.text)
             return Verdict(DONE, "the learner is done; draining servers and buffer")
+        if process.role in ("rollout", "reward") and (keeper := self._keepers.pop(process.name, None)):
+            keeper.release()  # else it holds its GPUs, and another one that Ray makes of it starts the process again
         return None
 
     def _alive(self, role: str) -> list[Process]:
@@ -187,7 +200,7 @@ class Supervisor:
 
     async def _end(self, verdict: Verdict) -> None:
         """Drain all processes; at a signal, kill them."""
-        draining = asyncio.create_task(self._drain(failed=verdict.code in (FAILED, BAD_INPUT)))
+        draining = asyncio.create_task(self._drain(verdict.code in (FAILED, BAD_INPUT) and not verdict.healthy))
         forced = asyncio.create_task(self._next_signal())
         await asyncio.wait({draining, forced}, return_when="FIRST_COMPLETED")
         forced.cancel()
@@ -202,9 +215,8 @@ class Supervisor:
             pass
 
     async def _drain(self, failed: bool) -> None:
-        for name in [name for name, life in self._lives.items() if life == "placing" and name not in self._keepers]:
-            self._followers[name].cancel()
-            self._ended.add(name)
+        for name in {process.name for process in self.processes} - self._keepers.keys() - self._ended:
+            self._forget(name)
         for role in DRAIN_ORDER:
             if alive := self._alive(role):
                 self._say(f"draining {', '.join(process.name for process in alive)}")

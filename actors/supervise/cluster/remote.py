@@ -31,6 +31,8 @@ class RemoteKeeper:
         self._place: Whereabouts | None = None
         self._seen = 0  # number of the last event of the keeper at `_place`
         self._moving = self._ended = False
+        self._stopped = False
+        """For good: it moves to no other node."""
 
     @property
     def nodes(self) -> list[str]:
@@ -62,7 +64,7 @@ class RemoteKeeper:
         events: list[Event] = []
         for event in (event for event in found if event.number > self._seen):
             self._seen = event.number
-            if event.kind in FINAL and self._moving:
+            if event.kind in FINAL and self._moving and not self._stopped:
                 event = Event(0, "failed", "drained, for its node leaves; it starts on another one", event.code)
                 self._replace()
             if event.kind == "started" and self._place is not None and self._place.node:
@@ -75,7 +77,7 @@ class RemoteKeeper:
 
     async def leave(self, node: str, within_s: float) -> None:
         """Drain the process within `within_s`; `events` then has it started on another node."""
-        if not self._ended:
+        if not (self._ended or self._stopped):
             self._moving = True
             await self._end(within_s, self._actor.drain.options(max_task_retries=0), within_s)
 
@@ -87,17 +89,19 @@ class RemoteKeeper:
 
     async def drain(self, timeout_s: float) -> None:
         """As `Keeper.drain`; a keeper that waits for a node is given up."""
+        self._stopped = True
         await self._end(timeout_s, self._actor.drain, timeout_s)
 
     async def kill(self) -> None:
         """As `Keeper.kill`."""
+        self._stopped = True
         await self._end(0.0, self._actor.kill)
 
     def release(self) -> None:
         """End the keeper itself, wherever it is or waits to be: what Ray gave it is free."""
         import ray
 
-        self._ended = True
+        self._ended = self._stopped = True
         ray.kill(self._actor)
 
     async def _end(self, limit_s: float, method: Any, *arguments: float) -> None:
@@ -179,8 +183,8 @@ def _answer(reference: Any) -> Any:
 
 
 def log_lines(process: Process, events: Sequence[Event]) -> None:
-    """Write what a process printed on a node without the run's folder to its log here."""
-    if events:
+    """Append what a process printed on a node without the run's folder to its log here."""
+    with suppress(OSError):  # what a full disk does not take is left out
         process.log.parent.mkdir(parents=True, exist_ok=True)
         with open(process.log, "a", encoding="utf-8") as file:
             for event in events:

@@ -11,7 +11,7 @@ import pytest
 from actors.scaling import command
 from actors.scaling.command import arrival, prospect, scale
 from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.protocol import Ack, Kept
+from buffer.wire.protocol import Ack, Kept, Scale
 from configs.load import load
 from configs.schema import Config
 from tests.harness.buffer_process import buffer, client, free_port, in_loop, rollout
@@ -138,10 +138,53 @@ async def test_a_server_that_gives_up_is_a_failure_and_one_may_choose_not_to_wai
     assert "rollout-1 could not be kept" in capsys.readouterr().out
 
 
+@in_loop
+async def test_what_failed_before_is_not_this_commands_failure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = Said(capsys)
+    async with buffer() as it, launcher(it.address) as it_keeps, rollout(it.address, "rollout-2") as one:
+        await one.beat({})
+        await it_keeps.expect(kept(3, rollout_0="gave_up", rollout_1="started", rollout_2="started"), Ack)
+        waiting = asyncio.create_task(scale(config(tmp_path, it.address), 2, waits=True))
+        await said.until("rollout-0 gave up")
+        await it_keeps.expect(kept(2, rollout_0="gave_up", rollout_2="started"), Ack)
+        assert await waiting == 0
+    assert said.read()[0].startswith("servers: 3 -> 2; drained: rollout-0; ")
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (3, "3 servers are wanted now, by another `scale`, and no longer 2"),
+        (None, "1 servers are wanted now, as the run file says, and no longer 2"),
+    ],
+)
+def test_it_does_not_wait_once_another_number_is_wanted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, other: int | None, line: str
+) -> None:
+    async def go() -> None:
+        said = Said(capsys)
+        async with buffer() as it, launcher(it.address) as it_keeps:
+            waiting = asyncio.create_task(scale(config(tmp_path, it.address), 2, waits=True))
+            await said.until("rollout-0 started")
+            await it_keeps.expect(Scale(servers=other), Ack)
+            async with asyncio.timeout(120):
+                assert await waiting == 1
+        assert said.read()[-1] == line
+
+    asyncio.run(go())
+
+
 def test_what_will_happen_in_words(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:9")
     three = kept(3, rollout_0="started", rollout_2="failed", rollout_4="started", rollout_3="draining")
     (line,) = prospect(settings, three, 1)
     assert line.startswith("servers: 3 -> 1; drained: rollout-2, rollout-4; their groups are finished within 7 s")
     assert prospect(settings, three, 3) == ["3 servers are kept already: rollout-0, rollout-2, rollout-4"]
+    broken = kept(2, rollout_0="gave_up", rollout_1="started")
+    assert prospect(settings, broken, 3) == [
+        "servers: 2 -> 3; 1 to be placed; vLLM starts in a minute or two, then they generate",
+        "rollout-0 could not be kept before: scale down and up again to try anew",
+    ]
     assert prospect(settings, three, None) == ["the number of servers is the run file's again"]

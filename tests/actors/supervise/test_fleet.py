@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from actors.process import Process
+from actors.scaling.rule import Wish
 from actors.supervise.fleet import Fleet
-from buffer.wire.protocol import ServerLife, State, Waiter
+from buffer.wire.protocol import Kept, ServerLife, State, Waiter
 from configs.load import load
+from tests.harness.buffer_process import buffer, in_loop
 
 STATE = State(version=0, trained=-1, counts={}, dropped={}, ages={}, bytes_stored=0, servers={}, waiters=[], errors=0)
 
@@ -21,7 +23,8 @@ class NamesOnly:
         self.processes = [server(number) for number in range(servers)]
         self.lives: dict[str, ServerLife] = {process.name: "started" for process in self.processes}
         self.left: list[str] = []
-        self.ending = False
+        self.ending, self.placed = False, asyncio.Event()
+        self.placed.set()
 
     def servers(self) -> dict[str, ServerLife]:
         return dict(self.lives)
@@ -103,6 +106,28 @@ def test_one_that_gave_up_keeps_its_place_and_nothing_is_placed_while_the_run_en
     assert len(it.adapt(**by_hand(4))) == 2
 
 
+def test_nothing_is_added_before_those_that_the_run_begins_with_are_placed() -> None:
+    """The room that Ray has may be theirs."""
+    it = Fixture(1, room=8)
+    it.supervisor.placed.clear()
+    assert len(it.adapt(**by_hand(3))) == 1
+    it.supervisor.placed.set()
+    assert len(it.adapt(**by_hand(3))) == 3
+
+
+def test_the_gpus_of_one_that_gave_up_are_counted_once() -> None:
+    it = Fixture(2, room=1)
+    it.supervisor.lives["rollout-1"] = "gave_up"
+    assert it.fleet.kept().most == 2
+
+
+def test_one_that_gave_up_is_drained_before_those_that_work() -> None:
+    it = Fixture(3)
+    it.supervisor.lives["rollout-0"] = "gave_up"
+    it.supervisor.lives["rollout-1"] = "ended"
+    assert it.adapt(**by_hand(1)) == {"rollout-0": "draining", "rollout-1": "draining", "rollout-2": "started"}
+
+
 @pytest.mark.parametrize(
     ("words", "bounds", "bound"),
     [
@@ -145,6 +170,14 @@ def test_the_rule_asks_for_more_says_why_and_looks_away_while_they_start() -> No
     assert it.fleet.wanted == 5
 
 
+def test_the_rule_goes_on_beside_one_that_gave_up_and_asks_for_more_than_that() -> None:
+    it = Fixture(3, "--rollout.servers={min: 2, max: 5}", room=8, own=3)
+    it.supervisor.lives["rollout-0"] = "gave_up"
+    for second in range(62):
+        kept = it.adapt(now=float(second), **watched(second, waits=True, servers=3))
+    assert list(kept.values()) == ["gave_up", "started", "started", "placing", "placing"] and it.fleet.wanted == 5
+
+
 def test_a_persons_number_holds_against_the_rule_until_auto() -> None:
     it = Fixture(2, "--rollout.servers={min: 2, max: 5}", room=8)
     for second in range(200):
@@ -169,3 +202,30 @@ def test_where_servers_do_not_help_it_says_what_does_once() -> None:
         it.adapt(now=float(second), **watched(second, waits=True, parked=5.0))
     assert len(it.said) == 1 and "raise batch.max_staleness (4)" in it.said[0] and it.fleet.wanted == 2
     assert "batch.max_staleness" in it.fleet.kept().advice
+
+
+class Forgotten(Fleet):
+    """Has one wish, and tells the buffer what is kept from the third time on: as if the buffer had restarted."""
+
+    asked = told = 0
+
+    def adapt(self, state: State, now: float) -> Wish | None:
+        self.asked += 1
+        return Wish(2, "as a test") if self.asked == 1 else None
+
+    def kept(self) -> Kept:
+        self.told += 1
+        return super().kept() if self.told > 2 else None  # type: ignore[return-value]
+
+
+@in_loop
+async def test_the_rules_wish_waits_for_a_buffer_that_has_forgotten_the_launcher() -> None:
+    async with buffer() as it:
+        words = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math", f"--buffer.address={it.address}"]
+        fleet = Forgotten(load(words), NamesOnly(1), server, lambda: None, print, 1)  # type: ignore[arg-type]
+        following = asyncio.create_task(fleet.follow())
+        ledger = it.requests.handlers.ledger.state
+        while ledger.wanted_servers != 2 and not following.done():
+            await asyncio.sleep(0.05)
+        assert not following.done() and not ledger.wanted_by_person
+        following.cancel()

@@ -29,6 +29,17 @@ STUBBORN = (
 )
 
 
+class Held(LocalKeeper):
+    """Notes its release in `released`."""
+
+    def __init__(self, process: Process, released: list[str]) -> None:
+        super().__init__(process)
+        self.released = released
+
+    def release(self) -> None:
+        self.released.append(self.keeper.process.name)
+
+
 class Story:
     """A run with commands of the test, and what was shown of it."""
 
@@ -36,10 +47,16 @@ class Story:
         self.events: list[tuple[str, Event]] = []
         self.said: list[str] = []
         self.keepers: list[LocalKeeper] = []
+        self.released: list[str] = []
         self.processes = [process(name, code, folder) for name, code in codes.items()]
         self.supervisor = Supervisor(self.processes, self.place, self.show_event, self.say)
         self.when: list[tuple[str, Callable[[], object]]] = []
         """What to do when a text is said or printed, in this order."""
+
+    async def place_held(self, process: Process) -> LocalKeeper:
+        """As `place`, with a keeper that notes its release."""
+        self.keepers.append(Held(process, self.released))
+        return self.keepers[-1]
 
     async def place(self, process: Process) -> LocalKeeper:
         self.keepers.append(LocalKeeper(process))
@@ -129,8 +146,10 @@ def test_the_run_goes_on_while_a_server_is_left(tmp_path: Path) -> None:
     learner = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)"
     story = Story(tmp_path, buffer=STAYS, learner=learner, rollout_0=STAYS, rollout_1=FAILS)
     story.when = [("the run goes on", (tmp_path / "go").touch)]
+    story.supervisor = Supervisor(story.processes, story.place_held, story.show_event, story.say)
     assert story.go() == 0
     assert story.last("rollout_1").kind == "gave_up"
+    assert story.released == ["rollout_1"], "else a new keeper of Ray's would start it again"
 
 
 def test_the_run_stops_without_any_server(tmp_path: Path) -> None:
@@ -249,7 +268,8 @@ def test_an_added_server_that_refuses_its_input_does_not_end_the_run(tmp_path: P
     assert story.supervisor.servers()["rollout_1"] == "refused"
 
 
-def test_an_error_of_the_launcher_itself_ends_it(tmp_path: Path) -> None:
+def test_an_error_of_the_launcher_itself_drains_the_run_and_names_itself(tmp_path: Path) -> None:
+    """The learner writes a checkpoint then, for which it has its whole time."""
     story = Story(tmp_path, buffer=STAYS, learner=STAYS, rollout_0=STAYS)
 
     async def broken() -> None:
@@ -259,13 +279,35 @@ def test_an_error_of_the_launcher_itself_ends_it(tmp_path: Path) -> None:
         task = asyncio.get_running_loop().create_task(broken())
         task.add_done_callback(story.supervisor.notice_failure)
 
-    story.when = [("[rollout_0] ready", begin)]
-    try:
-        with pytest.raises(RuntimeError, match="no such thing"):
-            story.go()
-    finally:
-        for keeper in story.keepers:
-            keeper.keeper.kill()
+    story.when = [("] ready", lambda: None), ("] ready", lambda: None), ("] ready", begin)]
+    assert story.go() == 1
+    (why,) = [said for said in story.said if "the launcher failed" in said]
+    assert "test_launch.py:" in why and why.endswith(": RuntimeError: no such thing; draining")
+    assert story.lines("drained") == ["learner", "rollout_0", "buffer"]
+
+
+class Homeless(Story):
+    """A run whose learner finds no place."""
+
+    gave_back = False
+
+    async def place(self, process: Process) -> LocalKeeper:
+        if process.name != "learner":
+            return await super().place(process)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.gave_back = True
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("code", "last"), [(STAYS, 0), (STUBBORN, 137)])
+def test_ctrl_c_is_heard_while_processes_are_placed(tmp_path: Path, code: str, last: int) -> None:
+    story = Homeless(tmp_path, buffer=code, learner=STAYS, rollout_0=STAYS)
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    story.when = [("[buffer] ready", interrupt)] + [("draining buffer", interrupt)] * bool(last)
+    assert story.go() == 130 and story.gave_back
+    assert story.last("buffer").code == last and len(story.keepers) == 1
 
 
 def test_a_server_may_be_unwanted_before_it_is_placed(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 
 from tests.harness.toy import free_port
 
+pytestmark = pytest.mark.timeout(900)
 SCRIPT = """
 import os, sys
 from dataclasses import replace

@@ -1,18 +1,22 @@
 """Nodes of a cluster: what is said of them, what fits on them, what reaches them. Without Ray."""
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from actors.doctor.run_file import without_place
-from actors.process import Process
+from actors.process import Event, Process
 from actors.supervise.cluster.addresses import INTERFACES, interface_hints, on_cluster
 from actors.supervise.cluster.arrival import Delivery, UnfitNode, handed_over, settle
+from actors.supervise.cluster.node_keeper import Whereabouts
+from actors.supervise.cluster.remote import RemoteKeeper, log_lines
 from actors.supervise.launch import prepare
-from actors.supervise.nodes import ClusterNode, NodeNews, NodeWatch, needs, news
+from actors.supervise.nodes import ClusterNode, NodeNews, NodeWatch, Patience, needs, news
 from configs.load import load
 from configs.schema import Config
 
@@ -39,7 +43,8 @@ def test_news_are_what_has_changed() -> None:
 class Somewhere:
     """A keeper on the nodes `nodes`."""
 
-    def __init__(self, name: str, nodes: list[str], gpus: int = 0) -> None:
+    def __init__(self, name: str, nodes: list[str], gpus: int = 0, problem: str = "") -> None:
+        self.problem = problem
         self.process = Process(name, "rollout", (), Path("log"), gpus=gpus)
         self.nodes, self.left = nodes, asyncio.Event()
         self.asked: tuple[str, float] | None = None
@@ -47,6 +52,8 @@ class Somewhere:
     async def leave(self, node: str, within_s: float) -> None:
         self.asked = node, within_s
         self.left.set()
+        if self.problem:
+            raise RuntimeError(self.problem)
 
 
 def test_a_node_that_leaves_is_left_in_time_and_one_that_is_lost_is_waited_for() -> None:
@@ -62,31 +69,130 @@ def test_a_node_that_leaves_is_left_in_time_and_one_that_is_lost_is_waited_for()
 
         async def until(words: str) -> None:
             async with asyncio.timeout(120), heard:
-                await heard.wait_for(lambda: any(words in line for line in said))
+                await heard.wait_for(lambda: any(re.search(words, line) for line in said))
 
-        keeper = Somewhere("rollout-0", ["b"], gpus=4)
-        watch = NodeWatch(look, lambda: [keeper, Somewhere("buffer", ["a"])], said.append)  # type: ignore[list-item]
+        keeper, lost = Somewhere("rollout-0", ["b"], gpus=4), Somewhere("rollout-1", ["b"], problem="a lost call")
+        keepers = [keeper, Somewhere("buffer", ["a"]), lost]
+        watch = NodeWatch(look, lambda: keepers, said.append)  # type: ignore[arg-type, return-value]
         watching = asyncio.create_task(watch.watch())
         async with asyncio.timeout(60), heard:
             await heard.wait()
         nodes["b"] = TWO._replace(leaves_at=1.0)
-        await until("node 10.0.0.2 (8 GPUs) leaves in 0 s; rollout-0 drained and placed elsewhere")
+        await until(r"node 10.0.0.2 \(8 GPUs\) leaves in 0 s; rollout-0, rollout-1 drained and placed elsewhere")
         async with asyncio.timeout(60):
             await keeper.left.wait()
         assert keeper.asked == ("b", 0.0)
+        await until("rollout-1 could not be drained and goes with its node: RuntimeError: a lost call")
+        keepers.remove(lost)
         gone = asyncio.create_task(watch.gone("b", 60.0))
         nodes["b"] = TWO._replace(alive=False)
-        await until("node 10.0.0.2 (8 GPUs) is lost, and with it rollout-0")
+        await until(r"node 10.0.0.2 \(8 GPUs\) is lost, and with it rollout-0")
         async with asyncio.timeout(60):
             await gone
-        await until("rollout-0 waits for a node with 4 free GPUs, since 1")
+        await until(r"rollout-0 waits for a node with 4 free GPUs, since \d+ s")
         nodes["c"] = TWO
-        await until("node 10.0.0.2 (8 GPUs) has joined; rollout-0 may start there")
+        await until(r"node 10.0.0.2 \(8 GPUs\) has joined; rollout-0 may start there")
         keeper.nodes = ["c"]
-        await until("rollout-0 is on a node again, after 1")
+        await until(r"rollout-0 is on a node again, after \d+ s")
         watching.cancel()
 
     asyncio.run(go())
+
+
+def test_ray_may_be_silent_for_a_while_and_the_last_answer_holds() -> None:
+    said: list[str] = []
+    clock = [100.0]
+    patience = Patience(said.append, lambda: clock[0])
+
+    async def silence() -> str:
+        raise RuntimeError("far away:\n  no answer")
+
+    async def answer() -> str:
+        return "new"
+
+    def ask(question: Callable[[], Awaitable[str]], after_s: float) -> str:
+        clock[0] += after_s
+        return asyncio.run(patience.ask(question, "last"))
+
+    assert [ask(silence, after_s) for after_s in (0.0, 59.0)] == ["last", "last"]
+    assert said == ["Ray does not answer, and is asked again for 60 s: RuntimeError: no answer"]
+    assert ask(answer, 0.5) == "new" and ask(silence, 100.0) == "last" and len(said) == 2
+    with pytest.raises(RuntimeError, match="no answer"):
+        ask(silence, 60.0)
+
+
+def test_the_watch_outlives_a_look_that_fails() -> None:
+    async def go() -> None:
+        looks = iter([RuntimeError("busy"), {"a": ONE}, RuntimeError("busy"), {"a": ONE, "b": TWO}])
+        said: list[str] = []
+
+        async def look() -> Mapping[str, ClusterNode]:
+            if isinstance(found := next(looks, None), Exception):
+                raise found
+            return found or await asyncio.Event().wait()  # type: ignore[return-value]
+
+        heard = asyncio.Event()
+        watching = asyncio.create_task(NodeWatch(look, list, said.append, lambda news: heard.set()).watch())
+        waiting = asyncio.create_task(heard.wait())
+        async with asyncio.timeout(120):
+            await asyncio.wait({watching, waiting}, return_when="FIRST_COMPLETED")
+        assert not watching.done() and said[-1] == "node 10.0.0.2 (8 GPUs) has joined", said
+        watching.cancel()
+
+    asyncio.run(go())
+
+
+class Call:
+    """Stands for a method of a Ray actor: answers at once, and notes its arguments."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value, self.asked = value, list[tuple[object, ...]]()
+
+    def options(self, **options: object) -> "Call":
+        return self
+
+    def remote(self, *arguments: object) -> "Call":
+        self.asked.append(arguments)
+        return self
+
+    def future(self) -> Future[object]:
+        answer: Future[object] = Future()
+        answer.set_result(self.value)
+        return answer
+
+
+class FarKeeper:
+    """Stands for a `NodeKeeper` behind Ray whose process has just ended."""
+
+    def __init__(self) -> None:
+        place = Whereabouts("life", "b", "10.0.0.2", True)
+        self.place, self.drain, self.kill = Call(place), Call(), Call()
+        self.events = Call((place, [Event(1, "ended", "exit code 0", 0)]))
+
+
+@pytest.mark.parametrize("first", ["leave", "drain"])
+def test_what_is_drained_for_good_moves_to_no_other_node(first: str) -> None:
+    async def go() -> None:
+        made = [FarKeeper()]  # one more would be an error
+        keeper = RemoteKeeper(Process("rollout-0", "rollout", (), Path("log")), made.pop, lambda node: True)
+        await keeper.started()
+        if first == "leave":
+            await keeper.leave("b", 10.0)
+        await keeper.drain(60.0)
+        if first == "drain":
+            await keeper.leave("b", 10.0)
+            assert keeper._actor.drain.asked == [(60.0,)], "a second SIGTERM would force it"
+        (event,) = await keeper.events(0)
+        assert event.kind == "ended"
+
+    asyncio.run(go())
+
+
+def test_a_full_disk_takes_no_lines_and_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()  # a file where the folder should be
+    log_lines(Process("learner", "learner", (), tmp_path / "logs" / "log"), [Event(1, "line", "words")])
+    log_lines(Process("learner", "learner", (), tmp_path / "log"), [Event(1, "line", "words")])
+    assert (tmp_path / "log").read_text() == "words\n"
 
 
 def test_what_waits_is_told_with_its_nodes() -> None:

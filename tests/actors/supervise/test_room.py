@@ -12,6 +12,7 @@ SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 import ray
+from dataclasses import replace
 from actors.process import Process
 from actors.supervise.ray_cluster import Cluster
 from actors.supervise.supervisor import Supervisor
@@ -55,6 +56,11 @@ async def main():
     await supervisor.drain_server("rollout-0", 60.0)
     await until(lambda: started("rollout-1", "rollout-3"))
     assert supervisor.left == ["rollout-2", "rollout-0"]
+    gang = asyncio.create_task(cluster.place(replace(first[1], nodes=2)))  # there is one node
+    groups = lambda: [group["state"] for group in ray.util.placement_group_table().values()]
+    await until(groups)
+    gang.cancel()
+    await until(lambda: groups() == ["REMOVED"])
     print("as it should be", flush=True)
     running.cancel()
 
