@@ -94,7 +94,8 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """Those in the records up to `version`, by the versions at which they were due."""
+        """Those in the records up to `version`, which was restored, by the versions at which they were due."""
+        self._version = version
         if self.path is None or not self.path.exists():
             return []
         with self.path.open() as file:  # the others, which may be very many, need no parsing here
