@@ -46,7 +46,8 @@ def place_shares(looks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         taken = min(stats.get("places_taken", stats.get("running", 0.0)), stats["places"])
         parts = {"generating": stats.get("running", 0.0), "queued": stats.get("waiting", 0.0)}
         parts |= {"in task": stats.get("task", 0.0)}
-        parts |= {"moving": max(0.0, taken - sum(parts.values())), "free": stats["places"] - taken}
+        busy = sum(parts.values())  # means over a heartbeat, while `taken` is of one moment
+        parts |= {"moving": max(0.0, taken - busy), "free": max(0.0, stats["places"] - max(taken, busy))}
         for name, count in parts.items():
             sums[name] = sums.get(name, 0.0) + count
     return {name: min(1.0, count / places) for name, count in sums.items()} if places else {}

@@ -16,6 +16,7 @@ from buffer.wire.protocol import State
 from configs.schema import Config
 
 MOST_ROWS = 40
+GO_ON = "python -m actors launch"
 """Of a table."""
 UNKNOWN = "–"
 SERVER_COLUMNS = (
@@ -59,14 +60,19 @@ def look_over(
     since_s = figures.seconds_since(records, now)
     live = answers and not ended
     status = "ended" if ended else "silent" if not answers else "running" if records.by_version else "waiting"
+    advice = recommend(situation(config, records, state, first))
+    alerts = find_alerts(config, records, state, since_s, live)
+    if status == "silent" and records.by_version:  # whatever the records say was true before
+        advice = f"Nothing answers. If the launcher is gone too, go on with: {GO_ON} {config.run.path / 'config.yaml'}."
+        alerts = [Alert("bad", f"{_told(status, since_s)}; see logs/buffer.log"), *alerts]
     return Overview(
         status=status,
         told=ended or _told(status, since_s),
         version=max(records.by_version, default=0),
         versions=config.run.versions,
         figures=_headline(config, records, state if answers else None),
-        advice=recommend(situation(config, records, state, first)),
-        alerts=find_alerts(config, records, state, since_s, live),
+        advice=advice,
+        alerts=alerts,
         waits=[(row.who, row.whom, f"{row.seconds:.1f} s", row.why) for row in waits[:MOST_ROWS]],
         servers=_server_rows(config, state)[:MOST_ROWS] if state else [],
         processes=_processes(records, state if answers else None),
@@ -95,6 +101,8 @@ def _headline(config: Config, records: Records, state: State | None) -> dict[str
         "servers": _servers(config, state, looks),
         "time left": figures.time_left(records, versions) or UNKNOWN,
     }
+    if state is None:
+        del shown["time left"]
     return {name: value for name, value in (shown | _cost(config, records, looks)).items() if value != UNKNOWN}
 
 

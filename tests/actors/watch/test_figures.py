@@ -39,6 +39,8 @@ def test_what_places_did() -> None:
     shares = figures.place_shares([stats, stats | {"running": 60.0}, {}])
     assert shares == pytest.approx({"generating": 0.55, "queued": 0.1, "in task": 0.05, "moving": 0.1, "free": 0.2})
     assert figures.place_shares([{}]) == {}
+    late = figures.place_shares([{"places": 100.0, "places_taken": 10.0, "running": 90.0}])
+    assert sum(late.values()) == pytest.approx(1.0), "the mean of a heartbeat and its last moment may differ"
 
 
 def test_parked_places_are_those_that_servers_count_else_the_free_ones() -> None:

@@ -49,7 +49,12 @@ def test_a_run_whose_buffer_is_silent(tmp_path: Path, records: int) -> None:
     append(config.run.path, *(record(version) for version in range(1, records + 1)))
     seen = look_over(config, Records(config.run.path / "metrics.jsonl"), None, NOW)
     assert (seen.status, seen.version, seen.waits, seen.servers) == ("silent", records, [], [])
-    assert "does not answer" in seen.told and seen.advice.endswith(".")
+    assert "does not answer" in seen.told and "time left" not in seen.figures
+    if records:
+        assert f"actors launch {config.run.path / 'config.yaml'}." in seen.advice
+        assert [alert.level for alert in seen.alerts][:1] == ["bad"]
+    else:
+        assert seen.advice.startswith("No version is trained yet")
 
 
 def test_a_run_without_a_record_says_who_waits(tmp_path: Path) -> None:
