@@ -1,8 +1,10 @@
 """For all tests: one CPU thread per process, because many tests start several processes on few cores; the same cases of
-each property in every run, `--hypothesis-profile explore` draws others; and no process that makes entries of
-reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left.
+each property in every run, `--hypothesis-profile explore` draws others; no process that makes entries of
+reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left; and a
+command that a test calls here quietens no logger for the tests after it.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def loggers_keep_their_levels() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("", "buffer", "learner", "rollout", "actors")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)

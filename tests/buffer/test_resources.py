@@ -74,7 +74,7 @@ def test_what_a_run_takes_grows_with_it() -> None:
 def test_memory_that_gets_short_is_told_with_what_is_held_and_not_each_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.WARNING, "buffer")  # a launcher in the same process may have quietened it
+    caplog.set_level(logging.WARNING)
     watch = MemoryWatch()
     watch.look({"groups that wait": 2**29}, 0.0)
     monkeypatch.setattr(resources, "LOW_BYTES", 2**60)
