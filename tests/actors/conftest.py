@@ -22,14 +22,16 @@ def serve() -> Iterator[Callable[[State], str]]:
 
     def start(answer: State) -> str:
         def loop() -> None:
-            while True:
-                try:
+            try:
+                while True:
                     who, frame = socket.recv_multipart()
-                except zmq.ContextTerminated:
-                    return socket.close(0)
-                number, asked = unpack(frame, REQUESTS)
-                words = WELCOME if isinstance(asked, Hello) else answer
-                socket.send_multipart([who, pack(number, words)])
+                    number, asked = unpack(frame, REQUESTS)
+                    words = WELCOME if isinstance(asked, Hello) else answer
+                    socket.send_multipart([who, pack(number, words)])
+            except zmq.ContextTerminated:
+                pass
+            finally:  # whatever ends it: the context waits for the socket
+                socket.close(0)
 
         threads.append(threading.Thread(target=loop))
         threads[0].start()
