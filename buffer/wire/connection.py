@@ -244,7 +244,7 @@ class Connection:
                     async with asyncio.timeout(self.retry_s):
                         await self._welcomed.wait()
                 except TimeoutError:
-                    self._say_hello()
+                    self._send(pack(self._hello_number, self._hello))  # the same: its answer may be on its way
                     if (silent_s := time.monotonic() - since) >= due_s:
                         log.warning("buffer %s out of reach for %.0f s: %s", self.address, silent_s, self.problem)
                         due_s = silent_s + min(silent_s, 600.0)
