@@ -11,7 +11,7 @@ import logging
 import struct
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Literal, TypeVar
 
 import zmq
@@ -44,7 +44,7 @@ LOST = {
 }
 
 
-async def broken(socket: zmq.asyncio.Socket) -> AsyncIterator[int]:
+async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
     """The file descriptor of each connection of `socket` that breaks, until cancelled: the kernel tells at once when a
     process ends, however it does. The descriptor over which a message came is `frame.get(zmq.SRCFD)`."""
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

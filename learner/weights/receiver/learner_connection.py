@@ -64,4 +64,5 @@ class LearnerConnection:
         for one in ending:
             one.cancel()
         await asyncio.wait(ending)
+        await self._breaks.aclose()  # before its socket: it may have told of a break, and have nobody to go on for
         self._socket.close()
