@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,15 @@ from rollout.evaluation.players import ProblemSet
 from rollout.rewards.convention import Answer, Score
 from rollout.tasks import Completion
 from rollout.tasks.trajectory import PlacedImage, single_turn
+
+
+async def until(true: Callable[[], object], limit_s: float = 120.0) -> None:
+    """Wait until it is so, however slow the machine is. After `limit_s` the assertions that follow say what is not."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not true():
+                await asyncio.sleep(0.002)
+
 
 # actors
 

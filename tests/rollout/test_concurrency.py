@@ -15,7 +15,7 @@ from rollout.episodes.episode import Episodes, Failure
 from rollout.loop import roll
 from rollout.tasks import Generate, Problem, Trajectory
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 
 PROBLEMS = {"fine": "1", "long": "x" * 21, "dead": "dead", "crash": "crash"}
 NEEDED = ["--model.path=m", "--data.train=d.parquet", "--reward.function=countdown"]
@@ -78,7 +78,7 @@ def test_places_are_bounded_and_all_free_at_the_end(kinds, limit, samples, aband
         if cancelled_after is not None:
             rolling.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.wait_for(rolling, 5)
+            await asyncio.wait_for(rolling, 120)
         for _ in range(8):  # what was cancelled ends
             await asyncio.sleep(0)
         assert places.taken == 0
@@ -109,13 +109,13 @@ async def test_a_group_that_waits_for_its_longest_sample_or_its_reward_makes_roo
     buffer.items[1].problem["problem"] = buffer.items[2].problem["problem"] = "2"
     buffer.end()
     rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, places))
-    await asyncio.sleep(0.05)
+    await until(lambda: begun.count("2") == 6 and places.taken == 1)
     assert begun.count("2") == 6 and places.taken == 1  # no group is stored, and all that remains is the long sample
     ends.set()
-    await asyncio.sleep(0.02)
+    await until(lambda: places.taken == 0)
     assert places.taken == 0 and not buffer.put_groups
     scored.set()
-    await asyncio.wait_for(rolling, 5)
+    await asyncio.wait_for(rolling, 120)
     assert sorted(buffer.put_groups) == [0, 1, 2]
 
 
@@ -125,7 +125,7 @@ async def test_a_higher_limit_wakes_who_waits_for_a_place():
     waiting = asyncio.create_task(places.room())
     await asyncio.sleep(0)
     places.limit = 9
-    assert await asyncio.wait_for(waiting, 5) == 2
+    assert await asyncio.wait_for(waiting, 120) == 2
     held.free_all(waiting)
     held.free_all(waiting)
     assert places.taken == 0 and await places.room() == 3
@@ -252,14 +252,14 @@ async def test_single_samples_get_their_share_beside_the_groups_and_all_that_is_
     spare = SparePlaces(places, 0.25)
     held = [places.take(), places.take()]
     taking = asyncio.create_task(take_all(spare, 20))
-    await asyncio.sleep(0.01)
+    await until(lambda: spare.taken == 2)
     assert (spare.taken, places.taken) == (2, 10), "a quarter, although all are taken"
     assert held
     places.free(4)
     await asyncio.sleep(0.01)
     assert spare.taken == 2, "what groups give back is for groups"
     places.begin_lull()
-    await asyncio.sleep(0.01)
+    await until(lambda: spare.taken == 4)
     assert (spare.taken, places.taken) == (4, 8), "unless none is admitted"
     with places.asking():  # the next Ask finds groups
         pass
@@ -279,11 +279,11 @@ async def test_an_ask_that_is_not_answered_for_long_is_a_lull():
     places = Places(8, 4)
     with places.asking():
         assert not places.lull
-        await asyncio.sleep(LULL_S + 0.1)
+        await until(lambda: places.lull)
         assert places.lull
     assert not places.lull
     with places.asking():
-        await asyncio.sleep(0.01)
+        pass
     await asyncio.sleep(LULL_S + 0.1)
     assert not places.lull, "it was answered at once"
 
@@ -291,7 +291,7 @@ async def test_an_ask_that_is_not_answered_for_long_is_a_lull():
 async def test_the_end_of_the_groups_is_a_lull_for_good():
     buffer, places = FakeBuffer(), Places(8, 4)
     buffer.end()
-    await asyncio.wait_for(roll(buffer.ask, buffer, made_by(single_turn, 4), places), 5)
+    await asyncio.wait_for(roll(buffer.ask, buffer, made_by(single_turn, 4), places), 120)
     assert places.lull and SparePlaces(places, 0.25)
 
 

@@ -19,6 +19,7 @@ from tests.harness.fakes import (
     FakeWeights,
     fake_evaluator,
     fake_sampler,
+    until,
 )
 
 STOP = ord(".")
@@ -44,7 +45,7 @@ async def test_every_item_becomes_a_group_until_the_buffer_has_no_more():
     buffer = FakeBuffer(items("a", "b", "c", "d", "e"))
     buffer.end()
     _, episodes = parts()
-    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(6, 3)), 5)
+    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(6, 3)), 120)
     assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
     assert all(len(group) == 3 for group in buffer.put_groups.values())
     assert max(buffer.rooms) == 2 and buffer.failures == {}
@@ -55,11 +56,11 @@ async def test_no_more_groups_are_made_at_a_time_than_there_are_places_for():
     engine, episodes = parts()
     engine.gate.clear()
     rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, Places(6, 3)))
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.running == 2 * 3)
     assert engine.running == 2 * 3 and len(buffer.items) == 3
     engine.gate.set()
     buffer.end()
-    await asyncio.wait_for(rolling, 5)
+    await asyncio.wait_for(rolling, 120)
     assert sorted(buffer.put_groups) == [0, 1, 2, 3, 4]
 
 
@@ -67,11 +68,11 @@ async def test_it_asks_for_as_many_items_as_there_is_room_for():
     buffer = FakeBuffer(items("a"))
     _, episodes = parts()
     rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, Places(12, 3)))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(buffer.rooms) >= 2)
     assert buffer.rooms[:2] == [4, 3]
     buffer.add(*items("b"))
     buffer.end()
-    await asyncio.wait_for(rolling, 5)
+    await asyncio.wait_for(rolling, 120)
     assert buffer.rooms[-1] in (3, 4)
 
 
@@ -79,7 +80,7 @@ async def test_a_permanent_failure_is_reported_and_the_rest_goes_on():
     buffer = FakeBuffer(items("a", "x" * 21, "b"))
     buffer.end()
     _, episodes = parts()
-    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(9, 3)), 5)
+    await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(9, 3)), 120)
     assert buffer.failures == {1: ("prompt", "prompt of 21 tokens", True)}
     assert sorted(buffer.put_groups) == [0, 2]
 
@@ -102,7 +103,7 @@ async def test_a_dead_engine_ends_the_loop_with_its_cause():
     episodes = episodes_of(FakeEngine(die))
     buffer = FakeBuffer(items("a"))
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(3, 3)), 5)
+        await asyncio.wait_for(roll(buffer.ask, buffer, episodes, Places(3, 3)), 120)
     assert caught.group_contains(EngineDead, match="vLLM died")
     assert buffer.failures == {} and buffer.put_groups == {}
 
@@ -111,7 +112,7 @@ async def test_follow_loads_each_policy_and_pauses_nothing():
     engine, _ = parts()
     weights = FakeWeights([0, 1, 4])
     following = asyncio.create_task(follow(PolicyUpdates(weights, 9), engine, fake_evaluator(engine)))
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.version == 4 and len(weights.trail) == 6)
     following.cancel()
     assert weights.trail == ["load 0", "loaded 0", "load 1", "loaded 1", "load 4", "loaded 4"]
     assert engine.version == 4  # and the engine has no `paused` to call

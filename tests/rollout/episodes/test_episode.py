@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from rollout.episodes.failure_log import FailureLog
 from rollout.errors import EngineDead, EpisodeError, PromptError, RewardError, first_error
 from rollout.tasks import Completion, Generate, Problem, Recorded, Trajectory
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler
+from tests.harness.fakes import FakeBuffer, FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 
 STOP = ord(".")
 
@@ -76,13 +75,13 @@ async def test_a_revoked_lease_aborts_its_generation_and_no_other():
     made = episodes(engine)
     revoked = asyncio.create_task(made.run(item()))
     kept = asyncio.create_task(made.run(item().model_copy(update={"lease": 71})))
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.running == 6)
     made.abandon([70, 99], Failure("the buffer took the lease back"))
-    assert await asyncio.wait_for(revoked, 5) == Failure("the buffer took the lease back")
-    await asyncio.sleep(0)
+    assert await asyncio.wait_for(revoked, 120) == Failure("the buffer took the lease back")
+    await until(lambda: engine.aborted == 3)
     assert engine.aborted == 3
     engine.gate.set()
-    assert isinstance(await asyncio.wait_for(kept, 5), Group)
+    assert isinstance(await asyncio.wait_for(kept, 120), Group)
     made.abandon([70], Failure("again"))  # nothing happens to a lease that is closed
 
 
@@ -90,11 +89,11 @@ async def test_cancelling_an_episode_aborts_its_generation():
     engine = answering("2.")
     engine.gate.clear()
     running = asyncio.create_task(episodes(engine).run(item()))
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.running == 3)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.aborted == 3)
     assert engine.aborted == 3
 
 
@@ -204,12 +203,14 @@ def test_the_first_failure_of_a_kind_and_type_is_logged_with_its_traceback(caplo
 
 
 def test_later_failures_are_counted_and_logged_at_a_bounded_rate(caplog: pytest.LogCaptureFixture):
-    log = FailureLog(repeat_s=0.2)
+    log = FailureLog(repeat_s=600.0)
     for _ in range(4):
         failed(log, RewardError("no reward"))
         failed(log, EpisodeError("gave up"))
-    time.sleep(0.25)
-    for _ in range(3):
+    log.repeat_s = 0.0  # as if that time had passed
+    failed(log, RewardError("still no reward"))
+    log.repeat_s = 600.0
+    for _ in range(2):
         failed(log, RewardError("still no reward"))
     assert [record.message for record in caplog.records[2:]] == [
         "4 more attempts failed, kind reward; the last: still no reward"

@@ -15,7 +15,7 @@ from rollout.episodes.episode import Episodes
 from rollout.errors import EngineDead
 from rollout.evaluation.players import ProblemSet, load_sets, play
 from rollout.tasks.trajectory import single_turn
-from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler
+from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 
 ROWS = [{"problem": name, "answer": "ok."} for name in "abc"]
 
@@ -58,10 +58,10 @@ async def test_no_more_attempts_at_a_time_than_places():
     engine.gate.clear()
     problems = ProblemSet("set", EvalSet(path="p", samples=4), ROWS)
     playing = asyncio.create_task(play(problems, episodes(engine), SparePlaces(places, 1.0), 0))
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.running == 3)
     assert engine.running == 3 == places.taken
     engine.gate.set()
-    played = await asyncio.wait_for(playing, 5)
+    played = await asyncio.wait_for(playing, 120)
     assert played.figures["mean@4"] == 1.0 and places.taken == 0
 
 
@@ -91,10 +91,10 @@ async def test_a_cancelled_evaluation_aborts_what_it_generates_and_frees_its_pla
     engine.gate.clear()
     problems = ProblemSet("set", EvalSet(path="p", samples=4), ROWS)
     playing = asyncio.create_task(play(problems, episodes(engine), SparePlaces(places, 1.0), 0))
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.running == 3)
     playing.cancel()
     await asyncio.wait([playing])
-    await asyncio.sleep(0)
+    await until(lambda: engine.aborted == 3 and not places.taken)
     assert playing.cancelled() and engine.aborted == 3 and places.taken == 0
 
 
@@ -119,7 +119,7 @@ async def test_tokens_of_another_version_are_never_counted():
     playing = asyncio.create_task(
         play(ProblemSet("s", EvalSet(path="p", samples=2), ROWS), episodes(engine), spare(), 0)
     )
-    await asyncio.sleep(0.02)
+    await until(lambda: engine.running)
     engine.gate.set()
     with pytest.raises(ExceptionGroup) as caught:
         await playing
