@@ -60,7 +60,7 @@ def test_the_state_of_a_live_run_has_its_figures(traffic):
 
 def test_stats_is_the_status_of_the_actors(tmp_path):
     command = [*Process(tmp_path).arguments()[:3], "stats", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ)
     assert done.returncode == 2 and done.stdout == ""
     assert "`python -m actors status RUN`" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 

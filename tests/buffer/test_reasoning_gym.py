@@ -212,7 +212,7 @@ time.sleep(600)
             (child,) = psutil.Process(parent.pid).children()
         finally:
             os.kill(parent.pid, signal.SIGKILL)
-    child.wait(10)
+    child.wait(120)
 
 
 def test_what_takes_too_long_is_ended() -> None:

@@ -235,4 +235,4 @@ def test_children_and_their_children_die_with_a_killed_process(tmp_path: Path, m
         assert family[0].pid == top.pid
         top.kill()
         top.wait()
-        assert not psutil.wait_procs(family, timeout=30)[1]
+        assert not psutil.wait_procs(family, timeout=120)[1]

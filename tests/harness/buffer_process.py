@@ -130,11 +130,11 @@ async def rollout(
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in a loop of its own; one that hangs fails after a minute."""
+    """Run an async test in a loop of its own; one that hangs fails after four minutes."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **keywords: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 60))
+        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 240))
 
     return run
 
@@ -188,7 +188,7 @@ class Process:
         """Signal it and wait for its end; returns (exit code, stderr)."""
         assert self.running
         self.running.send_signal(number)
-        errors = self.running.communicate(timeout=20)[1]
+        errors = self.running.communicate(timeout=120)[1]
         code, self.running = self.running.returncode, None
         return code, errors
 

@@ -129,7 +129,7 @@ def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
     class Waiting(Parts):
         def take(self, version: int):
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            threading.Event().wait(30)
+            threading.Event().wait(120)
             raise AssertionError("nothing woke it")
 
     draining, before = Draining(Waiting()), signal.getsignal(signal.SIGINT)
@@ -146,7 +146,7 @@ from learner.drain import Draining
 with StopSignals(Draining(None).begin):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(30)
+    threading.Event().wait(120)
 """
 
 
@@ -166,7 +166,7 @@ def test_a_signal_ends_the_wait_for_the_last_evaluation() -> None:
     class Evaluating(Parts):
         def last_evaluations(self) -> list[str]:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            threading.Event().wait(30)
+            threading.Event().wait(120)
             raise AssertionError("nothing woke it")
 
     draining = Draining(Evaluating())

@@ -67,7 +67,7 @@ async def test_events_are_set_once_the_first_policy_and_the_last_one_are_loaded(
     engine = Engine(list)
     firsts.clear()
     following = asyncio.create_task(follow(updates, engine, fake_evaluator(engine)))
-    await asyncio.wait_for(updates.last.wait(), 5)
+    await asyncio.wait_for(updates.last.wait(), 120)
     following.cancel()
     assert firsts == [(False, False), (True, False), (True, False)]
 
@@ -82,7 +82,7 @@ async def test_a_wait_ends_with_the_event_or_with_the_drain(which: str):
         event.set()
     else:
         drain.begin(signal.SIGTERM)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 120)
 
 
 async def test_draining_finishes_what_is_in_flight_and_returns_what_still_comes():
@@ -102,7 +102,7 @@ async def test_draining_finishes_what_is_in_flight_and_returns_what_still_comes(
         and not rolling.done()
     )
     engine.gate.set()
-    await asyncio.wait_for(rolling, 5)
+    await asyncio.wait_for(rolling, 120)
     assert list(buffer.put_groups) == [1]
     assert await drain.ask(buffer, 1) is None
 
@@ -115,7 +115,7 @@ async def test_what_outlasts_the_drain_is_given_back():
     rolling = asyncio.create_task(roll(partial(drain.ask, buffer), buffer, episodes, Places(2, 2)))
     await settle()
     drain.begin(signal.SIGTERM)
-    await asyncio.wait_for(rolling, 5)
+    await asyncio.wait_for(rolling, 120)
     assert buffer.failures == {1: ("infrastructure", RETURNED.reason, False)} and buffer.returned == {1}
     assert buffer.put_groups == {} and engine.aborted == 2
 
@@ -140,7 +140,7 @@ async def test_a_finished_buffer_ends_without_a_drain():
     buffer.end()
     _, episodes = parts()
     drain = draining(episodes)
-    await asyncio.wait_for(roll(partial(drain.ask, buffer), buffer, episodes, Places(2, 2)), 5)
+    await asyncio.wait_for(roll(partial(drain.ask, buffer), buffer, episodes, Places(2, 2)), 120)
     assert list(buffer.put_groups) == [1]
     assert isinstance(await episodes.run(item(2)), Group)
 
@@ -161,13 +161,13 @@ async def serve(trail: list[str], with_groups: bool) -> None:
 
 async def test_the_first_signal_drains_and_the_second_forces():
     trail: list[str] = []
-    await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=True)), 5)
+    await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=True)), 120)
     assert trail == ["still here", "cancelled by signal 2"]
 
 
 async def test_the_first_signal_cancels_while_there_is_nothing_to_drain():
     trail: list[str] = []
-    await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=False)), 5)
+    await asyncio.wait_for(asyncio.create_task(serve(trail, with_groups=False)), 120)
     assert trail == ["cancelled by signal 1", "cancelled by signal 2"]
 
 

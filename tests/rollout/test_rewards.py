@@ -260,7 +260,7 @@ async def test_the_pool_scores_and_outlives_hangs_crashes_and_errors(tmp_path: P
         assert fine[0].metrics["pid"] != os.getpid()
         assert (await pool.score(answers("modules")))[0].metrics == {"heavy": 0.0}
         with pytest.raises(RewardError, match=r"longer than reward.timeout_s \(2 s\); its process was killed"):
-            await asyncio.wait_for(pool.score(answers("a", "hang", "b")), 40)
+            await asyncio.wait_for(pool.score(answers("a", "hang", "b")), 120)
         with pytest.raises(RewardError, match=r"ended its process \(exit code 3\)"):
             await pool.score(answers("crash"))
         with pytest.raises(RewardError, match=r"raised KeyError: 'target'") as caught:
@@ -275,7 +275,7 @@ async def test_a_cancelled_call_frees_its_worker(tmp_path: Path):
         hanging = asyncio.create_task(pool.score(answers("hang")))
         await asyncio.sleep(1.0)
         hanging.cancel()
-        assert (await asyncio.wait_for(pool.score(answers("a")), 40))[0].reward == 1.0
+        assert (await asyncio.wait_for(pool.score(answers("a")), 120))[0].reward == 1.0
 
 
 def test_workers_die_with_their_server(tmp_path: Path):
@@ -306,7 +306,7 @@ def test_workers_die_with_their_server(tmp_path: Path):
         os.kill(worker, 0)
         server.send_signal(signal.SIGKILL)
         server.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40  # a minute is the sleep of its own
     while time.monotonic() < deadline and Path(f"/proc/{worker}").exists():
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()

@@ -24,7 +24,7 @@ from configs.schema import Config
 
 CODE = '''
 import os, signal, subprocess, sys
-far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("ready", os.getpid(), far.pid, os.environ.get("OMP_NUM_THREADS"), flush=True)
 signal.sigwait({signal.SIGTERM})
@@ -104,7 +104,7 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     yield started
     started.front.kill()
     started.front.wait()
-    psutil.wait_procs(started.all(), timeout=30)
+    psutil.wait_procs(started.all(), timeout=120)
 
 
 def until(happened: Callable[[], object], launched: Launched, limit_s: float = 150.0) -> None:
@@ -141,7 +141,7 @@ def test_killed_processes_and_keepers_come_back_and_ctrl_c_drains(launched: Laun
     assert re.search(r"^ready \d+ \d+ None", launched.log("learner"), re.MULTILINE), (
         "Ray's OMP_NUM_THREADS came through"
     )
-    assert not psutil.wait_procs(everything, timeout=30)[1]
+    assert not psutil.wait_procs(everything, timeout=120)[1]
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(launched: Launched) -> None:
@@ -151,4 +151,4 @@ def test_nothing_outlives_a_launcher_that_is_killed(launched: Launched) -> None:
     assert all({*launched.ready(name)[0]} <= pids for name in NAMES)
     launched.front.kill()
     launched.front.wait()
-    assert not psutil.wait_procs(everything, timeout=30)[1]
+    assert not psutil.wait_procs(everything, timeout=120)[1]

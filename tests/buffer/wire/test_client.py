@@ -30,7 +30,7 @@ def threaded(**changes) -> Iterator[Buffer]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert started.wait(30)
+    assert started.wait(120)
     try:
         yield ready[0]
     finally:

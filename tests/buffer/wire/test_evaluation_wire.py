@@ -27,7 +27,7 @@ async def learner(address: str, known: list[int]) -> LearnerClient:
 async def results(of: LearnerClient, number: int) -> list[EvaluationResult]:
     """Wait for `number` results."""
     found: list[EvaluationResult] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(found) < number:
             found += of.evaluations()
             await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ async def test_an_evaluation_from_claim_to_learner():
         assert two.evaluation_due.is_set() and await two.claim(2) == 2
         assert not waiting.done()
         await two.evaluated(2, 2, SETS)
-        assert [result.due for result in await asyncio.wait_for(waiting, 10)] == [2]
+        assert [result.due for result in await asyncio.wait_for(waiting, 120)] == [2]
         await asyncio.to_thread(by.close)
 
 
@@ -97,7 +97,7 @@ async def test_a_run_without_evaluations_waits_for_none():
     async with buffer() as it, rollout(it.address) as one:
         by = await learner(it.address, [])
         assert await one.claim(0) is None
-        assert await asyncio.wait_for(asyncio.to_thread(by.last_evaluations), 10) == []
+        assert await asyncio.wait_for(asyncio.to_thread(by.last_evaluations), 120) == []
         await asyncio.to_thread(by.close)
 
 

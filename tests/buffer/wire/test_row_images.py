@@ -251,7 +251,7 @@ def test_a_buffer_refuses_images_for_a_text_model_by_the_keys(tmp_path: Path) ->
     settings = {"data.train": data / "train.jsonl", "model.path": model}
     with process(tmp_path, **settings) as it:
         assert it.running
-        errors = it.running.communicate(timeout=30)[1]
+        errors = it.running.communicate(timeout=120)[1]
         code, it.running = it.running.returncode, None
     assert code == 2 and "2 rows have images, but model.path" in errors and "is a text model" in errors
     assert "Traceback" not in errors

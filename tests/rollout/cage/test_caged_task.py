@@ -67,7 +67,7 @@ def problem(**row: Any) -> dict[str, Any]:
 
 async def error_of(episode: Awaitable[Any]) -> CagedError:
     with pytest.raises(CagedError) as caught:
-        await asyncio.wait_for(episode, 30)
+        await asyncio.wait_for(episode, 120)
     return caught.value
 
 
@@ -88,7 +88,7 @@ async def test_many_episodes_run_at_the_same_time_in_one_worker():
     engine.hold, engine.all_wait = asyncio.Event(), (50, asyncio.Event())
     async with caged("single_turn") as task:
         episodes = [asyncio.create_task(task.run(problem(number=i), engine.generate)) for i in range(50)]
-        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.wait_for(engine.all_wait[1].wait(), 120)
         engine.hold.set()
         results = await asyncio.gather(*episodes)
     assert [result["row"]["number"] for result in results] == list(range(50))
@@ -110,12 +110,12 @@ async def test_an_episode_ends_in_words_and_alone(how: str, origin: str, reason:
     async with caged("misbehaves") as task:
         other = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         failing = asyncio.create_task(task.run(problem(how=how), engine.generate))
-        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.wait_for(engine.all_wait[1].wait(), 120)
         engine.hold.set()
         error = await error_of(failing)
         assert error.origin == origin and reason in str(error) and not error.permanent
         assert origin == "unanswerable" or "user_rewards.py" in error.detail
-        assert await asyncio.wait_for(other, 30) == "fine"
+        assert await asyncio.wait_for(other, 120) == "fine"
         assert await task.run(problem(how="fine"), engine.generate) == "fine"
 
 
@@ -135,7 +135,7 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
     stuck.hold, stuck.all_wait = asyncio.Event(), (3, asyncio.Event())
     async with caged("misbehaves", timeout_s=0.8) as task:
         others = [asyncio.create_task(task.run(problem(how="fine"), stuck.generate)) for _ in range(3)]
-        await asyncio.wait_for(stuck.all_wait[1].wait(), 30)
+        await asyncio.wait_for(stuck.all_wait[1].wait(), 120)
         error = await error_of(task.run(problem(how=how), engine.generate))
         assert error.origin == origin and reason in str(error) and not error.returned
         for other in others:
@@ -155,7 +155,7 @@ async def test_the_time_limit_of_an_episode_does_not_count_the_time_in_generate(
         assert error.origin == "timed_out" and "rollout.task_timeout_s (0.5 s)" in str(error)
         await asyncio.sleep(0.3)
         engine.hold.set()
-        assert await asyncio.wait_for(patient, 30) == "fine"
+        assert await asyncio.wait_for(patient, 120) == "fine"
 
 
 async def test_what_generate_raises_reaches_the_episode_and_the_caller():
@@ -188,9 +188,9 @@ async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
     engine.hold, engine.all_wait = asyncio.Event(), (2, asyncio.Event())
     async with caged("misbehaves") as task:
         first, second = (asyncio.create_task(task.run(problem(how="pid"), engine.generate)) for _ in range(2))
-        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.wait_for(engine.all_wait[1].wait(), 120)
         first.cancel()
-        await asyncio.wait_for(engine.cancelled.wait(), 30)
+        await asyncio.wait_for(engine.cancelled.wait(), 120)
         engine.hold.set()
         worker = await second
         assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
@@ -204,7 +204,7 @@ async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bysta
         worker = await task.run(problem(how="pid"), FakeEngine().generate)
         stubborn = asyncio.create_task(task.run(problem(how="refuse to be cancelled"), FakeEngine().generate))
         beside = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
-        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.wait_for(engine.all_wait[1].wait(), 120)
         await asyncio.sleep(0.2)
         stubborn.cancel()
         error = await error_of(beside)
@@ -227,7 +227,7 @@ async def test_an_episode_that_stops_waiting_stops_its_generation():
     engine.hold = asyncio.Event()
     async with caged("stops_waiting") as task:
         assert await task.run(problem(), engine.generate) == "stopped"
-        await asyncio.wait_for(engine.cancelled.wait(), 30)
+        await asyncio.wait_for(engine.cancelled.wait(), 120)
 
 
 async def test_workers_are_recycled_between_episodes():
@@ -240,7 +240,7 @@ async def test_a_worker_killed_while_it_has_no_episode_fails_none():
     async with caged("misbehaves") as task:
         first = await task.run(problem(how="pid"), FakeEngine().generate)
         os.kill(first, signal.SIGKILL)
-        assert await asyncio.wait_for(task.run(problem(how="pid"), FakeEngine().generate), 30) != first
+        assert await asyncio.wait_for(task.run(problem(how="pid"), FakeEngine().generate), 120) != first
 
 
 async def test_closing_ends_episodes_as_bystanders():
@@ -248,7 +248,7 @@ async def test_closing_ends_episodes_as_bystanders():
     engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
     async with caged("misbehaves") as task:
         episode = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
-        await asyncio.wait_for(engine.all_wait[1].wait(), 30)
+        await asyncio.wait_for(engine.all_wait[1].wait(), 120)
     assert (await error_of(episode)).returned
     assert (await error_of(task.run(problem(how="fine"), engine.generate))).origin == "died"
 
@@ -334,8 +334,8 @@ async def test_bystanders_fail_without_an_attempt_and_the_guilty_episode_with_on
         played = Episodes(FakePrompts(), task, fake_sampler(fakes.FakeEngine(FakePrompts().encode)), FakeRewards(), 1)
         beside = asyncio.create_task(played.attempt({"problem": "beside"}))
         await asyncio.sleep(0.5)
-        guilty = await asyncio.wait_for(played.attempt({"problem": "guilty"}), 30)
-        returned = await asyncio.wait_for(beside, 30)
+        guilty = await asyncio.wait_for(played.attempt({"problem": "guilty"}), 120)
+        returned = await asyncio.wait_for(beside, 120)
     assert isinstance(guilty, Failure) and guilty.kind == "task" and not guilty.returned
     assert guilty.reason.endswith("mine.py:play ended its process (exit code 3)")
     assert isinstance(returned, Failure) and returned.returned and "another episode ended" in returned.reason
@@ -355,7 +355,7 @@ async def test_a_group_fails_for_what_its_guilty_sample_did(tmp_path: Path, code
     config = load([str(RUN), f"--rollout.task={tmp_path}/mine.py:play", "--rollout.task_workers=1"])
     async with UserTask(config, None) as task:
         played = Episodes(FakePrompts(), task, fake_sampler(fakes.FakeEngine(FakePrompts().encode)), FakeRewards(), 8)
-        failure = await asyncio.wait_for(played.attempt({"problem": "1+1="}), 30)
+        failure = await asyncio.wait_for(played.attempt({"problem": "1+1="}), 120)
     assert isinstance(failure, Failure) and not failure.returned and reason in failure.reason
 
 
