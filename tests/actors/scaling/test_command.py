@@ -178,13 +178,28 @@ def test_it_does_not_wait_once_another_number_is_wanted(
 
 def test_what_will_happen_in_words(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:9")
-    three = kept(3, rollout_0="started", rollout_2="failed", rollout_4="started", rollout_3="draining")
-    (line,) = prospect(settings, three, 1)
+    three = kept(3, rollout_0="started", rollout_2="failed", rollout_4="placing", rollout_3="draining")
+    line, leaving = prospect(settings, three, 1)
     assert line.startswith("servers: 3 -> 1; drained: rollout-2, rollout-4; their groups are finished within 7 s")
-    assert prospect(settings, three, 3) == ["3 servers are kept already: rollout-0, rollout-2, rollout-4"]
+    assert leaving == "drained already: rollout-3"
+    assert prospect(settings, three, 3) == [
+        "nothing changes: 3 servers are kept already: rollout-0, rollout-2, rollout-4 (placing)",
+        "drained already: rollout-3",
+    ]
     broken = kept(2, rollout_0="gave_up", rollout_1="started")
     assert prospect(settings, broken, 3) == [
         "servers: 2 -> 3; 1 to be placed; vLLM starts in a minute or two, then they generate",
         "rollout-0 could not be kept before: scale down and up again to try anew",
     ]
-    assert prospect(settings, three, None) == ["the number of servers is the run file's again"]
+
+
+def test_auto_says_from_how_many_to_how_many(tmp_path: Path) -> None:
+    settings, three = config(tmp_path, "tcp://127.0.0.1:9"), kept(3, rollout_0="started", rollout_1="started")
+    assert prospect(settings, three, None) == [
+        "the number of servers is the run file's again: 1",
+        "servers: 2 -> 1; drained: rollout-1; their groups are finished within 7 s, or made by the others",
+    ]
+    words = [*SETTINGS, f"--run.folder={tmp_path}", "--rollout.servers.min=2", "--rollout.servers.max=5"]
+    assert prospect(load(words), three, None) == [
+        "servers: 3 stay for now; the rule decides from here, between 2 and 5 (rollout.servers)"
+    ]
