@@ -69,7 +69,7 @@ async def launchers_word(connection: Connection) -> Kept | None:
     for _ in range(LAUNCHER_POLLS):
         async with asyncio.timeout(ANSWER_S):
             state = await connection.expect(Status(), State)
-        if state.kept is not None:
+        if state.kept is not None and state.launcher_gone_s is None:
             return state.kept
         await asyncio.sleep(POLL_S)
     return None

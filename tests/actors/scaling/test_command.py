@@ -11,7 +11,7 @@ import pytest
 from actors.scaling import command
 from actors.scaling.command import arrival, prospect, scale
 from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.protocol import Ack, Kept, Scale
+from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.load import load
 from configs.schema import Config
 from tests.harness.buffer_process import buffer, client, free_port, in_loop, rollout
@@ -79,6 +79,20 @@ async def test_without_a_launcher_nobody_would_do_it(capsys: pytest.CaptureFixtu
     async with buffer() as it:
         assert await scale(config(tmp_path, it.address), 2, waits=True) == 1
         assert "no launcher keeps this run's servers" in capsys.readouterr().err
+
+
+@in_loop
+async def test_a_launcher_that_is_gone_keeps_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "LAUNCHER_POLLS", 1)
+    async with buffer() as it, client(it.address, "a test", "observer", fingerprint="") as person:
+        async with launcher(it.address):
+            pass
+        while (await person.expect(Status(), State)).launcher_gone_s is None:
+            await asyncio.sleep(0.02)
+        assert await scale(config(tmp_path, it.address), 2, waits=True) == 1
+    assert "no launcher keeps this run's servers" in capsys.readouterr().err
 
 
 @in_loop
