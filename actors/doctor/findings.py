@@ -13,7 +13,7 @@ from typing import Literal
 
 from actors.doctor.host import Machine, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
-from actors.doctor.run_file import gpus_missing, gpus_needed, judge
+from actors.doctor.run_file import gpus_missing, gpus_needed, judge, named_by
 from actors.doctor.trial import Judgement
 from buffer.resources import REMEDY
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
@@ -207,11 +207,12 @@ def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Fin
     yield from _buffer(config, machine)
     count = len(machine.gpus)
     missing = gpus_missing(config, count, "here are")
-    if missing and machine.cluster:
-        yield Finding("warn", "GPUs of the run", missing, f"the cluster at {machine.cluster} must have the rest")
+    if missing and (cluster := config.cluster.address or machine.cluster):
+        remedy = f"the cluster at {cluster} ({named_by(config)}) must have the rest"
+        yield Finding("warn", "GPUs of the run", missing, remedy)
     elif missing:
         keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
-        remedy = f"lower {keys}, or name a Ray cluster in RAY_ADDRESS"
+        remedy = f"lower {keys}, or name a Ray cluster in cluster.address or RAY_ADDRESS"
         yield Finding("fail", "GPUs of the run", missing, remedy)
     elif needed := sum(gpus_needed(config, count).values()):
         least, most = config.rollout.least_servers, config.rollout.most_servers

@@ -61,7 +61,7 @@ class Machine:
     open_files: int
     gpus: list[Gpu] = field(default_factory=list)
     cluster: str = ""
-    """Address of the Ray cluster, which has further machines."""
+    """RAY_ADDRESS: the Ray cluster, which has further machines; `cluster.address` of a run file comes before it."""
     torchvision: Torch = Torch()
     """Result of importing torchvision, where it is installed."""
     may_open: int = -1

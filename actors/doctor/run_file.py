@@ -21,7 +21,7 @@ from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
-from buffer.store.lock import InUse, lock_of, locked
+from buffer.store.lock import holder, lock_of
 from configs.checks import check, existing
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
@@ -63,13 +63,7 @@ def check_here(config: Config) -> Judgement:
 def is_live(config: Config) -> bool:
     """Whether another process runs the run, so that the buffer's port is its own."""
     run, ledger = config.run.path, config.buffer.path
-    for file in (run / "launch.lock", *([lock_of(run / ledger)] if ledger else [])):
-        try:
-            if file.exists():
-                os.close(locked(file))
-        except InUse:
-            return True
-    return False
+    return any(map(holder, (run / "launch.lock", *([lock_of(run / ledger)] if ledger else []))))
 
 
 def judge(config: Config, live: bool | None = None) -> Judgement:
@@ -158,12 +152,18 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
     missing = gpus_missing(config, len(find_gpus()), "here are") if found else None
     if missing:
         return [f"{line}, but {missing}: servers will be on other machines; {remedy}" for line in found], []
-    return [], [f"{line}: if Ray ({cluster}) places a server on another one, {remedy}" for line in found]
+    named = f"{named_by(config)}: {cluster}"
+    return [], [f"{line}: if Ray ({named}) places a server on another one, {remedy}" for line in found]
 
 
 def cluster_of(config: Config) -> str:
     """The Ray cluster that the run is launched on; empty: Ray is started on this machine."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+
+
+def named_by(config: Config) -> str:
+    """What names the cluster of `cluster_of`, for people."""
+    return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
 
 
 def hosts(config: Config) -> dict[str, str]:

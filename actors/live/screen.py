@@ -26,10 +26,11 @@ async def show(watcher: Watcher) -> None:
     """Draw until cancelled; once, where the output is no terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        following = asyncio.create_task(watcher.follow())
-        async with watcher.news:
-            await watcher.news.wait()
-        following.cancel()
+        async with asyncio.TaskGroup() as tasks:  # what stops the looks ends the wait for them too
+            following = tasks.create_task(watcher.follow())
+            async with watcher.news:
+                await watcher.news.wait()
+            following.cancel()
         console.print(screen(watcher.overview, watcher.records))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:

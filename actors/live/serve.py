@@ -31,16 +31,22 @@ from actors.report.page_data import (
     samples_data,
     version_row,
 )
-from actors.watch.metrics_log import EVALUATED, Position, Record, is_of_servers, read_after, sets_of
+from actors.watch.metrics_log import EVALUATED, Position, Record, bytes_after, is_of_servers, read_after, sets_of
 from actors.watch.run_state import find_run
 from buffer.store.sqlite import StoreError
 from configs.entrypoint import BAD_INPUT, DONE, StopSignals, split_flags
 from configs.load import ConfigError
 
+REPLACED = b"event: replaced\ndata: {}\n\n"
+"""The page is to ask for all its data again."""
 PROG = "python -m actors watch"
 PORT = 5680
 CLOSE_S = 1.0
 """Time that open streams get at the end."""
+WRITE_S = 60.0
+"""Time that a browser has to take an event; later it is let go, and comes back by itself."""
+FAR_BYTES = 16 << 20
+"""Of records that a browser missed: of more it gets the page's data anew, which is bounded."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -189,17 +195,27 @@ class Pages:
         await response.prepare(request)
         try:
             while True:
-                begun = position.inode != 0
-                records, position, replaced = await asyncio.to_thread(read_after, watcher.records.path, position)
-                if replaced and begun:
-                    await response.write(b"event: replaced\ndata: {}\n\n")
+                event, position = await asyncio.to_thread(self._event, position)
+                async with asyncio.timeout(WRITE_S):
+                    await response.write(event)
+                if event == REPLACED:
                     return response
-                told = json.dumps(await asyncio.to_thread(self._news, records))
-                await response.write(f"id: {position}\ndata: {told}\n\n".encode())
                 async with watcher.news:
                     await watcher.news.wait()
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
+            if request.transport:
+                request.transport.abort()
             return response
+
+    def _event(self, position: Position) -> tuple[bytes, Position]:
+        """The next event for a browser that knows the file up to `position`, and up to where it knows it then."""
+        path, begun = self.watcher.records.path, position.inode != 0
+        if bytes_after(path, position) > FAR_BYTES:
+            return REPLACED, position
+        records, position, replaced = read_after(path, position)
+        if replaced and begun:
+            return REPLACED, position
+        return f"id: {position}\ndata: {json.dumps(self._news(records))}\n\n".encode(), position
 
     def _news(self, records: Sequence[Record]) -> dict[str, Any]:
         """What `take` of page.js takes."""

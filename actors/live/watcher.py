@@ -31,7 +31,7 @@ class Watcher:
 
     def __init__(self, config: Config, run: Path) -> None:
         self.config, self.run = config, run
-        self.records = Records(run / "metrics.jsonl")
+        self.records = Records(run / "metrics.jsonl", bounded=True)
         self.state: State | None = None
         """The buffer's answer; None: it is silent."""
         self.news = asyncio.Condition()

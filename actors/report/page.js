@@ -54,7 +54,7 @@ function column(name) {
   if (kept.has(name)) return kept.get(name);
   let found;
   if (name === "version") found = D.version;
-  else if (name === "hours") { let t = 0; found = column("time/version_s").map(v => (t += v || 0) / 3600); }
+  else if (name === "hours") { let t = 0; found = column("time/version_s").map((v, i) => (t += (v || 0) * (i ? D.version[i] - D.version[i - 1] : 1)) / 3600); }
   else if (name[0] === "~") found = movingMean(column(name.slice(1)), 20);
   else if (name[0] === "%") { const all = column("time/version_s"); found = column(name.slice(1)).map((v, i) => v == null || !all[i] ? null : v / all[i]); }
   else found = D.columns[name] || blank();
@@ -232,6 +232,17 @@ function showCharts() {  // builds the charts again if there are other columns, 
 }
 function showAll() { showCharts(); showOverview(); showEvaluations(); showTables(); offerSamples(); showSamples(); }
 
+const MOST = { versions: 4000, looks: 1500, batches: 40 };
+function thin() {  // a page that is open for days: of older points every second one goes, again and again
+  const keep = (n, most) => (_, i) => i < 20 || i >= n - most / 2 || i % 2 === 1;
+  while (D.version.length > MOST.versions) {
+    const chosen = keep(D.version.length, MOST.versions);
+    D.version = D.version.filter(chosen);
+    for (const key of Object.keys(D.columns)) D.columns[key] = D.columns[key].filter(chosen);
+  }
+  while (D.looks.length > MOST.looks) D.looks = D.looks.filter(keep(D.looks.length, MOST.looks));
+  if (Object.keys(D.samples).length > MOST.batches) D.samples = {};
+}
 function take(news) {  // what /events told
   for (const record of news.records) {
     if ("eval/version" in record) continue;
@@ -245,7 +256,7 @@ function take(news) {  // what /events told
     }
   }
   for (const e of news.evaluations) { D.evaluations = D.evaluations.filter(one => one.version !== e.version); D.evaluations.push(e); }
-  D.looks.push(...news.looks); D.overview = news.overview;
+  D.looks.push(...news.looks); D.overview = news.overview; thin();
   if (news.records.length || news.looks.length || news.evaluations.length) showCharts();
   if (news.evaluations.length) showEvaluations();
   if (news.records.length) { D.batches = news.batches; offerSamples(); if ($("ends").querySelector("details").open) showTables(); }

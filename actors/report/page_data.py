@@ -19,7 +19,7 @@ from actors.report.examples import (
     stored_batches,
     stored_examples,
 )
-from actors.watch.metrics_log import Record, Records, sets_of, shares, short_look
+from actors.watch.metrics_log import MOST_VERSIONS, Record, Records, sets_of, shares, short_look
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
 from buffer.store.sqlite import StoreError
 from configs.schema import Config
@@ -39,7 +39,7 @@ MOST_CHARS = 4000
 
 def page_data(config: Config, run: Path, records: Records, overview: Overview, live: bool) -> dict[str, Any]:
     """All that the page shows at first. Raises ConfigError for an `evaluation.json` that is none."""
-    ordered = records.ordered()
+    ordered = spread(records.ordered(), MOST_VERSIONS)
     keys = sorted({key for record in ordered for key in record} - {"version"})
     looks = thinned([look for _, look in sorted(records.servers.items())])
     return {

@@ -16,7 +16,7 @@ from buffer.curve import KeysError, client_keys_for
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, split_flags
-from configs.schema import Config
+from configs.schema import Config, ServerRange
 
 PROG = "python -m actors scale"
 ANSWER_S, POLL_S, LAUNCHER_POLLS = 5.0, 0.5, 10
@@ -69,27 +69,35 @@ async def launchers_word(connection: Connection) -> Kept | None:
     for _ in range(LAUNCHER_POLLS):
         async with asyncio.timeout(ANSWER_S):
             state = await connection.expect(Status(), State)
-        if state.kept is not None:
+        if state.kept is not None and state.launcher_gone_s is None:
             return state.kept
         await asyncio.sleep(POLL_S)
     return None
 
 
 def prospect(config: Config, kept: Kept, servers: int | None) -> list[str]:
-    """What will happen, in lines."""
+    """What will happen, in lines: from how many to how many, which are drained; or that nothing changes."""
+    own = config.rollout.servers
+    if servers is None and isinstance(own, ServerRange):
+        rule = f"the rule decides from here, between {own.min} and {own.max} (rollout.servers)"
+        return [f"servers: {kept.wanted} stay for now; {rule}"]
     if servers is None:
-        return ["the number of servers is the run file's again"]
-    staying = [name for name, life in kept.servers.items() if life != "draining"]
+        assert isinstance(own, int)
+        return [f"the number of servers is the run file's again: {own}", *prospect(config, kept, own)]
+    leaving = [name for name, life in kept.servers.items() if life == "draining"]
+    staying = [name for name in kept.servers if name not in leaving]
     staying.sort(key=lambda name: kept.servers[name] in FINAL)  # drained first
     broken = ", ".join(name for name in staying[:servers] if kept.servers[name] in FINAL)
-    remedy = [f"{broken} could not be kept before: scale down and up again to try anew"] * bool(broken)
+    notes = [f"{broken} could not be kept before: scale down and up again to try anew"] * bool(broken)
+    notes += [f"drained already: {', '.join(leaving)}"] * bool(leaving)
     if servers == len(staying):
-        return [f"{servers} servers are kept already: {', '.join(staying)}", *remedy]
+        shown = [f"{name} ({life})" if (life := kept.servers[name]) == "placing" else name for name in staying]
+        return [f"nothing changes: {servers} servers are kept already: {', '.join(shown)}", *notes]
     if servers < len(staying):
         bound = f"their groups are finished within {config.rollout.drain_s:g} s, or made by the others"
-        return [f"servers: {len(staying)} -> {servers}; drained: {', '.join(staying[servers:])}; {bound}", *remedy]
+        return [f"servers: {len(staying)} -> {servers}; drained: {', '.join(staying[servers:])}; {bound}", *notes]
     new = f"{servers - len(staying)} to be placed; vLLM starts in a minute or two, then they generate"
-    return [f"servers: {len(staying)} -> {servers}; {new}", *remedy]
+    return [f"servers: {len(staying)} -> {servers}; {new}", *notes]
 
 
 async def arrival(config: Config, connection: Connection, servers: int, broken: Collection[str] = ()) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from actors.doctor.run_file import cluster_of, gpus_missing, unreachable, without_place
+from actors.doctor.run_file import cluster_of, gpus_missing, named_by, unreachable, without_place
 from actors.process import Process
 from actors.supervise.cluster.arrival import Delivery
 from actors.supervise.cluster.gang_member import GangMember
@@ -76,7 +76,8 @@ class Cluster:
         keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
         remedy = f"lower {keys}, or set their device to cpu"
         found = []
-        if missing := gpus_missing(self.config, sum(self.gpus), "Ray sees"):
+        ray = f"Ray ({named_by(self.config)}: {self.named})" if self.named else "Ray"
+        if missing := gpus_missing(self.config, sum(self.gpus), f"{ray} sees"):
             found.append(f"{missing}: {remedy}")
         elif missing := without_place(self.config, self.gpus):
             found.append(f"{missing}; {remedy}" if self.named else f"{missing}; set cluster.address, or RAY_ADDRESS")
@@ -224,7 +225,7 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         what = "ship the working directory" if ship else "connect"
         problem = f"cannot {what}: {str(error).strip().splitlines()[0]}"
-        raise ConfigError([f"cluster.address: {named}: {problem}; see `ray status`"]) from None
+        raise ConfigError([f"{named_by(config)}: {named}: {problem}; see `ray status`"]) from None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from actors.watch import figures
 from actors.watch.metrics_log import Records
-from actors.watch.run_state import failures, silent
+from actors.watch.run_state import failures, servers_lines, silent
 from buffer.wire.protocol import State
 from configs.flow.alerts import alerts as metric_alerts
 from configs.schema import Config
@@ -185,6 +185,8 @@ def find_alerts(
     found = list[Alert]()
     if live and state is not None:
         found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
+        if state.launcher_gone_s is not None:
+            found.append(Alert("bad", next(iter(servers_lines(state)))))
         if config.buffer.max_gib * 2**30 * 0.95 < state.bytes_stored:
             remedy = "the learner has to train some, or raise buffer.max_gib"
             found.append(Alert("warn", f"the buffer is full ({state.bytes_stored / 2**30:.3g} GiB): {remedy}"))
@@ -207,13 +209,14 @@ def find_alerts(
 
 
 def _silence(config: Config, name: str, server: Mapping[str, Any]) -> Alert:
-    silent_s = float(server.get("silent_s") or 0.0)
-    if server.get("version") is None:
+    silent_s, ended_s = float(server.get("silent_s") or 0.0), server.get("gone_s")
+    if server.get("version") is None and ended_s is None:
         return Alert(
             "warn", f"{name} has not asked for work yet, after {silent_s:.0f} s: vLLM starts, or see logs/{name}.log"
         )
     what = "its leases have ended and its problems are dispatched again"
-    return Alert("bad", f"{name} is lost: silent for {silent_s:.0f} s; {what}. See logs/{name}.log")
+    how = f"silent for {silent_s:.0f} s" if ended_s is None else f"it ended {ended_s:.0f} s ago"
+    return Alert("bad", f"{name} is lost: {how}; {what}. See logs/{name}.log")
 
 
 def _preemptions(records: Records) -> list[Alert]:

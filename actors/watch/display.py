@@ -43,7 +43,8 @@ class Display:
     def __init__(self, config: Config, console: Console | None = None) -> None:
         self.config = config
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.records = Records(config.run.path / "metrics.jsonl", looks=False)  # those of an earlier start are no news
+        self.records = Records(config.run.path / "metrics.jsonl", looks=False, bounded=True)
+        """Those of an earlier start are no news."""
         self.processes: dict[str, str] = {}
         """Last event of each process, lines apart."""
         self.state: State | None = None

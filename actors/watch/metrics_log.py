@@ -26,6 +26,11 @@ LONGEST_GAP_S = 600.0
 """Between two looks at the servers; after a longer one the run was not alive meanwhile."""
 
 
+MOST_VERSIONS = 4000
+"""Records of versions that whoever watches for days keeps, or draws: the first, every second of those before the last
+half, again and again, and all of the last half."""
+
+
 class Position(NamedTuple):
     """A place in the file: `offset` bytes into the file that has this inode. As text: `1234-5678`."""
 
@@ -47,6 +52,15 @@ def read_after(path: Path, position: Position) -> tuple[list[Record], Position, 
     was read. A file that is not there has no lines."""
     lines, position, replaced = _lines_after(path, position)
     return [record for line in lines if (record := _record(line)) is not None], position, replaced
+
+
+def bytes_after(path: Path, position: Position) -> int:
+    """What `read_after` would read, 0 where there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0
+    return status.st_size - (position.offset if status.st_ino == position.inode else 0)
 
 
 def _lines_after(path: Path, position: Position) -> tuple[list[bytes], Position, bool]:
@@ -98,11 +112,11 @@ class Looks(dict[float, Record]):
 class Records:
     """Records by version, read from the file at once. Example: `{3: {"version": 3, "reward/mean": 0.4}}`.
 
-    `looks` False: without those of servers and buffer.
+    `looks` False: without those of servers and buffer. `bounded`: at most MOST_VERSIONS, for who watches for days.
     """
 
-    def __init__(self, path: Path, looks: bool = True) -> None:
-        self.path, self.looks = path, looks
+    def __init__(self, path: Path, looks: bool = True, bounded: bool = False) -> None:
+        self.path, self.looks, self.bounded = path, looks, bounded
         self.by_version: dict[int, Record] = {}
         self.evaluations: dict[int, Record] = {}
         """By the version that was evaluated; keys as in `eval/aime/pass@8`."""
@@ -131,7 +145,12 @@ class Records:
                 return False
             kind, known, version = self.evaluations, evaluations, record[EVALUATED]
         fresh = known.get(version) != record
+        if self.bounded and kind is not known and FULL_LOOKS < version < max(known, default=0) - MOST_VERSIONS // 2:
+            fresh = version in known and fresh  # read again; it may have been left out before
         kind[version] = record
+        if self.bounded and len(kind) > MOST_VERSIONS:
+            for old in thinned(sorted(kind)):
+                del kind[old]
         return fresh
 
     def ordered(self) -> list[Record]:
@@ -147,6 +166,11 @@ class Records:
         """Mean of the `last` records that have `key`."""
         values = self.column(key)[1][-last:]
         return fmean(values) if values else None
+
+
+def thinned(versions: Sequence[int]) -> Sequence[int]:
+    """Which of `versions`, in order, are left out to have fewer of them."""
+    return versions[FULL_LOOKS : -MOST_VERSIONS // 2 : 2]
 
 
 def sets_of(record: Record) -> dict[str, dict[str, float]]:

@@ -135,7 +135,8 @@ def _server_rows(config: Config, state: State) -> list[tuple[str, ...]]:
     gone, rows = silent(state, config), []
     for name, server in state.servers.items():
         stats, silent_s = server.get("stats", {}), server.get("silent_s")
-        lost = " (lost)" if name in gone and server.get("version") is not None else ""
+        stats = {} if name in gone else stats  # what it said last is no longer so
+        lost = " (lost)" if name in gone and (server.get("version") is not None or "gone_s" in server) else ""
         shown = [
             _number(stats.get("tokens_per_s"), ",.0f"),
             _number(stats.get("running"), ".0f"),

@@ -219,11 +219,15 @@ def _absence(server: Mapping[str, Any]) -> str:
 
 
 def servers_lines(state: State) -> Iterator[str]:
-    """How many rollout servers are wanted, and those that do not just run; nothing without a launcher.
+    """How many rollout servers are wanted, and those that do not just run, or that their launcher has ended; nothing
+    where there was none.
 
     Example: `"servers: 3 wanted by hand, 2 run; rollout-2 placing"`
     """
     if (kept := state.kept) is None:
+        return
+    if state.launcher_gone_s is not None:
+        yield f"servers: the launcher ended {state.launcher_gone_s:.0f} s ago: nobody starts, drains or restarts them"
         return
     by = " by hand" * state.wanted_by_person
     others = [f"{name} {life.replace('_', ' ')}" for name, life in kept.servers.items() if life != "started"]

@@ -30,6 +30,7 @@ from actors.watch.run_state import (
     waits,
     when,
 )
+from buffer.store.lock import holder
 from buffer.store.past import history
 from buffer.store.sqlite import StoreError, reading
 from buffer.wire.protocol import State
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     elif not ended:
         since = last_life(config, run)
         dead = f"dead since {when(since)}" if since else "never started"
-        console.print(f"{dead}: the buffer at {config.buffer.address} does not answer; its files hold:", style="red")
+        console.print(f"{dead}: the buffer at {config.buffer.address} does not answer", style="red")
+        console.print(_launcher_line(run), "The files hold, as of then:", sep="\n", style="red")
     if answer is None and trouble:
         console.print(trouble)
     if answer and held:
@@ -75,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
         console.print(*servers_lines(answer), sep="\n", end="\n" * bool(answer.kept))
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
+        if state.servers and answer is None:
+            console.print("servers with leases when the buffer was last alive; whether they run is not known:")
         if state.servers:
             console.print(_servers_table(state, config), soft_wrap=False)
     if ended:
@@ -113,6 +117,14 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
     yield f"checkpoints: {', '.join(checkpoints) or 'none'}"
 
 
+def _launcher_line(run: Path) -> str:
+    """Whether anybody starts again what has died."""
+    if process := holder(run / "launch.lock"):
+        return f"Its launcher, process {process}, runs: it starts the buffer again, or ends."
+    again = f"python -m actors launch {run / 'config.yaml'}"
+    return f"No launcher of this machine runs it, so nothing starts it again. Go on with: {again}"
+
+
 def _last_log_lines(run: Path) -> Iterator[str]:
     """The last line of each log, with its age."""
     for log in sorted((run / "logs").glob("*.log")):
@@ -126,11 +138,13 @@ def _servers_table(state: State, config: Config) -> Table:
     gone = silent(state, config)
     for name, server in state.servers.items():
         shown = {key: value for key, value in server.get("stats", {}).items() if key not in IN_WORDS}
+        if name in gone:  # they were true before
+            shown = {}
         stats = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
         silent_s = server.get("silent_s")
         version = server.get("version")
         silence = "has not asked for work yet" if version is None else "leases ended"  # vLLM starts without heartbeats
-        silence = "it has ended" if "gone_s" in server else silence
+        silence = f"it ended {server['gone_s']:.0f} s ago" if "gone_s" in server else silence
         heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + f" ({silence})" * (name in gone)
         full = "" if name in gone else fullness(state, name)
         shown_version = "?" if version is None else str(version)

@@ -38,6 +38,8 @@ AWAY_S, HOLD_S = 1.0, 2.0
 again after so long."""
 WARN_S = 10.0
 """Shortest time between two lines of the log about it."""
+LAUNCHER = "launcher"
+"""Name of the observer that keeps the rollout servers: when it ended is told for as long as the buffer runs."""
 OBSERVER_S = 60
 """An observer not heard of for so long is forgotten."""
 BACK = 0.25
@@ -345,7 +347,13 @@ class Handlers:
             wanted_servers=self._wanted_servers(),
             wanted_by_person=bool(ledger.state.wanted_by_person),
             kept=self.kept,
+            launcher_gone_s=self._launcher_gone_s(now),
         )
+
+    def _launcher_gone_s(self, now: float) -> float | None:
+        broke = [self.peers[identity].broke for identity in self._named[LAUNCHER, "observer"]]
+        ended = [now - moment for moment in broke if moment is not None]
+        return min(ended) if ended and len(ended) == len(broke) else None
 
     def _wanted_servers(self) -> int | None:
         held = self.ledger.state.wanted_servers if self.ledger.state.wanted_by_person else None
@@ -362,7 +370,9 @@ class Handlers:
         """Forget who had this name and role before, and observers that are gone."""
         if hello.role == "observer":
             gone = [
-                who for who, one in self.peers.items() if one.hello.role == "observer" and now - one.heard > OBSERVER_S
+                who
+                for who, one in self.peers.items()
+                if one.hello.role == "observer" and one.hello.name != LAUNCHER and now - one.heard > OBSERVER_S
             ]
         else:
             same = self._named[hello.name, hello.role]

@@ -388,6 +388,8 @@ class State(Message):
     """`Scale` said so, and not the run file or its rule."""
     kept: Kept | None = None
     """The launcher's last word; null without a launcher."""
+    launcher_gone_s: float | None = None
+    """Seconds since the launcher ended, if it kept servers: they are kept no longer."""
 
 
 class Refused(Message):

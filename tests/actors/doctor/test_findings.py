@@ -135,7 +135,9 @@ def test_gpus_of_the_run(tmp_path: Path) -> None:
     (found,) = troubles(CPU, config(tmp_path, "learner.device=cuda"))
     assert (found.state, found.says) == ("fail", "the run needs 1 GPUs (learner 1), here are 0")
     (found,) = troubles(replace(CUDA, cluster="10.0.0.1:6379"), config(tmp_path, "rollout.servers=2"))
-    assert found.state == "warn"
+    assert (found.state, found.remedy) == ("warn", "the cluster at 10.0.0.1:6379 (RAY_ADDRESS) must have the rest")
+    (found,) = troubles(CUDA, config(tmp_path, "rollout.servers=2", "cluster.address=10.0.0.2:6379"))
+    assert found.remedy == "the cluster at 10.0.0.2:6379 (cluster.address) must have the rest"
     ranged = config(tmp_path, "rollout.servers={min: 1, max: 8}")
     assert "2 of 2, room for 1 of 8 servers" in [found.says for found in doctor(ranged, CUDA, lambda run: Judgement())]
 
@@ -211,6 +213,7 @@ def test_loopback_is_refused_only_if_servers_must_be_elsewhere(tmp_path: Path, m
     assert addresses(run, cluster="") == ([], [])
     refused, warnings = addresses(run, cluster="10.0.0.1:6379")
     assert refused == [] and [line.partition(":")[0] for line in warnings] == ["buffer.address"], "no default"
+    assert "if Ray (RAY_ADDRESS: 10.0.0.1:6379) places a server on another one" in warnings[0]
     run = config(tmp_path, "rollout.device=cuda", "weights.host=127.0.0.2")
     refused, warnings = addresses(run, cluster="10.0.0.1:6379")
     assert len(refused) == 2 and warnings == []

@@ -10,10 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.report import summary
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 SIZES = {"phone": (390, 844), "desk": (1440, 900)}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"]
-WAIT_MS = 120_000
+WAIT_MS, TEST_S = 120_000, 600.0
 FIRST, ALL = 20, 30
 """Versions that have records when a live page is opened, and after."""
 
@@ -34,18 +37,60 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+@contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """After so long, kill all that this process has started: Playwright's `evaluate` and `close`, and a line that is
+    waited for, have no limits of their own, and fail then."""
+
+    def kill() -> None:
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+@contextmanager
+def started_browser() -> Iterator[Any]:
     program = chromium()
     if program is None:
         assert os.environ.get("HEADRACE_BROWSER") != "required", "no chromium on this machine: `make browser`"
         pytest.skip("no chromium on this machine: `make browser` installs Debian's")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import Error, sync_playwright
 
     with sync_playwright() as player:
         started = player.chromium.launch(executable_path=program, args=FLAGS, timeout=WAIT_MS)
+        try:
+            yield started
+        finally:
+            with suppress(Error):  # it was killed
+                started.close()
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    with bounded(TEST_S), started_browser() as started:
         yield started
-        started.close()
+
+
+@contextmanager
+def watching(run: Path) -> Iterator[str]:
+    """`python -m actors watch` of the run; its address."""
+    command = [sys.executable, "-m", "actors", "watch", str(run), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            yield server.stdout.readline().partition(": ")[2].split()[0]
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
 
 
 class Tab:
@@ -150,11 +195,7 @@ def test_the_live_page(
     browser: Any, run: Path, serve: Callable[[State], str], tmp_path: Path, size: str, scheme: str
 ) -> None:
     make_config(tmp_path, f"buffer.address={serve(state())}")
-    command = [sys.executable, "-m", "actors", "watch", str(run), "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout
-        address = server.stdout.readline().partition(": ")[2].split()[0]
+    with watching(run) as address:
         tab = Tab(browser, address, size, scheme)
         tab.wait("#status:text-is('running')")
         tab.check(FIRST)
@@ -175,29 +216,50 @@ def test_the_live_page(
         tab.wait("body[data-seen='10']:has(#figures dd:text-is('10 / 40'))")
         assert tab.wrong == []
         tab.page.close()
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-        if server.stdout:
-            server.stdout.close()
+
+
+TAKE = """([begin, end]) => {
+  const records = [], looks = [];
+  for (let v = begin; v < end; v++) {
+    records.push({ version: v, "reward/mean": v, "time/version_s": 3600 });
+    looks.push({ time: 1e6 + v, "servers/running": 1 });
+  }
+  take({ records, looks, evaluations: [], overview: D.overview, batches: [] });
+}"""
+
+
+def test_a_page_that_is_open_for_days_thins_its_older_points(browser: Any, run: Path) -> None:
+    assert summary.main([str(run)]) == 0
+    tab = Tab(browser, f"file://{run}/report.html", "desk", "light")
+    for begin in (FIRST + 1, 3001, 6001, 9001):
+        tab.page.evaluate(TAKE, [begin, begin // 3000 * 3000 + 3001])
+    versions = tab.page.evaluate("D.version")
+    assert len(versions) <= 4000 and versions[:20] == list(range(1, 21)), "the first"
+    assert versions[-2000:] == list(range(10001, 12001)) and versions == sorted(set(versions)), "the last, in order"
+    assert tab.page.evaluate("Object.values(D.columns).every(one => one.length === D.version.length)")
+    assert tab.page.evaluate("D.columns['reward/mean'].at(3000) === D.version.at(3000)")
+    hours = tab.page.evaluate("column('hours').at(-1)")
+    assert hours == pytest.approx(12000 - FIRST, rel=0.01), "also of the versions that it left out"
+    assert tab.page.evaluate("D.looks.length") <= 1500 and tab.page.evaluate("D.looks.at(-1).time") == 1e6 + 12000
+    assert tab.wrong == []
+    tab.page.close()
 
 
 def test_a_run_that_has_not_begun(browser: Any, tmp_path: Path) -> None:
     run = make_config(tmp_path).run.path
-    server = subprocess.Popen(
-        [sys.executable, "-m", "actors", "watch", str(run), "--port", "0"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert server.stdout
-        tab = Tab(browser, server.stdout.readline().partition(": ")[2].split()[0], "desk", "light")
+    with watching(run) as address:
+        tab = Tab(browser, address, "desk", "light")
         assert tab.wrong == [] and "No version is trained yet" in tab.text(".advice")
         assert "never been started" in tab.text("#told") and tab.page.locator("canvas").count() == 0
         append(run, record(1), record(2))
         tab.wait("body[data-seen='2'] canvas")
         assert tab.wrong == []
         tab.page.close()
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-        if server.stdout:
-            server.stdout.close()
+
+
+def test_a_page_that_hangs_is_a_failure(run: Path) -> None:
+    assert summary.main([str(run)]) == 0
+    with bounded(TEST_S), started_browser() as browser:
+        tab = Tab(browser, f"file://{run}/report.html", "desk", "light")
+        with bounded(0.5), pytest.raises(Exception, match="closed"):
+            tab.page.evaluate("new Promise(() => {})")

@@ -15,8 +15,9 @@ from aiohttp.test_utils import TestServer
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
+from actors.live import serve as serving
 from actors.live.prometheus import exposition
-from actors.live.screen import screen, spark
+from actors.live.screen import screen, show, spark
 from actors.live.serve import application, is_loopback_host, main
 from actors.live.watcher import Watcher
 from actors.watch.metrics_log import Records
@@ -79,6 +80,46 @@ async def test_a_browser_that_comes_back_gets_what_it_missed_and_nothing_twice(t
         restored.replace(config.run.path / "metrics.jsonl")
         async with session.get("/events", headers={"Last-Event-ID": second_id}) as response:
             assert (await event(response))["event"] == "replaced"
+
+
+@in_loop
+async def test_a_browser_that_missed_too_much_gets_all_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "FAR_BYTES", 100_000)
+    config = make_config(tmp_path)
+    append(config.run.path, record(1))
+    async with watching(config) as (session, _):
+        async with session.get("/events") as response:
+            last_id = (await event(response))["id"]
+        append(config.run.path, *map(record, range(2, 400)))
+        async with session.get("/events", headers={"Last-Event-ID": last_id}) as response:
+            assert (await event(response))["event"] == "replaced"
+
+
+@in_loop
+async def test_a_browser_that_does_not_read_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "WRITE_S", 0.2)
+    config = make_config(tmp_path)
+    append(config.run.path, *map(record, range(1, 12_000)))
+    watcher = Watcher(config, config.run.path)
+    async with TestServer(application(watcher, "127.0.0.1")) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await writer.drain()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        async with asyncio.timeout(50):
+            while server.runner.server.requests_count == 0 or server.runner.server.connections:
+                await asyncio.sleep(0.05)
+        writer.close()
+
+
+@in_loop
+async def test_on_a_pipe_what_stops_the_looks_is_told(tmp_path: Path) -> None:
+    class Broken(Watcher):
+        async def follow(self) -> None:
+            raise OSError("no disk")
+
+    with pytest.raises(ExceptionGroup):
+        await show(Broken(config := make_config(tmp_path), config.run.path))
 
 
 @in_loop

@@ -11,7 +11,7 @@ import pytest
 from actors.scaling import command
 from actors.scaling.command import arrival, prospect, scale
 from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.protocol import Ack, Kept, Scale
+from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.load import load
 from configs.schema import Config
 from tests.harness.buffer_process import buffer, client, free_port, in_loop, rollout
@@ -79,6 +79,20 @@ async def test_without_a_launcher_nobody_would_do_it(capsys: pytest.CaptureFixtu
     async with buffer() as it:
         assert await scale(config(tmp_path, it.address), 2, waits=True) == 1
         assert "no launcher keeps this run's servers" in capsys.readouterr().err
+
+
+@in_loop
+async def test_a_launcher_that_is_gone_keeps_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "LAUNCHER_POLLS", 1)
+    async with buffer() as it, client(it.address, "a test", "observer", fingerprint="") as person:
+        async with launcher(it.address):
+            pass
+        while (await person.expect(Status(), State)).launcher_gone_s is None:
+            await asyncio.sleep(0.02)
+        assert await scale(config(tmp_path, it.address), 2, waits=True) == 1
+    assert "no launcher keeps this run's servers" in capsys.readouterr().err
 
 
 @in_loop
@@ -178,13 +192,28 @@ def test_it_does_not_wait_once_another_number_is_wanted(
 
 def test_what_will_happen_in_words(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:9")
-    three = kept(3, rollout_0="started", rollout_2="failed", rollout_4="started", rollout_3="draining")
-    (line,) = prospect(settings, three, 1)
+    three = kept(3, rollout_0="started", rollout_2="failed", rollout_4="placing", rollout_3="draining")
+    line, leaving = prospect(settings, three, 1)
     assert line.startswith("servers: 3 -> 1; drained: rollout-2, rollout-4; their groups are finished within 7 s")
-    assert prospect(settings, three, 3) == ["3 servers are kept already: rollout-0, rollout-2, rollout-4"]
+    assert leaving == "drained already: rollout-3"
+    assert prospect(settings, three, 3) == [
+        "nothing changes: 3 servers are kept already: rollout-0, rollout-2, rollout-4 (placing)",
+        "drained already: rollout-3",
+    ]
     broken = kept(2, rollout_0="gave_up", rollout_1="started")
     assert prospect(settings, broken, 3) == [
         "servers: 2 -> 3; 1 to be placed; vLLM starts in a minute or two, then they generate",
         "rollout-0 could not be kept before: scale down and up again to try anew",
     ]
-    assert prospect(settings, three, None) == ["the number of servers is the run file's again"]
+
+
+def test_auto_says_from_how_many_to_how_many(tmp_path: Path) -> None:
+    settings, three = config(tmp_path, "tcp://127.0.0.1:9"), kept(3, rollout_0="started", rollout_1="started")
+    assert prospect(settings, three, None) == [
+        "the number of servers is the run file's again: 1",
+        "servers: 2 -> 1; drained: rollout-1; their groups are finished within 7 s, or made by the others",
+    ]
+    words = [*SETTINGS, f"--run.folder={tmp_path}", "--rollout.servers.min=2", "--rollout.servers.max=5"]
+    assert prospect(load(words), three, None) == [
+        "servers: 3 stay for now; the rule decides from here, between 2 and 5 (rollout.servers)"
+    ]

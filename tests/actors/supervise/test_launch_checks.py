@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.doctor.run_file import gpus_missing
+from actors.doctor.run_file import cluster_of, gpus_missing
 from actors.supervise import launch
-from configs.load import load
+from actors.supervise.ray_cluster import connect
+from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
+from tests.harness.toy import free_port
 
 
 @pytest.fixture
@@ -76,6 +78,17 @@ def test_a_key_that_vllm_does_not_know_is_refused(words: list[str], capsys: pyte
     pytest.importorskip("vllm")
     (line,) = refused([*words, "--rollout.engine.max_num_seq=4"], capsys)
     assert "rollout.engine.max_num_seq" in line and "max_num_seqs" in line
+
+
+def test_who_names_a_cluster_is_named_where_it_does_not_answer(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", nobody)
+    for more, name in (([], "RAY_ADDRESS"), ([f"--cluster.address={nobody}"], "cluster.address")):
+        config = load([*words, *more])
+        with pytest.raises(ConfigError, match=rf"^{name}: {nobody}: cannot connect: .*refused"):
+            connect(config, cluster_of(config))
 
 
 def test_the_commands_are_the_plain_ones(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

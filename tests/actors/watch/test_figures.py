@@ -1,5 +1,6 @@
 """Figures derived from records: shares, pace, GPU hours, against arithmetic done by hand."""
 
+import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.watch import figures
-from actors.watch.metrics_log import FULL_LOOKS, MOST_LOOKS, Looks, Position, Record, Records, read_after
+from actors.watch.metrics_log import FULL_LOOKS, MOST_LOOKS, MOST_VERSIONS, Looks, Position, Record, Records, read_after
 from tests.harness.watched import append, evaluation, look, record
 
 
@@ -121,3 +122,24 @@ def test_looks_at_servers_do_not_hide_that_versions_stopped(run: Path) -> None:
     append(run, record(1, time=1000.0), look(5000.0, 1))
     assert figures.seconds_since(records_of(run), 5010.0) == 4010.0
     assert figures.seconds_since(Records(run / "nothing"), 5010.0) is None
+
+
+def test_who_watches_for_days_keeps_a_bounded_number_of_records(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+
+    def write(versions: range, to: Path) -> None:
+        with to.open("a") as lines:
+            lines.writelines(json.dumps({"version": version, "reward/mean": 1.0}) + "\n" for version in versions)
+
+    write(range(1, 9001), file)
+    records, whole = Records(file, bounded=True), Records(file)
+    found = sorted(records.by_version)
+    assert len(found) <= MOST_VERSIONS and len(whole.by_version) == 9000
+    assert found[:20] == list(range(1, 21)) and found[-2000:] == list(range(7001, 9001))
+    write(range(9001, 9003), file)
+    assert [one["version"] for one in records.read()] == [9001, 9002]
+    write(range(1, 8001), tmp_path / "new")  # the learner goes back
+    (tmp_path / "new").replace(file)
+    assert records.read() == [] and max(records.by_version) == 8000, "no news"
+    write(range(8001, 8002), file)
+    assert [one["version"] for one in records.read()] == [8001]

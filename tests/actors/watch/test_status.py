@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -10,13 +11,18 @@ from pathlib import Path
 import pytest
 
 from actors.watch import status
+from actors.watch.advice import Alert, find_alerts
+from actors.watch.metrics_log import Records
+from actors.watch.overview import SERVER_COLUMNS, _server_rows
 from actors.watch.run_state import LIMITS, ask, failures, fullness, servers_lines, silent, waits
+from buffer.store.lock import locked
 from buffer.store.sql import APPLICATION, SCHEMA, TABLES
 from buffer.wire.protocol import Kept, ServerLife, State, Waiter
 from configs.load import load, write
 from configs.schema import Config
 from rollout.concurrency import Auto, Fixed, Places
 
+LAUNCH = "python -m actors launch"
 WAITERS = [
     Waiter(who="learner", kind="Take", why="batch 7 has 20 of 32 groups", seconds=3.25),
     Waiter(who="rollout-1", kind="Ask", why="batch 7 must be formed first", seconds=8.0),
@@ -197,10 +203,33 @@ def test_a_learner_waits_for_the_server_that_has_ended_and_then_for_its_next_sta
     assert silent(now, settings) == ["rollout-0"]
     assert waits(now, settings) == ["learner for rollout-0, which ended 1 s ago, 3.2 s: batch 7 has 20 of 32 groups"]
     rows = status._servers_table(now, settings)
-    assert list(rows.columns[3].cells) == ["1.5 s ago (it has ended)"]
+    assert list(rows.columns[3].cells) == ["1.5 s ago (it ended 1 s ago)"]
     starting = {"rollout-0": {"version": None, "leases": 0, "silent_s": 15.0, "stats": {}}}
     now = now.model_copy(update={"servers": starting})
     assert waits(now, settings)[0].startswith("learner for rollout-0, which is starting, 3.2 s: ")
+
+
+def test_what_a_dead_server_said_last_is_not_shown_as_if_it_were_so(tmp_path: Path) -> None:
+    settings, now = config(tmp_path, "tcp://127.0.0.1:5600"), state([], silent_s=10.5)
+    now.servers["rollout-0"] |= {"gone_s": 3.2}
+    now.servers["rollout-1"]["stats"] = now.servers["rollout-2"]["stats"] = {"tokens_per_s": 700.0}
+    figures = list(status._servers_table(now, settings).columns[5].cells)
+    assert figures == ["", "tokens_per_s 700", ""], "one has ended, one works, one is silent"
+    rows = _server_rows(settings, now)
+    assert [row[SERVER_COLUMNS.index("tokens/s")] for row in rows] == ["–", "700", "–"]
+    alerts = [alert.text for alert in find_alerts(settings, Records(tmp_path / "none"), now, None, live=True)]
+    assert any(text.startswith("rollout-0 is lost: it ended 3 s ago") for text in alerts)
+    now.servers["rollout-0"]["version"] = None
+    assert next(row[-2] for row in _server_rows(settings, now)) == "0.1 s ago (lost)"
+
+
+def test_a_launcher_that_is_gone_is_told_and_not_the_servers_that_it_kept(tmp_path: Path) -> None:
+    kept = Kept(servers={"rollout-0": "started"}, wanted=1, least=1, most=8)
+    now = state([]).model_copy(update={"kept": kept, "wanted_servers": 1, "launcher_gone_s": 7.4})
+    line = "servers: the launcher ended 7 s ago: nobody starts, drains or restarts them"
+    assert list(servers_lines(now)) == [line]
+    settings = config(tmp_path, "tcp://127.0.0.1:5600")
+    assert Alert("bad", line) in find_alerts(settings, Records(tmp_path / "none"), now, None, live=True)
 
 
 def test_status_of_a_live_run(
@@ -254,6 +283,12 @@ def test_status_of_a_dead_run_reads_the_ledgers_file(tmp_path: Path, capsys: pyt
     assert "failed attempts 4: reward: KeyError" in said and "dropped 1: KeyError" in said
     assert "generated: 2 groups, 8 samples, mean 20.0 tokens, 10.0 sampled, 25.0 % cut" in said
     assert "rollout-0 " in said and "oldest_lease_s" in said
+    assert "servers with leases when the buffer was last alive; whether they run is not known:" in said
+    assert f"No launcher of this machine runs it, so nothing starts it again. Go on with: {LAUNCH} " in said
+    held = locked(settings.run.path / "launch.lock")
+    assert status.main([str(settings.run.path)]) == 1
+    os.close(held)
+    assert f"Its launcher, process {os.getpid()}, runs" in capsys.readouterr().out
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

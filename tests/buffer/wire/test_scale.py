@@ -124,3 +124,20 @@ async def test_a_server_that_leaves_hands_on_also_what_a_parked_ask_would_bring(
         await leaves.leave()  # a repetition: it is let in, and leaves again
         assert list((await state(person)).servers) == ["rollout-0"]
         parked.cancel()
+
+
+@in_loop
+async def test_a_launcher_that_ended_is_told_until_the_next_one_comes() -> None:
+    async with buffer() as it, observer(it.address) as person:
+        async with client(it.address, "launcher", "observer", fingerprint="") as launcher:
+            await launcher.expect(kept("rollout-0"), Ack)
+            assert (await state(person)).launcher_gone_s is None
+        while (await state(person)).launcher_gone_s is None:
+            await asyncio.sleep(0.02)
+        for peer in it.requests.handlers.peers.values():
+            peer.heard -= 1000.0
+        async with observer(it.address):  # for which those are forgotten that nobody has heard of
+            assert (await state(person)).launcher_gone_s is not None
+        async with client(it.address, "launcher", "observer", fingerprint="") as launcher:
+            await launcher.expect(kept("rollout-0"), Ack)
+            assert (await state(person)).launcher_gone_s is None
