@@ -48,6 +48,7 @@ from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
 from learner.model import attention, flops
+from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budget
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
@@ -138,7 +139,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
-        expected, budget = memory_budget(config, device, shards(mesh), needs_reference(config.algorithm), patches)
+        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
@@ -174,13 +175,20 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
     return min(most, max_sample_tokens(config) * form.merge**2)
 
 
+def keeps_reference(config: Config) -> bool:
+    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
+    return needs_reference(config.algorithm) and config.model.lora is None
+
+
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
-    policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient)
-    reference = None
-    if needs_reference(config.algorithm):
+    policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=config.run.seed)
+    reference: Policy | Base | None = None
+    if keeps_reference(config):
         reference = Policy(config.model, config.learner, mesh, temperature, frozen=True)
+    elif needs_reference(config.algorithm):
+        reference = Base(policy)
     parameters = policy.model.num_parameters() / 1e6
     placed = f"{mesh.size()} x {policy.device}, attention {policy.attention}, {budget} tokens per microbatch"
     if mesh.ndim == 2:
