@@ -91,11 +91,18 @@ def distribute_weights(
         module.register_buffer(leaf, full, persistent=leaf not in module._non_persistent_buffers_set)
 
 
-def _read(model: ModelConfig) -> dict[str, Tensor]:
-    """The weights and buffers in the folder `model.path`, in the dtype of its files."""
+def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     trusted = model.trust_remote_code
-    read = _auto_class(config).from_pretrained(model.path, dtype="auto", trust_remote_code=trusted)
+    read = _auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted)
+    assert isinstance(read, PreTrainedModel)
+    return read
+
+
+def _read(model: ModelConfig) -> dict[str, Tensor]:
+    """Its weights and buffers, in the dtype of its files."""
+    read = read_whole(model)
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
 

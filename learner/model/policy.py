@@ -61,6 +61,7 @@ class Policy(nn.Module):
     ) -> None:
         """`seed` of the adapter at version 0."""
         super().__init__()
+        self.lora = model.lora
         self.mesh, self.head = mesh, HeadOptions(temperature, learner.head_chunk_tokens, entropy_gradient)
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
