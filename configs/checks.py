@@ -61,6 +61,12 @@ ENGINE_KEYS_SET = (
 )
 """Engine arguments that Headrace sets itself, or whose place it uses."""
 
+LORA_ENGINE_KEYS = (
+    *("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "lora_dtype", "default_mm_loras"),
+    "load_format",
+)
+"""Engine arguments that Headrace sets with `model.lora`, or whose place it uses."""
+
 REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 """Arguments of a reward server's engine that have a key of their own, or that Headrace sets itself."""
 
@@ -80,7 +86,7 @@ def check(
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *_nodes(config), *_trackers(config, files), *further,
+        *_nodes(config), *_trackers(config, files), *_lora(config), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
@@ -221,6 +227,29 @@ def _quantization(config: Config) -> Iterator[str]:
         yield f"{key} needs a GPU, but rollout.device is cpu; remove the key"
     if config.model.dtype == "float32":
         yield f"{key} quantises bfloat16, but model.dtype is float32; set model.dtype: bfloat16 or remove the key"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    """What contradicts an adapter. Without one these engine arguments are vLLM's own."""
+    lora, model, engine = config.model.lora, config.model.path, config.rollout.engine
+    if lora is None:
+        return
+    known = model_facts(model).linear
+    if not lora.targets:
+        yield "model.lora.targets: [] leaves nothing to train; name linear layers, as [q_proj, v_proj], or set all"
+    for name in lora.targets if known and lora.targets != "all" else ():
+        if name not in known:
+            has = f"the blocks of {model} have {', '.join(sorted(known))}"
+            yield f"model.lora.targets: {name}: {has}; name some of these, or set all"
+    if config.model.freeze:
+        parts = f"[{', '.join(config.model.freeze)}]"
+        yield f"model.freeze: {parts} with model.lora, which trains an adapter of the text model alone; remove it"
+    for name in LORA_ENGINE_KEYS:
+        if name in engine:
+            yield f"rollout.engine.{name}: Headrace sets it with model.lora; remove the key"
+    if engine.get("quantization") in QUANTIZATIONS:
+        key = f"rollout.engine.quantization: {engine['quantization']}"
+        yield f"{key} quantises policies as they are pushed, and with model.lora only an adapter is; remove the key"
 
 
 def _addresses(config: Config) -> Iterator[str]:

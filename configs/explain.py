@@ -33,7 +33,7 @@ def explain(config: Config, problems: int | None = None) -> list[str]:
 
 def disk_bytes(config: Config) -> int | None:
     """Disk that the checkpoints of a run fill, one being written included; None for a model that is not in a folder."""
-    parameters = model_facts(config.model.path).parameters
+    parameters = model_facts(config.model.path).saved_parameters(config.model)
     return None if parameters is None else parameters * (_kept(config) * _each(config) + _last_export(config))
 
 
@@ -67,6 +67,7 @@ def _images(config: Config) -> Iterator[str]:
     most = config.data.max_pixels
     pixels = f"at most {most:,} pixels" if most else "as large as the model's processor lets it be"
     trained = f"of which model.freeze leaves out: {' and '.join(frozen)}" if frozen else "all of them trained"
+    trained = "none of them trained with model.lora" if config.model.lora else trained
     tower = f"its tower has {_with_prefix(facts.tower)} of the parameters, {trained}"
     budget = "a microbatch takes 2 patches for each token of its budget, 4 patches are a token"
     yield f"images: at most {config.data.max_images} a sample, each {pixels}; {tower}; {budget}"
@@ -137,16 +138,16 @@ def _kept(config: Config) -> int:
 
 def _each(config: Config) -> int:
     """Bytes per parameter of a checkpoint; each has an export at worst, or else only the last."""
-    return checkpoint_bytes(1, config.model.dtype, bool(config.learner.export_every))
+    return checkpoint_bytes(1, config.model, bool(config.learner.export_every))
 
 
 def _last_export(config: Config) -> int:
     """Bytes per parameter of the export of `run.versions`, which may be written to a checkpoint that is complete."""
-    return checkpoint_bytes(1, config.model.dtype, True) - checkpoint_bytes(1, config.model.dtype, False)
+    return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 
 def _disk(config: Config) -> Iterator[str]:
-    parameters, disk = model_facts(config.model.path).parameters, disk_bytes(config)
+    parameters, disk = model_facts(config.model.path).saved_parameters(config.model), disk_bytes(config)
     kept, each = _kept(config), _each(config)
     size = f"{each} bytes per parameter and checkpoint"
     if parameters and disk:
@@ -208,7 +209,9 @@ def _notes_on_learning(config: Config) -> Iterator[str]:
     if learner.checkpoint_every > versions:
         every = f"learner.checkpoint_every {learner.checkpoint_every}"
         yield f"{every} is more than run.versions {versions}: only the last version is kept"
-    if algorithm.reference_kl > 0:
+    if algorithm.reference_kl > 0 and config.model.lora:
+        yield "algorithm.reference_kl costs one more forward pass: the reference is the model without its adapter"
+    elif algorithm.reference_kl > 0:
         yield "algorithm.reference_kl keeps a frozen copy of the model and costs one more forward pass"
     if algorithm.loss == "m2po":
         yield "algorithm.loss m2po costs one more forward pass: its budget is of the whole batch"

@@ -165,7 +165,11 @@ def _read_file(file: str) -> tuple[dict[str, Any], Callable[[str], str]]:
         missing = isinstance(error, FileNotFoundError)
         raise ConfigError([f"{file}: {'no such file' if missing else f'cannot be read as text: {error}'}"]) from None
     tree = _parse(source, file)
-    lines = dict(_lines(yaml.compose(source, Loader=LOADER)))
+    lines: dict[str, int] = {}
+    for key, line, empty in _lines(yaml.compose(source, Loader=LOADER)):
+        lines[key] = line
+        if empty:
+            _refuse_empty(key, f"{file}:{line}")
     return tree, lambda key: f"{file}:{lines[key]}" if key in lines else file
 
 
@@ -186,7 +190,16 @@ def _parse(source: str, name: str) -> dict[str, Any]:
     return {str(key): {} if value is None and key in sections() else value for key, value in parsed.items()}
 
 
+def _refuse_empty(key: str, where: str) -> None:
+    """Raise ConfigError if nothing after `key` would switch off what the key is there to switch on."""
+    if key in keys() and keys()[key].default == "null" and any(name.startswith(f"{key}.") for name in keys()):
+        remedy = f"write {key.rpartition('.')[2]}: {{}} for all its defaults, null to do without, or keys below it"
+        raise ConfigError([f"{key}: nothing stands after it ({where}); {remedy}"])
+
+
 def _read_override(name: str, value: str) -> tuple[dict[str, Any], Callable[[str], str]]:
+    if not value.strip():
+        _refuse_empty(name, f"--{name}")
     try:
         tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -221,10 +234,12 @@ def _values(tree: Any, place: tuple[int | str, ...] = ()) -> Iterator[tuple[tupl
         yield from _values(value, (*place, key))
 
 
-def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int, bool]]:
+    """Each key with its line, and whether nothing is written after it."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            empty = value.value == "" and value.tag.endswith(":null")
+            yield f"{prefix}{key.value}", key.start_mark.line + 1, empty
             yield from _lines(value, f"{prefix}{key.value}.")
 
 

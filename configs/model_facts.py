@@ -5,12 +5,20 @@ known of it. Reads `config.json` and the headers of the safetensors files, never
 """
 
 import json
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from configs.schema import ModelConfig
+
 TOWER = ".visual."
 """In the names of the weights that read images, in every release of the models that are known."""
+LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.)(?:.*\.)?(\w+)\.weight$")
+"""The name of a block's weight, and the last word of its layer's; experts are no layers of their own in the learner."""
+BYTES = {"bfloat16": 2, "float32": 4}
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what checkpoints take."""
 
@@ -27,6 +35,25 @@ class ModelFacts:
     positions: int | None = None
     tower: int | None = None
     """Of the parameters those that read images; None for a text model."""
+    linear: Mapping[str, int] = field(default_factory=dict)
+    """Rows and columns of all linear layers in the text model's blocks, by the last word of their names; empty where
+    unknown."""
+
+    def adapter_parameters(self, model: ModelConfig) -> int | None:
+        """Parameters of the adapter `model.lora`."""
+        assert model.lora is not None
+        wanted = self.linear if model.lora.targets == "all" else model.lora.targets
+        return model.lora.rank * sum(self.linear.get(name, 0) for name in wanted) or None
+
+    def saved_parameters(self, model: ModelConfig) -> int | None:
+        """Parameters in a checkpoint: all, or those of the adapter."""
+        return self.adapter_parameters(model) if model.lora else self.parameters
+
+    def state_bytes(self, model: ModelConfig) -> int:
+        """Memory of the learner's state: weight, gradient and two moments in float32 of all that is trained, the rest
+        in `model.dtype`; 0 where unknown."""
+        frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else 0
+        return 16 * (self.saved_parameters(model) or 0) + frozen
 
 
 def model_facts(path: str) -> ModelFacts:
@@ -34,27 +61,33 @@ def model_facts(path: str) -> ModelFacts:
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        sizes = [size for file in sorted(folder.glob("*.safetensors")) for size in _parameters(file)]
+        shapes = [one for file in sorted(folder.glob("*.safetensors")) for one in _shapes(file)]
     except (OSError, ValueError):
         return ModelFacts()
-    tower = sum(number for name, number in sizes if TOWER in f".{name}")
+    tower = sum(prod(shape) for name, shape in shapes if TOWER in f".{name}")
+    linear: Counter[str] = Counter()
+    for name, shape in shapes:
+        if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
+            linear[found[1]] += sum(shape)
     config = config.get("text_config", config)
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
-    parameters = sum(number for _, number in sizes)
-    return ModelFacts(parameters or None, config.get("num_attention_heads"), positions, tower or None)
+    parameters = sum(prod(shape) for _, shape in shapes)
+    return ModelFacts(parameters or None, config.get("num_attention_heads"), positions, tower or None, linear)
 
 
-def checkpoint_bytes(parameters: int, dtype: str, exported: bool) -> int:
-    """Disk that one checkpoint takes: weight and two moments in float32, and the export in `dtype` if it has one."""
-    return parameters * (12 + exported * {"bfloat16": 2, "float32": 4}[dtype])
+def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:
+    """Disk that one checkpoint takes: weight and two moments in float32, and the export in `model.dtype` if it has one;
+    of an adapter each has one, in float32."""
+    export = 4 if model.lora else exported * BYTES[model.dtype]
+    return parameters * (12 + export)
 
 
-def _parameters(file: Path) -> list[tuple[str, int]]:
-    """Name and number of elements of each tensor in a safetensors file: 8 bytes of length, then a JSON header."""
+def _shapes(file: Path) -> list[tuple[str, list[int]]]:
+    """Name and shape of each tensor in a safetensors file: 8 bytes of length, then a JSON header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > 100_000_000:  # the format's own bound: not a safetensors file
             raise ValueError(f"{file}: no safetensors header")
         header = json.loads(stream.read(length))
-    return [(name, prod(tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"]
+    return [(name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"]

@@ -41,6 +41,23 @@ class RunConfig(Section):
         return self.folder / self.name
 
 
+class LoraConfig(Section):
+    """Train an adapter beside linear layers of the text model, in place of the weights themselves."""
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 32
+    """Width of the adapter: of each layer the change has this rank."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The change is `alpha / rank` times the product of the two matrices; null: as `rank`, so that the factor is 1."""
+    targets: Literal["all"] | list[str] = "all"
+    """Linear layers of the text model's blocks that get an adapter, by the last word of their names, as `[q_proj,
+    k_proj, v_proj, o_proj]`; `all` of them."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the change."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
 class ModelConfig(Section):
     path: str
     """Folder of the initial model in Hugging Face format (config, tokenizer, safetensors), or its name on the hub."""
@@ -52,6 +69,10 @@ class ModelConfig(Section):
     """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, without the
     `projector`, which turns its features into those of the text model. What is frozen needs no gradients and optimizer
     state, and is sent to each server once."""
+    lora: LoraConfig | None = None
+    """Train an adapter of low rank and leave the model's own weights as they are: `{}` for all defaults, null trains
+    the weights. Only the adapter has gradients and optimizer state, is sent to the servers and is saved; the weights
+    are held in `dtype`. docs/lora.md says more."""
 
 
 class MixedSource(Section):

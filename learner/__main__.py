@@ -1,4 +1,5 @@
-"""`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
+"""`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`. `python -m
+learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`).
 
 Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
 `loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after
@@ -48,11 +49,13 @@ from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
 from learner.model import attention, flops
+from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budget
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
+from learner.saved import merge
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.step import Algorithm
@@ -68,6 +71,8 @@ LAST_PUBLISH_S = 10.0
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
+    if argv[:1] == ["merge"]:
+        return merge.main(argv[1:])
     config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
@@ -138,7 +143,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
-        expected, budget = memory_budget(config, device, shards(mesh), needs_reference(config.algorithm), patches)
+        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
@@ -174,13 +179,20 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
     return min(most, max_sample_tokens(config) * form.merge**2)
 
 
+def keeps_reference(config: Config) -> bool:
+    """Whether there is a second, frozen model: with an adapter the policy's own base is the reference."""
+    return needs_reference(config.algorithm) and config.model.lora is None
+
+
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
-    policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient)
-    reference = None
-    if needs_reference(config.algorithm):
+    policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=config.run.seed)
+    reference: Policy | Base | None = None
+    if keeps_reference(config):
         reference = Policy(config.model, config.learner, mesh, temperature, frozen=True)
+    elif needs_reference(config.algorithm):
+        reference = Base(policy)
     parameters = policy.model.num_parameters() / 1e6
     placed = f"{mesh.size()} x {policy.device}, attention {policy.attention}, {budget} tokens per microbatch"
     if mesh.ndim == 2:

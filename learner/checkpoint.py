@@ -2,10 +2,11 @@
 
 torch.distributed.checkpoint fills `checkpoints/v000100.tmp` in a thread of each rank. Once all ranks are done, rank 0
 adds the Hugging Face export and a manifest (all files with their sizes, the batch's mean reward), and renames the
-folder. Each public method is a collective: all ranks must call it. `save` waits for the previous writing, `finish` for
-all; `restore` takes the newest complete checkpoint. All ranks write their shards into one folder, or, with
-`learner.checkpoint_on: first_node`, the ranks of the first replica alone, which hold a whole copy and hand it to the
-other replicas when it is restored.
+folder. With `model.lora` state and export are the adapter's, each checkpoint has an export, and the manifest says what
+the adapter was trained beside: it is restored beside nothing else. Each public method is a collective: all ranks must
+call it. `save` waits for the previous writing, `finish` for all; `restore` takes the newest complete checkpoint. All
+ranks write their shards into one folder, or, with `learner.checkpoint_on: first_node`, the ranks of the first replica
+alone, which hold a whole copy and hand it to the other replicas when it is restored.
 """
 
 import logging
@@ -19,16 +20,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
+from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
+from learner.model.loading import ADAPTER
+from learner.model.lora.base import digest
 from learner.model.policy import Policy
-from learner.saved import export
-from learner.saved.manifest import complete, discard, folder_of, newest, reward_of, seal, versions_to_keep
+from learner.saved import adapter_files, export
+from learner.saved.manifest import (
+    AdapterOf,
+    adapter_of,
+    complete,
+    discard,
+    folder_of,
+    newest,
+    reward_of,
+    seal,
+    versions_to_keep,
+)
 from learner.train.collectives import all_reduce_max, broadcast_from_rank0, broadcast_state
 from learner.train.optimizer import Optimizer
 
@@ -69,6 +83,8 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._last = -1
         self._reward: float | None = None
+        self._export = "adapter" if model.lora else "huggingface"
+        self._base: str | None = None
 
     def check_folder(self) -> None:
         """Raise ConfigError unless all ranks see what rank 0 writes into the folder, or need not."""
@@ -96,14 +112,15 @@ class Checkpoints:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
+        self._check_adapter(policy, folder)
         state = self._state(policy, version)
         if self._writes:
             load(state, checkpoint_id=folder / "state", process_group=self._writers)
         if self._by_first:
             broadcast_state(state, policy.mesh["replicate"].get_group())
-        set_state_dict(
-            policy.model, self.optimizer.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        options = StateDictOptions(strict=self.model.lora is None)
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(policy.model, self.optimizer.adamw, **states, options=options)
         for group in self.optimizer.adamw.param_groups:  # which came with the values that the checkpoint was made with
             group.update({name: self.optimizer.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
         torch.set_rng_state(state["rng"])
@@ -111,6 +128,27 @@ class Checkpoints:
         self._reward = reward_of(folder) if self._writes else None
         log.info("restored version %d from %s", version, folder)
         return version
+
+    def _check_adapter(self, policy: Policy, folder: Path) -> None:
+        """Raise ConfigError if the checkpoint in `folder` is of another adapter than this run trains, or of other
+        weights beneath it."""
+        wanted, found = self._adapter(policy), adapter_of(folder) if self._writes else None
+        if not self._writes:
+            return
+        was, now = found and found.model.lora, self.model.lora
+        if was != now:
+            said = [show(lora and lora.model_dump()) for lora in (now, was)]
+            raise ConfigError([f"model.lora: {said[0]}, but {folder} is of {said[1]}; undo that, or begin another run"])
+        if found and wanted and found.base != wanted.base:
+            problem = f"model.path: {self.model.path} has other weights, or model.dtype is another, than when {folder}"
+            raise ConfigError([f"{problem} was written; give it back what it had, or begin another run"])
+
+    def _adapter(self, policy: Policy) -> AdapterOf | None:
+        """What the adapter is of; None without one. A collective of all ranks the first time."""
+        if self.model.lora is None:
+            return None
+        self._base = self._base or digest(policy.model, policy.mesh)
+        return AdapterOf(model=self.model, base=self._base)
 
     def _newest(self) -> int:
         """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
@@ -155,7 +193,7 @@ class Checkpoints:
             raise NoDiskSpace(f"{problem}; make room in {self.folder} and launch again, the run goes on {where}")
 
     def _is_exported(self, version: int) -> bool:
-        exported = (folder_of(self.folder, version) / "huggingface").exists() and version in complete(self.folder)
+        exported = (folder_of(self.folder, version) / self._export).exists() and version in complete(self.folder)
         return bool(broadcast_from_rank0(version == 0 or exported))
 
     def close(self) -> None:
@@ -170,25 +208,32 @@ class Checkpoints:
         partial = folder_of(self.folder, version).with_suffix(".tmp")
         if not broadcast_from_rank0(dist.get_rank() != 0 or self._has_space(policy, partial, exported)):
             return False
-        weights = export.collect(policy) if exported else None
+        weights = export.collect(policy) if exported or self.model.lora else None
+        adapter = self._adapter(policy)
         state = self._state(policy, version)
         if self._writes:
             response = async_save(state, checkpoint_id=partial / "state", process_group=self._writers)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-            self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward)
+            self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward, adapter)
         self._last = version
         return True
 
     def _complete(
-        self, shards: Future[Any], partial: Path, weights: dict[str, Tensor] | None, reward: float | None
+        self,
+        shards: Future[Any],
+        partial: Path,
+        weights: dict[str, Tensor] | None,
+        reward: float | None,
+        adapter: AdapterOf | None,
     ) -> None:
         """In the thread: wait for all ranks' shards; rank 0 then makes the folder a checkpoint and removes old ones."""
         shards.result()
         if dist.get_rank() != 0:
             return
         if weights is not None:
-            export.write(weights, self.model, partial / "huggingface")
-        seal(partial, reward)
+            write = adapter_files.write if adapter else export.write
+            write(weights, self.model, partial / self._export)
+        seal(partial, reward, adapter)
         rewards = {version: reward_of(folder_of(self.folder, version)) for version in complete(self.folder)}
         for version in rewards.keys() - versions_to_keep(rewards, self.config):
             discard(folder_of(self.folder, version))
@@ -206,6 +251,8 @@ class Checkpoints:
 
     def _state(self, policy: Policy, version: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(policy.model, self.optimizer.adamw)
+        if self.model.lora:
+            model = {name: value for name, value in model.items() if name.endswith(ADAPTER)}
         return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "version": torch.tensor(version)}
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
@@ -213,8 +260,8 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in [*self.folder.glob("v*.tmp"), *self.folder.glob("v*.old")]:
             shutil.rmtree(leftover)
-        parameters = sum(p.numel() for p in policy.model.parameters())
-        needed = checkpoint_bytes(parameters, self.model.dtype, exported) + SPARE_BYTES
+        saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)
+        needed = checkpoint_bytes(sum(p.numel() for p in saved), self.model, exported) + SPARE_BYTES
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             log.warning(

@@ -5,9 +5,10 @@
 B: parameters of all blocks' matrices; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
 trainable tokens; L: blocks; a: heads x head dimension; q: sum of the squared document lengths (causal attention: half
 of all pairs). A prompt of P tokens that answers of R tokens each share counts once: t = P + sum R, q = P² + sum R (R +
-2 P). 6 = 2 in the forward and 4 in the backward pass. Recomputation (checkpointing, some losses' logits), padding and
-embedding look-ups do not count. The tower of a vision-language model adds c p + d p² for each image of p patches that
-it encodes (`TowerCosts`). Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
+2 P). 6 = 2 in the forward and 4 in the backward pass; 4 for a frozen matrix, which has no gradient of its own.
+Recomputation (checkpointing, some losses' logits), padding and embedding look-ups do not count. The tower of a
+vision-language model adds c p + d p² for each image of p patches that it encodes (`TowerCosts`). Pure; used by
+`learner/train/step.py` and `learner/record/metrics.py`.
 """
 
 from collections.abc import Iterable
@@ -48,9 +49,9 @@ class Costs:
         config, layers = model.config.get_text_config(), blocks(model)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        matrices = sum(map(_matrices, layers))
+        matrices = sum(_passes(p) * p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1)
         head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-        return cls(6.0 * matrices, 6.0 * head.numel(), 6.0 * len(layers) * width)
+        return cls(2.0 * matrices, 2.0 * _passes(head) * head.numel(), 6.0 * len(layers) * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
         """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
@@ -91,6 +92,11 @@ class TowerCosts:
     def total(self, patches: Iterable[int]) -> float:
         """FLOPs of images of so many patches each."""
         return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
+
+
+def _passes(parameter: nn.Parameter) -> int:
+    """Products of a matrix's size: forward, gradient of its input, its own gradient if it is trained."""
+    return 3 if parameter.requires_grad else 2
 
 
 def _matrices(module: nn.Module) -> int:

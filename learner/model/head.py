@@ -89,7 +89,8 @@ class _RecomputedLogits(torch.autograd.Function):
             wanted = grad_entropy[chunk] if options.entropy_gradient else None
             return norms[chunk], entropy[chunk], grad_logprob[chunk], wanted
 
-        return *_input_gradients(hidden, weight, targets, options, of_chunk), None, None
+        wanted = ctx.needs_input_grad[1]
+        return *_input_gradients(hidden, weight, targets, options, of_chunk, wanted), None, None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -109,32 +110,34 @@ class _ChunkedLoss(torch.autograd.Function):
             total.add_(value)
             return norms, entropy[chunk], *grads
 
-        ctx.save_for_backward(*_input_gradients(hidden, weight, targets, options, of_chunk))
+        wanted = ctx.needs_input_grad[1]
+        ctx.save_for_backward(*_input_gradients(hidden, weight, targets, options, of_chunk, wanted))
         ctx.mark_non_differentiable(logprobs, entropy)
         return logprobs, entropy, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grads[2], grad_weight * grads[2], None, None, None
+        return grad_hidden * grads[2], None if grad_weight is None else grad_weight * grads[2], None, None, None
 
 
 def _input_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, of_chunk: GradientsOfChunk
-) -> tuple[Tensor, Tensor]:
-    """Gradients with respect to `hidden` and `weight`; `of_chunk` gets the logits of each chunk."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, of_chunk: GradientsOfChunk, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients with respect to `hidden` and, if `wanted`, to `weight`; `of_chunk` gets the logits of each chunk."""
     dtype = _precision(hidden)
     wide = _widened(weight, dtype)
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if wanted else None
     for chunk in _chunks(len(hidden), options.chunk_size):
         z = _matmul(hidden[chunk], wide.T, dtype)
         dz = _logit_gradient(z, targets[chunk], of_chunk(z, chunk), options.temperature, wide.dtype)
         del z  # before the next allocation
         grad_hidden[chunk] = dz @ wide
-        _add_matmul(grad_weight, dz.T, hidden[chunk])
+        if grad_weight is not None:
+            _add_matmul(grad_weight, dz.T, hidden[chunk])
         del dz
-    return grad_hidden, grad_weight.to(weight.dtype)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def _loss_gradient(

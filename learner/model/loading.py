@@ -4,6 +4,7 @@ Consumes the folder `model.path`, which rank 0 alone reads. `distribute_weights`
 ranks must call them. Used by `policy.py` and, for arithmetic without weights, by `memory.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from configs.schema import ModelConfig
+
+Initial = Callable[[str, torch.Size], Tensor]
+"""(name, shape) -> the parameter of that name at version 0."""
+ADAPTER = ("lora_A", "lora_B")
+"""Last words of the names of an adapter's parameters."""
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
@@ -57,8 +63,11 @@ def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return [*(model.model.visual.blocks if sees(model.config) else ()), *blocks(model)]
 
 
-def distribute_weights(empty: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool) -> None:
-    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor."""
+def distribute_weights(
+    empty: PreTrainedModel, model: ModelConfig, device: torch.device, offload: bool, initial: Initial
+) -> None:
+    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor, and with `initial` ones
+    where the model has parameters that the files lack: an adapter's."""
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
@@ -66,7 +75,10 @@ def distribute_weights(empty: PreTrainedModel, model: ModelConfig, device: torch
         first = first_name[id(parameter)]  # tied weights are one parameter under two names, and stay one
         if first not in filled:
             assert isinstance(parameter, DTensor)
-            full = source[first].to(device, torch.float32) if source else torch.empty(parameter.shape, device=device)
+            if first.endswith(ADAPTER):
+                source[first] = initial(first, parameter.shape)
+            like = {"dtype": parameter.dtype, "device": device}
+            full = source[first].to(**like) if first in source else torch.empty(parameter.shape, **like)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             filled[first] = nn.Parameter(shard.cpu() if offload else shard, requires_grad=parameter.requires_grad)
         filled[name] = filled[first]
@@ -79,11 +91,18 @@ def distribute_weights(empty: PreTrainedModel, model: ModelConfig, device: torch
         module.register_buffer(leaf, full, persistent=leaf not in module._non_persistent_buffers_set)
 
 
-def _read(model: ModelConfig) -> dict[str, Tensor]:
-    """The weights and buffers in the folder `model.path`, in the dtype of its files."""
+def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     trusted = model.trust_remote_code
-    read = _auto_class(config).from_pretrained(model.path, dtype="auto", trust_remote_code=trusted)
+    read = _auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted)
+    assert isinstance(read, PreTrainedModel)
+    return read
+
+
+def _read(model: ModelConfig) -> dict[str, Tensor]:
+    """Its weights and buffers, in the dtype of its files."""
+    read = read_whole(model)
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
 
 

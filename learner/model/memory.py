@@ -22,6 +22,7 @@ from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
 from learner.model.loading import all_blocks, blocks, build_on_meta
+from learner.model.lora.adapter import adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
 log = logging.getLogger(__name__)
@@ -112,17 +113,22 @@ def memory_budget(
 def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
+    if model.lora:
+        adapt(empty, model.lora, getattr(torch, model.dtype))
     freeze(empty, model.freeze)
     parameters, trained = empty.num_parameters(), empty.num_parameters(only_trainable=True)
+    held = sum(p.nbytes for p in empty.parameters())
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
     root, block = parameters - sum(sizes), max(sizes)
-    head = empty.get_output_embeddings().weight.numel()  # type: ignore[no-untyped-call]
+    changed = max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in all_blocks(empty))
+    output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    head = output.numel() if output.requires_grad else 0
     chunk = learner.head_chunk_tokens * empty.config.get_text_config().vocab_size
     kept, working = _activations(empty, model, learner)
     images, in_tower = _tower_activations(empty, model, learner)
     on_gpu = 0 if learner.cpu_offload else 1
     always = {
-        "weights": 4 * parameters * on_gpu * (1 + reference) // shards,
+        "weights": held * on_gpu * (1 + reference) // shards,
         "gradients": 4 * trained * on_gpu // shards,
         "optimizer": 8 * trained * on_gpu // shards,
     }
@@ -134,7 +140,8 @@ def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference:
     )
     # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
     # output embedding, which is reduced at the end.
-    rest = {"gathered weights": gathered + width * block, "head": width * head, "block's gradient": (4 + width) * block}
+    rest = {"gathered weights": gathered + width * block, "head": width * head}
+    rest["block's gradient"] = (4 + width) * changed
     in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
     if not images:
         return Estimate([at_head, in_block])

@@ -1,9 +1,10 @@
 """The policy: a Hugging Face causal language model under FSDP2, with a chunked log-probability head.
 
-Every rank holds its shard of the fp32 master weights; `fully_shard` gathers one block at a time in `model.dtype` and
-reduces gradients in fp32. The same code runs on gloo with CPU and on NCCL with GPUs. Each method that computes is a
-collective of the ranks that share a copy (`learner/mesh.py`): all of them must call it, and wait for the last; a
-backward pass is one of all ranks. Built by `learner/__main__.py`.
+Every rank holds its shard of the fp32 master weights, or of an adapter's beside a frozen model (`model.lora`);
+`fully_shard` gathers one block at a time in `model.dtype` and reduces gradients in fp32. The same code runs on gloo
+with CPU and on NCCL with GPUs. Each method that computes is a collective of the ranks that share a copy
+(`learner/mesh.py`): all of them must call it, and wait for the last; a backward pass is one of all ranks. Built by
+`learner/__main__.py`.
 """
 
 import logging
@@ -25,6 +26,7 @@ from learner.mesh import shards
 from learner.model import attention, loading, vision
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
+from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
 from learner.weights.plan import Spec
 
@@ -55,8 +57,11 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         frozen: bool = False,
         random: bool = False,
+        seed: int = 0,
     ) -> None:
+        """`seed` of the adapter at version 0."""
         super().__init__()
+        self.lora = model.lora
         self.mesh, self.head = mesh, HeadOptions(temperature, learner.head_chunk_tokens, entropy_gradient)
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -64,6 +69,8 @@ class Policy(nn.Module):
         self.attention = attention.choose(learner.attention, self.device, self.dtype)
         self.model = loading.build_on_meta(model, attention.registered(self.attention))
         self.model.requires_grad_(not frozen)
+        if model.lora:
+            adapt(self.model, model.lora, self.dtype)
         if not frozen:
             vision.freeze(self.model, model.freeze)
         seeing = loading.sees(self.model.config)
@@ -80,7 +87,7 @@ class Policy(nn.Module):
         if random:
             loading.init_random(self.model, torch.device("cpu") if offload else self.device, shards(mesh))
         else:
-            loading.distribute_weights(self.model, model, self.device, offload)
+            loading.distribute_weights(self.model, model, self.device, offload, partial(initial, seed=seed))
 
     def _shard(self, compiled: bool, offload: bool) -> None:
         """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass."""
@@ -161,22 +168,35 @@ class Policy(nn.Module):
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """Each whole weight but those named `without`, with its Hugging Face name, in `model.dtype` on this rank's
-        device; order of `weight_specs`.
+        device; order of `weight_specs`. With `model.lora` the adapter's matrices, B multiplied by the scale.
 
         Each tensor is a collective of the ranks that share a copy: all of them must iterate to the end.
         """
-        for name, parameter in self.model.named_parameters():  # a tied head is listed once, as the embedding
+        for name, parameter, scale in self._published():
             if name not in without:
-                shard = parameter.detach().to(self.device, self.dtype)
+                scaled = parameter.detach() if scale == 1.0 else parameter.detach() * scale
+                shard = scaled.to(self.device, self.dtype)
                 yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""
-        return [Spec(name, tuple(p.shape), self.dtype) for name, p in self.model.named_parameters()]
+        return [Spec(name, tuple(p.shape), self.dtype) for name, p, _ in self._published()]
+
+    def _published(self) -> list[Factor]:
+        """What a server gets: the adapter of a model that has one, else all weights."""
+        whole = self.model.named_parameters()  # a tied head is listed once, as the embedding
+        return list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
+        likewise."""
+        for name, parameter, _ in factors(self.model):
+            assert isinstance(parameter, DTensor)
+            yield name, parameter.detach().to(self.device).full_tensor()
 
     def frozen_names(self) -> frozenset[str]:
         """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules."""
-        return frozenset(name for name, p in self.model.named_parameters() if not p.requires_grad)
+        return frozenset(name for name, p, _ in self._published() if not p.requires_grad)
 
     @property
     def patch_cost(self) -> float:

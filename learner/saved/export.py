@@ -24,11 +24,13 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """The whole weights by name in host memory on rank 0; nothing on the others, and no work for other replicas."""
+    """The whole weights by name in host memory on rank 0, or the adapter's; nothing on the others, and no work for
+    other replicas."""
     if replica(policy.mesh) > 0:
         return {}
     keep = dist.get_rank() == 0
-    return {name: tensor.cpu().clone() for name, tensor in policy.full_weights() if keep}
+    whole = policy.adapter() if policy.lora else policy.full_weights()
+    return {name: tensor.cpu().clone() for name, tensor in whole if keep}
 
 
 def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:

@@ -11,10 +11,23 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.schema import LearnerConfig
+from pydantic import BaseModel
+
+from configs.schema import LearnerConfig, ModelConfig
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+
+
+class AdapterOf(BaseModel):
+    """What an adapter was trained beside.
+
+    Example: `AdapterOf(model=ModelConfig(path="Qwen/Qwen3-8B", lora=LoraConfig(rank=8)), base="8c2f0e1b9a3d4c57")`
+    """
+
+    model: ModelConfig
+    base: str
+    """Digest of its frozen weights: where they lie may change."""
 
 
 def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig) -> set[int]:
@@ -35,16 +48,23 @@ def reward_of(checkpoint: Path) -> float | None:
     return reward
 
 
+def adapter_of(checkpoint: Path) -> AdapterOf | None:
+    """What the adapter in a complete checkpoint was trained beside; None if it has whole weights."""
+    found = json.loads((checkpoint / MANIFEST).read_text()).get("adapter")
+    return AdapterOf.model_validate(found) if found else None
+
+
 def folder_of(folder: Path, version: int) -> Path:
     """The folder of the checkpoint of `version`."""
     return folder / f"v{version:06d}"
 
 
-def seal(partial: Path, reward: float | None = None) -> None:
+def seal(partial: Path, reward: float | None = None, adapter: AdapterOf | None = None) -> None:
     """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-    (partial / MANIFEST).write_text(json.dumps({"reward": reward, "files": sizes}, indent=1))
+    of_adapter = {"adapter": adapter.model_dump(mode="json")} if adapter else {}
+    (partial / MANIFEST).write_text(json.dumps({"reward": reward, **of_adapter, "files": sizes}, indent=1))
     for path in [*files, partial / MANIFEST]:
         _fsync(path)
     final, old = partial.with_suffix(""), partial.with_suffix(".old")

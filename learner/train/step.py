@@ -21,6 +21,7 @@ from learner.algorithms.corrections import m2_limit, m2_squares
 from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sample_metrics, summary
 from learner.algorithms.inputs import LossContext, LossInputs
 from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
+from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 from learner.train import collectives
@@ -36,7 +37,7 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 class Algorithm:
-    """Loss, advantages and optimizer. `reference` is the frozen initial model, if the loss needs one.
+    """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
 
     `budget`: tokens per microbatch. `max_tokens`: the longest answer, from which the soft overlong penalty and, by
     default, `aggregation: constant` count. `form`: how a vision-language model sees images.
@@ -48,7 +49,7 @@ class Algorithm:
         optimizer: Optimizer,
         budget: int,
         max_tokens: int,
-        reference: Policy | None = None,
+        reference: Policy | Base | None = None,
         form: ImageFormat | None = None,
     ) -> None:
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})

@@ -1,0 +1,66 @@
+"""`python -m learner merge CHECKPOINT OUT`: whole weights, as a Hugging Face folder, of a checkpoint with an adapter.
+
+Reads `checkpoints/v000100` and the model that the adapter was trained beside, and refuses another one. Computes on the
+CPU, in float32, and rounds once, to `model.dtype`. Waits for nothing but the disk. Exit 2: something named is not what
+it has to be.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from configs.entrypoint import BAD_INPUT, DONE
+from learner.model.loading import read_whole
+from learner.model.lora.base import digest
+from learner.saved import adapter_files, export
+from learner.saved.manifest import adapter_of, fault
+from learner.weights.plan import LORA_A, LORA_B
+
+PROG = "python -m learner merge"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`, without `merge`; returns the exit code."""
+    description = "Write the whole weights of a checkpoint with an adapter."
+    parser = argparse.ArgumentParser(prog=PROG, description=description)
+    parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/v000100")
+    parser.add_argument("out", type=Path, help="folder to write, which must not exist")
+    given = parser.parse_args(argv)
+    try:
+        merge(given.checkpoint, given.out)
+    except (ValueError, OSError) as error:
+        print(f"{PROG}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return BAD_INPUT
+    print(f"vllm serve {given.out}")
+    return DONE
+
+
+def merge(checkpoint: Path, out: Path) -> None:
+    """Write the whole model into the folder `out`. Raises ValueError or OSError."""
+    if out.exists():
+        raise ValueError(f"{out}: exists already; name a folder that does not")
+    if why := fault(checkpoint):
+        raise ValueError(f"{checkpoint}: is no complete checkpoint: {why}")
+    if (adapter := adapter_of(checkpoint)) is None:
+        raise ValueError(f"{checkpoint}: has no adapter to merge: its weights are whole, in {checkpoint}/huggingface")
+    path, lora = adapter.model.path, adapter.model.lora
+    assert lora is not None
+    model = read_whole(adapter.model, getattr(torch, adapter.model.dtype)).requires_grad_(False)
+    if digest(model) != adapter.base:
+        raise ValueError(f"model.path: {path} has other weights than when {checkpoint} was saved; give them back")
+    add(model, adapter_files.read(checkpoint / "adapter"), lora.scale)
+    export.write(dict(model.named_parameters()), adapter.model, out)
+
+
+def add(model: PreTrainedModel, adapter: dict[str, Tensor], scale: float) -> None:
+    """Add the change that `adapter` is to the layers of `model`, rounded once to their dtype."""
+    for name in adapter:
+        if name.endswith(LORA_A):
+            layer = name.removesuffix(LORA_A)
+            weight = model.get_parameter(f"{layer}.weight")
+            weight.copy_(weight.float() + scale * (adapter[layer + LORA_B] @ adapter[name]))
