@@ -2,7 +2,7 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-B: parameters of all blocks' matrices; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
+B: parameters of all blocks' matrices, of E experts of which a token takes k the share k / E; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
 trainable tokens; L: blocks; a: heads x head dimension; q: sum of the squared document lengths (causal attention: half
 of all pairs). A prompt of P tokens that answers of R tokens each share counts once: t = P + sum R, q = P² + sum R (R +
 2 P). 6 = 2 in the forward and 4 in the backward pass. Recomputation (checkpointing, some losses' logits), padding and
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from learner.model.experts.mixture import experts_of
 from learner.model.loading import blocks
 from learner.model.vision import mergers, tower_of
 
@@ -48,7 +49,7 @@ class Costs:
         config, layers = model.config.get_text_config(), blocks(model)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        matrices = sum(map(_matrices, layers))
+        matrices = sum(map(_matrices, layers)) - _idle(model)
         head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return cls(6.0 * matrices, 6.0 * head.numel(), 6.0 * len(layers) * width)
 
@@ -93,8 +94,20 @@ class TowerCosts:
         return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
 
 
+def active_parameters(model: PreTrainedModel) -> int:
+    """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
+    return model.num_parameters() - _idle(model)
+
+
 def _matrices(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.dim() > 1)
+
+
+def _idle(model: PreTrainedModel) -> int:
+    """Parameters of the experts that a token does not take."""
+    config = model.config.get_text_config()
+    parameters = [_matrices(experts) for layer in blocks(model) if (experts := experts_of(layer)) is not None]
+    return sum(number - number * config.num_experts_per_tok // config.num_experts for number in parameters)
 
 
 def peak(name: str) -> float | None:

@@ -21,6 +21,7 @@ from configs.checks import max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
+from learner.model.experts.mixture import Mixture
 from learner.model.loading import all_blocks, blocks, build_on_meta
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
@@ -33,7 +34,10 @@ META_TOKENS = 64
 """Tokens, or patches, in the forward pass on meta."""
 META_ATTENTION = attention.registered("varlen")
 """It keeps what every variable-length kernel keeps: query, key, value, output and a norm per token and head."""
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+MATMULS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
+    torch.ops.aten._grouped_mm.default,
+)
 
 
 class OutOfMemory(RuntimeError):
@@ -113,6 +117,7 @@ def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
     freeze(empty, model.freeze)
+    Mixture.of(empty)
     parameters, trained = empty.num_parameters(), empty.num_parameters(only_trainable=True)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]
     root, block = parameters - sum(sizes), max(sizes)
