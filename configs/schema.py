@@ -472,6 +472,8 @@ class RolloutConfig(Section):
     """Interval between heartbeats of a server; its leases end after five missed ones."""
     drain_s: Seconds = 30.0
     """Time in which a server that is to end may finish its groups; the others then make what it gives back."""
+    routing_replay: bool = False
+    """Whether the learner routes each token of a mixture of experts to the experts that the server chose for it."""
     engine: dict[str, Any] = {}
     """Passed to vLLM's AsyncEngineArgs unchanged, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
 

@@ -49,6 +49,7 @@ from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
 from learner.model import attention, flops
+from learner.model.experts.mixture import check_experts
 from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budget
 from learner.model.policy import Policy
@@ -58,6 +59,7 @@ from learner.record.trackers import Tracker
 from learner.saved import merge
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
+from learner.train.routes import RouteMismatch
 from learner.train.step import Algorithm
 from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
 from learner.weights.sender.publish import Bystander, Follower, Sender
@@ -81,9 +83,9 @@ def main(argv: Sequence[str]) -> int:
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
-    except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory, PictureMismatch) as error:
+    except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory, PictureMismatch, RouteMismatch) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
-        over = isinstance(error, NoDiskSpace | PictureMismatch)
+        over = isinstance(error, NoDiskSpace | PictureMismatch | RouteMismatch)
         return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
     if finished is None:
         return DONE
@@ -105,9 +107,10 @@ def choose_device(config: Config) -> torch.device:
         raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
     attention.choose(learner.attention, device, getattr(torch, model.dtype))
     try:
-        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
         raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
+    check_experts(known, model.path, config.rollout.routing_replay)
     return device
 
 
@@ -187,7 +190,8 @@ def keeps_reference(config: Config) -> bool:
 def build(config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None) -> tuple[Policy, Algorithm]:
     """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
-    policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=config.run.seed)
+    seed, replay = config.run.seed, config.rollout.routing_replay
+    policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=seed, replay=replay)
     reference: Policy | Base | None = None
     if keeps_reference(config):
         reference = Policy(config.model, config.learner, mesh, temperature, frozen=True)

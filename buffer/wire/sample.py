@@ -64,6 +64,9 @@ class Sample(Message):
     before them in the segment as context, and with no others."""
     turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=list)
     """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
+    routes: Array | None = None
+    """uint8, or uint16 beyond 256 experts, [tokens, layers with experts, k]: ids of the experts that the server chose
+    for each token; zeros for tokens that it never computed, each segment's last. None: not recorded."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -210,6 +213,7 @@ def _sound(rest: dict[str, Any]) -> bool:
         and rest["starts"] == [0]
         and type(rest["starts"][0]) is int  # False is equal to 0
         and rest["turn_rewards"] == []
+        and rest["routes"] is None
         and type(metrics) is dict
         and all(type(name) is str and type(value) is float for name, value in metrics.items())
     )

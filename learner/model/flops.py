@@ -2,22 +2,24 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-B: parameters of all blocks' matrices; t: real tokens, prompt and answer; V: parameters of the output embedding; s:
-trainable tokens; L: blocks; a: heads x head dimension; q: sum of the squared document lengths (causal attention: half
-of all pairs). A prompt of P tokens that answers of R tokens each share counts once: t = P + sum R, q = P² + sum R (R +
-2 P). 6 = 2 in the forward and 4 in the backward pass; 4 for a frozen matrix, which has no gradient of its own.
+B: parameters of all blocks' matrices, of E experts of which a token takes k the share k / E; t: real tokens, prompt and
+answer; V: parameters of the output embedding; s: trainable tokens; L: blocks; a: heads x head dimension; q: sum of the
+squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens each share
+counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass; 4 in all for a
+frozen matrix, which has no gradient of its own.
 Recomputation (checkpointing, some losses' logits), padding and embedding look-ups do not count. The tower of a
 vision-language model adds c p + d p² for each image of p patches that it encodes (`TowerCosts`). Pure; used by
 `learner/train/step.py` and `learner/record/metrics.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from learner.model.experts.mixture import experts_of
 from learner.model.loading import blocks
 from learner.model.vision import mergers, tower_of
 
@@ -49,9 +51,9 @@ class Costs:
         config, layers = model.config.get_text_config(), blocks(model)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        matrices = sum(_passes(p) * p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1)
+        products = sum(map(_products, layers)) - _idle(model, _products)
         head: nn.Parameter = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-        return cls(2.0 * matrices, 2.0 * _passes(head) * head.numel(), 6.0 * len(layers) * width)
+        return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * len(layers) * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
         """FLOPs of t tokens, s of them trainable, whose documents have q squares of tokens."""
@@ -94,13 +96,29 @@ class TowerCosts:
         return sum(p * (self.per_patch + self.per_pair * p) for p in patches)
 
 
+def active_parameters(model: PreTrainedModel) -> int:
+    """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
+    return model.num_parameters() - _idle(model, _matrices)
+
+
 def _passes(parameter: nn.Parameter) -> int:
     """Products of a matrix's size: forward, gradient of its input, its own gradient if it is trained."""
     return 3 if parameter.requires_grad else 2
 
 
+def _products(module: nn.Module) -> int:
+    return sum(_passes(p) * p.numel() for p in module.parameters() if p.dim() > 1)
+
+
 def _matrices(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.dim() > 1)
+
+
+def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
+    """`size` of the experts that a token does not take."""
+    config = model.config.get_text_config()
+    sizes = [size(experts) for layer in blocks(model) if (experts := experts_of(layer)) is not None]
+    return sum(number - number * config.num_experts_per_tok // config.num_experts for number in sizes)
 
 
 def peak(name: str) -> float | None:

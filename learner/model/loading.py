@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from configs.schema import ModelConfig
+from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter of that name at version 0."""
@@ -27,6 +28,8 @@ def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
+    if has_experts(config):
+        config._experts_implementation = IMPLEMENTATION
     trusted = model.trust_remote_code
     # a causal attention of ours would not do for the tower, which gets its own in `vision.py`
     attentions = {"text_config": attention, "vision_config": "sdpa"} if sees(config) else attention

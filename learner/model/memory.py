@@ -21,6 +21,7 @@ from configs.checks import max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
+from learner.model.experts.mixture import Mixture
 from learner.model.loading import all_blocks, blocks, build_on_meta
 from learner.model.lora.adapter import adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
@@ -34,7 +35,10 @@ META_TOKENS = 64
 """Tokens, or patches, in the forward pass on meta."""
 META_ATTENTION = attention.registered("varlen")
 """It keeps what every variable-length kernel keeps: query, key, value, output and a norm per token and head."""
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+MATMULS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default),
+    torch.ops.aten._grouped_mm.default,
+)
 
 
 class OutOfMemory(RuntimeError):
@@ -116,6 +120,7 @@ def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference:
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
     freeze(empty, model.freeze)
+    Mixture.of(empty)
     parameters, trained = empty.num_parameters(), empty.num_parameters(only_trainable=True)
     held = sum(p.nbytes for p in empty.parameters())
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in all_blocks(empty)]

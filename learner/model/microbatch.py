@@ -73,6 +73,8 @@ class Microbatch:
     """None: the row has whole documents only."""
     images: PackedImages | None = None
     """None: the row has no image."""
+    routes: Tensor | None = None
+    """uint8 or int32 [layers with experts, tokens, k]: ids of the experts that the server chose; None: not replayed."""
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch on `device`."""

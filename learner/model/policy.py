@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from configs.schema import LearnerConfig, ModelConfig
 from learner.mesh import shards
 from learner.model import attention, loading, vision
+from learner.model.experts.mixture import Mixture
 from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
 from learner.model.lora.adapter import Factor, adapt, factors, initial
@@ -33,7 +34,7 @@ from learner.weights.plan import Spec
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 SAVED_OPS = [
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default),
     *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
     *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_cudnn_attention.default),
     torch.ops.headrace.attend.default,
@@ -45,7 +46,8 @@ class Policy(nn.Module):
     """`policy(microbatch)` computes log-probabilities. `frozen`: a reference model, without gradients.
 
     The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
-    model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead.
+    model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`: its
+    batches must bring routes.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Policy(nn.Module):
         frozen: bool = False,
         random: bool = False,
         seed: int = 0,
+        replay: bool = False,
     ) -> None:
         """`seed` of the adapter at version 0."""
         super().__init__()
@@ -73,6 +76,8 @@ class Policy(nn.Module):
             adapt(self.model, model.lora, self.dtype)
         if not frozen:
             vision.freeze(self.model, model.freeze)
+        self.mixture = Mixture.of(self.model)
+        self.replayed = self.mixture.sizes if self.mixture and replay else None
         seeing = loading.sees(self.model.config)
         self.sight = vision.Sight(self.model, attention.of_tower(self.attention)) if seeing else None
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
@@ -130,6 +135,7 @@ class Policy(nn.Module):
         decoder = self.model.get_decoder()  # type: ignore[no-untyped-call]
         tokens, positions = microbatch.tokens, microbatch.positions
         given = {"input_ids": tokens[None]} if self.sight is None else self.sight.inputs(tokens, microbatch.images)
+        given |= {} if self.mixture is None else self.mixture.keywords(microbatch)
         hidden: Tensor = decoder(
             **given,
             position_ids=positions[None] if positions.dim() == 1 else positions[:, None],

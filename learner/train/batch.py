@@ -8,7 +8,7 @@ that FSDP's collectives match. Used by `step.py`.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 from zlib import crc32
 
@@ -17,10 +17,12 @@ import numpy as np
 from buffer.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
 from buffer.wire.sample import Sample
+from learner.model.experts.mixture import Experts
 from learner.model.microbatch import Microbatch, lay_out
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train import collectives
 from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, num_patches, open_images, show
+from learner.train.routes import RouteMismatch, laid_out, open_routes
 
 LEAST_SAVED = 0.03
 """A prompt is shared where that saves at least this share of its samples' tokens: the second call of attention and the
@@ -37,6 +39,8 @@ class Document:
     """Arrays of `Sample.DTYPES`, and the index in `Batch.turns` of each sampled token, -1 of others: [tokens] each."""
     images: Sequence[SeenImage] = ()
     """With their places in the document."""
+    routes: np.ndarray | None = None
+    """[tokens, layers with experts, k] integers: experts that the server chose; None: not replayed."""
 
     @property
     def tokens(self) -> int:
@@ -117,17 +121,20 @@ class Batch:
         share_prompts: bool = False,
         form: ImageFormat | None = None,
         patch_cost: float = 0.0,
+        replayed: Experts | None = None,
     ) -> "Batch":
         """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each of them; a
         longer document gets one of its own.
 
         `quadratic`: cost of attention, so that a document of n tokens costs n + quadratic * n²; `patch_cost`: cost of a
-        patch of its images. `form`: how a vision-language model sees images. Raises RuntimeError when the ranks' parts
-        are not of one batch, PictureMismatch, on all ranks, if one has an image that is not what the policy saw.
+        patch of its images. `form`: how a vision-language model sees images. `replayed`: the mixture of experts that
+        takes the samples' routes. Raises RuntimeError when the ranks' parts are not of one batch, and on all ranks
+        PictureMismatch if one has an image that is not what the policy saw, RouteMismatch if one has no such routes.
         """
         samples = [Sample.unpack(data) for data in part.samples]
         seen, problem = open_images(part, samples, form)
-        documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen)
+        routes, misrouted = open_routes(part, samples, replayed)
+        documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen, routes)
         units = shared_units(documents, part.rows.item.numpy(), budget) if share_prompts else alone(documents)
         images = [[image for document in unit.documents for image in document.images] for unit in units]
         lengths, squares = [unit.tokens for unit in units], [unit.squares for unit in units]
@@ -135,14 +142,17 @@ class Batch:
         least = max(len(first_fit(sizes, budget)), 1)
         version, digest = part.version, crc32(part.rows.item.data + part.rows.reward.data)
         segments = [len(sample.starts) for sample in samples]
-        mine = (least, version, -version, digest, -digest, max(segments, default=0), bool(problem))
-        number, newest, oldest, largest, smallest, most, mismatch = map(int, collectives.all_reduce_max(*mine))
+        mine = (least, version, -version, digest, -digest, max(segments, default=0))
+        agreed = collectives.all_reduce_max(*mine, bool(problem), bool(misrouted))
+        number, newest, oldest, largest, smallest, most, unseen, unrouted = map(int, agreed)
         if (newest, largest) != (-oldest, -smallest):
             raise RuntimeError(
                 f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree"
             )
-        if mismatch:
+        if unseen:
             raise PictureMismatch(problem or "another rank has an image that is not what the policy saw")
+        if unrouted:
+            raise RouteMismatch(misrouted or "another rank has a sample without routes that can be replayed")
         figures = zip(lengths, squares, patches, strict=True)
         costs = [n + quadratic * q + patch_cost * p for n, q, p in figures]
         microbatches = [pack([units[i] for i in chosen]) for chosen in balance(sizes, costs, budget, number)]
@@ -152,11 +162,15 @@ class Batch:
 
 
 def documents_of(
-    samples: Sequence[Sample], rows: Sequence[int], seen: Seen = NOTHING_SEEN
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    seen: Seen = NOTHING_SEEN,
+    routes: Sequence[np.ndarray | None] | None = None,
 ) -> tuple[list[Document], Turns]:
-    """The segments and turns of `samples`, whose indices in `Batch.rows` are `rows`; `seen`: their images, by row."""
+    """The segments and turns of `samples`, whose indices in `Batch.rows` are `rows`; `seen`: their images, by row;
+    `routes`: of each sample, to be replayed."""
     documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
-    for sample, row in zip(samples, rows, strict=True):
+    for sample, row, routed in zip(samples, rows, routes or [None] * len(samples), strict=True):
         sampled = sample.sampled.numpy() != 0
         begins = sampled[1:] & ~sampled[:-1]  # no segment begins with a sampled token
         number, first = np.count_nonzero(begins), len(rewards)
@@ -168,7 +182,8 @@ def documents_of(
         for start, stop in sample.bounds:
             images = [image._replace(start=image.start - start) for image in seen.get(row, ()) if image.start >= start]
             inside = [image for image in images if image.start < stop - start]
-            documents.append(Document(row, [column[start:stop] for column in columns], inside))
+            own = None if routed is None else routed[start:stop]
+            documents.append(Document(row, [column[start:stop] for column in columns], inside, own))
     return documents, Turns(np.array(turn_rows, np.int64), np.array(rewards, np.float64))
 
 
@@ -222,6 +237,8 @@ def pack(units: Sequence[Unit]) -> Microbatch:
     tokens, sampled, behaviour, versions, turns = columns
     rows, groups = [document.row for document, _ in pieces], [len(unit.documents) for unit in shared]
     packed = lay_out(tokens, sampled, behaviour, versions, rows, groups, turns)
+    routes = [document.routes if document.routes is None else document.routes[part] for document, part in pieces]
+    packed = replace(packed, routes=laid_out(routes))
     pictured = [Piece(document.images, document.tokens, part) for document, part in pieces]
     return show(packed, pictured)
 

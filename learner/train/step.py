@@ -6,6 +6,7 @@ batch. A collective: all ranks must call it, each with its part of the same batc
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from learner.algorithms.corrections import m2_limit, m2_squares
 from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sample_metrics, summary
 from learner.algorithms.inputs import LossContext, LossInputs
 from learner.algorithms.losses import LOSSES, is_tokenwise, needs_first_pass
+from learner.model.experts.mixture import load_metrics
 from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
@@ -32,6 +34,8 @@ PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
 PHASES = ("pack", "backward", "update")
 """Of a step: packing the batch, forward and backward passes, optimizer."""
+TALLY = "moe"
+"""Among a rank's sums, of a mixture of experts, what its routers did: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
 """Of a forward pass: the loss of the microbatch, ready for `backward`, and its sums."""
 
@@ -63,14 +67,16 @@ class Algorithm:
         """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks."""
         times = [time.perf_counter()]
         costs = policy.attention_cost, policy.patch_cost
-        batch = Batch.from_part(part, self.budget, costs[0], policy.share_prompts, self.form, costs[1])
+        shared, replayed = policy.share_prompts, policy.replayed
+        batch = Batch.from_part(part, self.budget, costs[0], shared, self.form, costs[1], replayed)
         times.append(time.perf_counter())
         sums = self.backward(policy, batch) | per_sample_sums(_of_samples(batch), policy.device)
+        tally = sums.pop(TALLY, None)
         computed = {"row_tokens": batch.tokens, "squares": batch.squares} | _seen(policy, batch)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         totals = _all_reduce(sums)  # waits for the GPU
         times.append(time.perf_counter())
-        metrics = batch_metrics(batch, totals) | self.optimizer.update(batch.version)
+        metrics = batch_metrics(batch, totals) | _loads(policy, tally) | self.optimizer.update(batch.version)
         times.append(time.perf_counter())
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried")}
@@ -97,10 +103,11 @@ class Algorithm:
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
         """Add one microbatch's gradient. Nothing in here synchronises with the GPU, so its queue never runs empty."""
         if self.reference:
-            shared = shared | {"reference": self.reference.score(microbatch)}
+            unrouted = replace(microbatch, routes=None)  # the routes are the policy's
+            shared = shared | {"reference": self.reference.score(unrouted)}
         loss, sums = self.forward(policy, microbatch, loss_context(microbatch, shared))
         (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
-        return sums
+        return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext) -> Result:
         """The loss of all tokens together, after the head; the head recomputes its logits in the backward pass."""
@@ -199,6 +206,14 @@ def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
     images = [row.images.grid.prod(-1) for row in batch.microbatches if row.images is not None]
     patches = [number for grid in images for number in grid.tolist()]
     return {"images": len(patches), "patches": sum(patches), "tower": policy.tower_costs.total(patches)}
+
+
+def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
+    """Metrics of the experts; of this rank's `tally`, and so a collective. Empty for a model without experts."""
+    if policy.mixture is None or tally is None:
+        return {}
+    total = collectives.all_reduce_sum(tally.cpu())
+    return load_metrics(total, policy.mixture.sizes, policy.replayed is not None)
 
 
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:

@@ -1,0 +1,113 @@
+"""A model as a mixture of experts: which of its blocks have experts, how many are active, how its rows are routed.
+
+`check_experts` refuses what is not known to be trained right; `Mixture.of` puts our routers into a model that is still
+without storage. Used by `policy.py`, `flops.py`, `memory.py` and `learner/__main__.py`; waits for nothing.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.load import ConfigError
+from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
+from learner.model.microbatch import Microbatch
+
+TRAINED = ("qwen3_moe",)
+"""Model types with experts that tests have shown to be trained right."""
+IMPLEMENTATION = "grouped_mm"
+"""How transformers multiplies by the experts: all of a block's in one product, whatever tokens they get."""
+
+
+class Experts(NamedTuple):
+    """Sizes of a mixture. Example: `Experts(layers=48, number=128, top_k=8)` for Qwen3-30B-A3B."""
+
+    layers: int
+    """Blocks with experts."""
+    number: int
+    """Experts of each."""
+    top_k: int
+    """Of which a token takes so many."""
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model's config is of a mixture of experts, whatever it calls their number."""
+    fields = config.get_text_config().to_dict().items()
+    return any("expert" in name and isinstance(value, int) and value > 1 for name, value in fields)
+
+
+def check_experts(config: Any, path: str, replay: bool) -> None:
+    """Raise ConfigError for a mixture of experts that is not known to be trained right; `replay`: routes are wanted."""
+    kind = config.get_text_config().model_type
+    if has_experts(config) and kind not in TRAINED:
+        known = f"of those only {', '.join(TRAINED)} is known to be trained right"
+        raise ConfigError([f"model.path: {path} is a mixture of experts of type {kind}, and {known}; take such a model"])
+    if replay and not has_experts(config):
+        problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
+        raise ConfigError([f"{problem}; set it to false"])
+
+
+def experts_of(block: nn.Module) -> nn.Module | None:
+    """The experts of a transformer block; None where it has none."""
+    return getattr(getattr(block, "mlp", None), "experts", None)
+
+
+class Mixture:
+    """The routers of a model."""
+
+    def __init__(self, sizes: Experts) -> None:
+        self.sizes = sizes
+        self.tally = torch.zeros(0)
+        """Of the last forward pass with gradient: [layers, experts + FIGURES] float32."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Mixture | None":
+        """Have the blocks of `model`, on meta, route by `Router`; None for a model without experts."""
+        layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]
+        if not layers:
+            return None
+        for number, layer in enumerate(layers):
+            layer.mlp.gate = Router(layer.mlp.gate)
+            layer.__class__ = RoutedLayer
+            layer.register_forward_pre_hook(partial(_hand_over, number), with_kwargs=True)
+        config = model.config.get_text_config()
+        return cls(Experts(len(layers), config.num_experts, config.num_experts_per_tok))
+
+    def keywords(self, microbatch: Microbatch) -> dict[str, Any]:
+        """What the decoder is given besides a row's tokens. With gradient, what the routers do is tallied."""
+        tally = None
+        if torch.is_grad_enabled():
+            shape = self.sizes.layers, self.sizes.number + FIGURES
+            tally = self.tally = torch.zeros(shape, device=microbatch.tokens.device)
+        elif microbatch.routes is None:
+            return {}
+        return {"routing": Routing(_counted(microbatch), microbatch.routes, tally)}
+
+
+def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Outside of what is compiled, which would be compiled anew for each `number`."""
+    routing: Routing | None = kwargs.get("routing")
+    return args, kwargs | {"routing": routing and routing.layer(number)}
+
+
+def _counted(microbatch: Microbatch) -> Tensor:
+    """The tokens that a server computes too, all but the last of each document: bool [tokens]; none of a dummy."""
+    counted = torch.full_like(microbatch.sampled, len(microbatch.scored) > 0)
+    prompts = 0 if microbatch.shared is None else len(microbatch.shared.prompt_starts) - 1
+    return counted.index_fill(0, (microbatch.cu_seqlens[1 + prompts :] - 1).long(), False)
+
+
+def load_metrics(tally: Tensor, sizes: Experts, replayed: bool) -> dict[str, float]:
+    """Metrics of a whole batch, from the sum of its tallies over microbatches and ranks: [layers, experts + FIGURES].
+
+    The load of an expert is how many tokens took it. Means over layers; entropies in nats a token.
+    """
+    loads, (entropies, agreeing, tokens) = tally[:, : sizes.number].double(), tally[:, sizes.number :].double().T
+    found = {
+        "moe/load_max_over_mean": float((loads.amax(-1) / loads.mean(-1)).mean()),
+        "moe/experts_unused": float((loads == 0).double().mean()),
+        "moe/router_entropy": float((entropies / tokens).mean()),
+    }
+    return found | ({"moe/routes_agree": float(agreeing.sum() / tokens.sum() / sizes.top_k)} if replayed else {})

@@ -1,0 +1,57 @@
+"""The routes of samples: the experts that a server chose for each token, on their way to a microbatch.
+
+Consumes the samples of a rank's part where `rollout.routing_replay` is on. Pure functions of arrays; used by `batch.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer.wire.protocol import Part
+from buffer.wire.sample import Sample
+from learner.model.experts.mixture import Experts
+
+
+class RouteMismatch(RuntimeError):
+    """A sample has no routes that this model can replay; one line for people."""
+
+
+def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:
+    """The routes of each of `samples`, which are those of `part`, and what is wrong with one; None without `sizes`.
+
+    Each is [tokens, layers, k] integers below `sizes.number`.
+    """
+    if sizes is None:
+        return [None] * len(samples), ""
+    opened = [sample.routes and sample.routes.numpy() for sample in samples]
+    items = part.rows.item.numpy()[part.positions.numpy()].tolist()
+    wrong = [_wrong(sample, routes, sizes) for sample, routes in zip(samples, opened, strict=True)]
+    named = (f"item {item}: sample {row} of batch {part.version} {problem}"
+             for item, row, problem in zip(items, part.positions.numpy().tolist(), wrong, strict=True) if problem)  # fmt: skip
+    return opened, next(named, "")
+
+
+def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
+    """Why these routes cannot be replayed; "" where they can."""
+    remedy = "the servers must run this model, with rollout.routing_replay: true"
+    if routes is None:
+        return f"has no routes; {remedy}"
+    wanted = (sample.tokens.shape[0], sizes.layers, sizes.top_k)
+    if routes.shape != wanted:
+        return f"has routes {list(routes.shape)}, and its tokens, layers with experts and experts a token are {list(wanted)}"
+    if (largest := int(routes.max())) >= sizes.number:
+        return f"has a route to expert {largest}, and there are {sizes.number}, counted from 0; {remedy}"
+    return ""
+
+
+def laid_out(pieces: Sequence[np.ndarray | None]) -> Tensor | None:
+    """The routes of a row of `pieces` [tokens, layers, k], one after another: [layers, tokens, k]; None without."""
+    known = [piece for piece in pieces if piece is not None]
+    if not known:
+        return None
+    assert len(known) == len(pieces), "open_routes found those of every sample"
+    joined: Any = np.concatenate(known).transpose(1, 0, 2)
+    return torch.from_numpy(np.ascontiguousarray(joined, np.uint8 if joined.dtype == np.uint8 else np.int32))
