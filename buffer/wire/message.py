@@ -42,7 +42,7 @@ class Array(Message):
     data=b"\\x01\\0\\0\\0\\x02\\0\\0\\0")`
     """
 
-    dtype: Literal["uint8", "int32", "int64", "float32", "float64"]
+    dtype: Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
     shape: Annotated[list[Count], Field(max_length=8)]
     data: bytes
 
