@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from buffer.images import ImageFormat
+from configs.load import ConfigError
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.image_input import image_input
@@ -61,7 +62,8 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Start vLLM with these arguments (`engine_arguments`). Raises EngineDead."""
+        """Start vLLM with these arguments (`engine_arguments`). Raises ConfigError for a model that cannot be given
+        policies, EngineDead."""
         reports = Reports()
         with translate_engine_errors():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
@@ -70,6 +72,9 @@ class Engine:
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
         engine = cls(llm, reports)
+        if problem := max(await engine.collective("rl_refusal", timeout_s=START_S)):
+            await engine.close()
+            raise ConfigError([problem])
         await engine.collective("rl_stamp", 0, timeout_s=START_S)
         return engine
 
