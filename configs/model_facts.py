@@ -5,12 +5,16 @@ known of it. Reads `config.json` and the headers of the safetensors files, never
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 TOWER = ".visual."
 """In the names of the weights that read images, in every release of the models that are known."""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Keys of a config that count the experts of a layer."""
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what checkpoints take."""
 
@@ -27,6 +31,12 @@ class ModelFacts:
     positions: int | None = None
     tower: int | None = None
     """Of the parameters those that read images; None for a text model."""
+    kind: str | None = None
+    """`model_type`, as `qwen3_moe`."""
+    experts: int = 0
+    """Experts of a layer that has some; 0 for a dense model, and where nothing is known."""
+    route_bytes: int = 0
+    """What the experts chosen for one token take in a sample (`Sample.routes`)."""
 
 
 def model_facts(path: str) -> ModelFacts:
@@ -42,7 +52,24 @@ def model_facts(path: str) -> ModelFacts:
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     parameters = sum(number for _, number in sizes)
-    return ModelFacts(parameters or None, config.get("num_attention_heads"), positions, tower or None)
+    experts = next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
+    routes = len(expert_layers(config)) * config.get("num_experts_per_tok", 0) if experts else 0
+    return ModelFacts(
+        parameters or None,
+        config.get("num_attention_heads"),
+        positions,
+        tower or None,
+        config.get("model_type"),
+        experts,
+        routes * (1 if experts <= 256 else 2),
+    )
+
+
+def expert_layers(config: Mapping[str, Any]) -> list[int]:
+    """Indices of the layers with experts, of a text config in the words of Qwen's."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    layers = range(config.get("num_hidden_layers") or 0)
+    return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def checkpoint_bytes(parameters: int, dtype: str, exported: bool) -> int:

@@ -65,9 +65,9 @@ class Sample(Message):
     turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=list)
     """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
-    """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each token
-    in each MoE layer, in order; zeros for a token that it did not compute, as the last one of a segment. None without
-    `rollout.routing_replay`."""
+    """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
+    token in each layer with experts, in order; zeros for a token that it did not compute, as the last one of a segment.
+    None without `rollout.routing_replay`."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",

@@ -94,7 +94,9 @@ async def play(folder):
         model.save_pretrained(folder / "two")
         await engine.load_folder(folder / "two")
         await compare(seen, "folder", model, engine, before)
-        seen.names = sorted(name for name in load_file(folder / "two" / "model.safetensors") if ".0.mlp.experts" in name)
+        seen.names = sorted(
+            name for name in load_file(folder / "two" / "model.safetensors") if ".0.mlp.experts" in name
+        )
         weights = load_file(folder / "two" / "model.safetensors")
         del weights["model.layers.0.mlp.experts.3.up_proj.weight"]
         (folder / "part").mkdir()
