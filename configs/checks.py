@@ -50,6 +50,7 @@ ENGINE_KEYS_ELSEWHERE = {
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
     "tensor_parallel_size": "rollout.tensor_parallel",
+    "enable_return_routed_experts": "rollout.routing_replay",
     "seed": "run.seed",
 }
 """Engine arguments that have a key of their own in the run file. An equal value passes, another one is refused."""
@@ -69,6 +70,15 @@ LORA_ENGINE_KEYS = (
 
 REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 """Arguments of a reward server's engine that have a key of their own, or that Headrace sets itself."""
+
+EXPERT_MODELS = ("qwen3_moe",)
+"""Kinds of models with experts whose policies servers are known to load right."""
+EXPERT_KERNELS = ("auto", "triton")
+"""Values of `rollout.engine.moe_backend` with which they are."""
+SPREAD = ("enable_expert_parallel", "enable_eplb")
+"""Keys of `rollout.engine` with which experts lie elsewhere than their names say."""
+NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
+"""Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
@@ -102,7 +112,8 @@ def max_sample_tokens(config: Config) -> int:
 
 def max_group_bytes(config: Config) -> int:
     """Bytes of the largest possible group, as stored and sent."""
-    return config.batch.samples * _stored_tokens(config) * TOKEN_BYTES
+    routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
+    return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes)
 
 
 def _stored_tokens(config: Config) -> int:
@@ -214,6 +225,40 @@ def _engine(config: Config) -> Iterator[str]:
             yield f"rollout.engine.{name}: {given[name]} contradicts {ours} {value}; remove it and set {ours}"
     yield from (f"rollout.engine.{name}: Headrace sets it; remove the key" for name in ENGINE_KEYS_SET if name in given)
     yield from _quantization(config)
+    yield from _experts(config)
+    if config.rollout.routing_replay:
+        yield from _routing_replay(config)
+
+
+def _experts(config: Config) -> Iterator[str]:
+    """What a server could not load, or not right, into the model's experts; one asks vLLM itself when it starts."""
+    facts, given = model_facts(config.model.path), config.rollout.engine
+    if not facts.experts:
+        return
+    what = f"policies cannot be loaded into the {facts.experts} experts of {config.model.path}"
+    if facts.kind not in EXPERT_MODELS:
+        kinds = ", ".join(EXPERT_MODELS)
+        yield f"model.path: {config.model.path} is a {facts.kind} with experts; of those servers load {kinds} only"
+    for key in SPREAD:
+        if given.get(key):
+            yield f"rollout.engine.{key}: {given[key]}, with which {what}; remove the key"
+    if given.get("quantization"):
+        yield f"rollout.engine.quantization: {given['quantization']}, with which {what}; remove the key"
+    if (kernel := given.get("moe_backend", "auto")) not in EXPERT_KERNELS:
+        yield f"rollout.engine.moe_backend: {kernel}, with which {what}; set one of {', '.join(EXPERT_KERNELS)}"
+
+
+def _routing_replay(config: Config) -> Iterator[str]:
+    facts, given, key = model_facts(config.model.path), config.rollout.engine, "rollout.routing_replay: true"
+    if facts.kind and not facts.experts:
+        yield f"{key}, but {config.model.path} ({facts.kind}) has no experts; set it to false"
+    if config.rollout.device == "cpu":
+        yield f"{key} needs a GPU, but rollout.device is cpu, where vLLM returns no routes; set it to false"
+    if given.get("enable_prefix_caching") is False:
+        yield f"{key} needs vLLM's prefix cache; remove rollout.engine.enable_prefix_caching, or set it to false"
+    for name in NEVER_REPLAYED:
+        if given.get(name, 1) != 1:
+            yield f"{key}, and with rollout.engine.{name} {given[name]} vLLM returns no routes; remove one of them"
 
 
 def _quantization(config: Config) -> Iterator[str]:

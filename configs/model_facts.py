@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from configs.schema import ModelConfig
 
@@ -19,6 +20,8 @@ TOWER = ".visual."
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.)(?:.*\.)?(\w+)\.weight$")
 """The name of a block's weight, and the last word of its layer's; experts are no layers of their own in the learner."""
 BYTES = {"bfloat16": 2, "float32": 4}
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Keys of a config that count the experts of a layer."""
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what checkpoints take."""
 
@@ -38,6 +41,12 @@ class ModelFacts:
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows and columns of all linear layers in the text model's blocks, by the last word of their names; empty where
     unknown."""
+    kind: str | None = None
+    """`model_type`, as `qwen3_moe`."""
+    experts: int = 0
+    """Experts of a layer that has some; 0 for a dense model, and where nothing is known."""
+    route_bytes: int = 0
+    """What the experts chosen for one token take in a sample (`Sample.routes`)."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -73,7 +82,25 @@ def model_facts(path: str) -> ModelFacts:
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     parameters = sum(prod(shape) for _, shape in shapes)
-    return ModelFacts(parameters or None, config.get("num_attention_heads"), positions, tower or None, linear)
+    experts = next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
+    routes = len(expert_layers(config)) * config.get("num_experts_per_tok", 0) if experts else 0
+    return ModelFacts(
+        parameters or None,
+        config.get("num_attention_heads"),
+        positions,
+        tower or None,
+        linear,
+        config.get("model_type"),
+        experts,
+        routes * (1 if experts <= 256 else 2),
+    )
+
+
+def expert_layers(config: Mapping[str, Any]) -> list[int]:
+    """Indices of the layers with experts, of a text config in the words of Qwen's."""
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    layers = range(config.get("num_hidden_layers") or 0)
+    return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:

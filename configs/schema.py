@@ -473,7 +473,8 @@ class RolloutConfig(Section):
     drain_s: Seconds = 30.0
     """Time in which a server that is to end may finish its groups; the others then make what it gives back."""
     routing_replay: bool = False
-    """Whether the learner routes each token of a mixture of experts to the experts that the server chose for it."""
+    """Servers send the experts that they chose for each token, and the learner computes with these: of a model with
+    experts, on GPUs. Two computations of a token choose otherwise here and there, which is most of their difference."""
     engine: dict[str, Any] = {}
     """Passed to vLLM's AsyncEngineArgs unchanged, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
 

@@ -62,7 +62,7 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM's process died or does not answer. Nothing but a restart of the server helps."""
+    """vLLM's process died, does not answer, or returns what cannot be. Nothing but the end of the server helps."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:

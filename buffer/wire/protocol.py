@@ -21,7 +21,7 @@ from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome
 from buffer.wire.message import Array, Count, Message
 
-PROTOCOL = 7
+PROTOCOL = 8
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]

@@ -35,7 +35,7 @@ class SampleImage(Message):
 
 
 class Sample(Message):
-    """One completion of a problem, prompt included. The four arrays are [tokens] long.
+    """One completion of a problem, prompt included. The first four arrays are [tokens] long.
 
     Example: prompt of 2 tokens, answer of 2, sampled under versions 6 and 7:
     `tokens` int32 [5, 9, 12, 2], `sampled` uint8 [0, 0, 1, 1], `behaviour_logprobs` float32 [0, 0, -0.7, -0.1],
@@ -65,8 +65,9 @@ class Sample(Message):
     turn_rewards: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=list)
     """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
-    """uint8, or uint16 beyond 256 experts, [tokens, layers with experts, k]: ids of the experts that the server chose
-    for each token; zeros for tokens that it never computed, each segment's last. None: not recorded."""
+    """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
+    token in each layer with experts, in order; zeros for a token that it did not compute, as the last one of a segment.
+    None without `rollout.routing_replay`."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -92,6 +93,8 @@ class Sample(Message):
                 rule = f"images stand in order, among the {sampled.size} tokens, where a token was given"
                 raise ValueError(f"image {place} at token {image.start}: {rule}")
             before = image.start
+        if self.routes is not None and (wrong := wrong_routes(self.routes, sampled.size)):
+            raise ValueError(wrong)
         usual = self.starts == [0] and not sampled[0] and not self.turn_rewards
         if not usual and (wrong := wrong_segments(self.starts, sampled) or self._wrong_rewards(sampled)):
             raise ValueError(wrong)
@@ -143,6 +146,15 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
     return ""
 
 
+def wrong_routes(routes: Array, tokens: int) -> str:
+    """Why `routes` are none of so many tokens; "" where they are."""
+    shape = routes.shape
+    if routes.dtype not in ROUTE_DTYPES or len(shape) != 3 or shape[0] != tokens or 0 in shape:
+        needed = f"must be {' or '.join(ROUTE_DTYPES)} [{tokens} tokens, layers, k]"
+        return f"routes {needed}; is {routes.dtype}{shape}"
+    return ""
+
+
 def num_turns(sampled: np.ndarray) -> int:
     """Maximal runs of sampled tokens among [tokens] bool, or of 0 and 1. Every segment begins with a given token, so
     none of them goes on in another segment."""
@@ -150,8 +162,11 @@ def num_turns(sampled: np.ndarray) -> int:
     return int(flags[:1].sum() + np.count_nonzero(flags[1:] & ~flags[:-1]))
 
 
+ROUTE_DTYPES = ("uint8", "uint16")
 SCALARS = [name for name in Sample.model_fields if name not in Sample.DTYPES]
 """The fields that follow the arrays."""
+NO_ROUTES = msgpack.packb({"routes": None})[1:]
+"""How a sample without them ends."""
 MOST_OFF = 1e-6
 """Of the sum of `turn_rewards` from `reward`: relative, or absolute below 1."""
 BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in Sample.DTYPES.values())
@@ -166,7 +181,9 @@ def sample_stats(data: bytes) -> SampleStats:
 
 
 def _parse_fast(data: bytes) -> SampleStats | None:
-    """The same for what `Sample.pack` wrote of a sample of one segment, without images; None: look closer."""
+    """The same for what `Sample.pack` wrote of a sample of one segment, without images or routes; None: look closer."""
+    if not data.endswith(NO_ROUTES):
+        return None
     number = _num_tokens(data)
     headers, places, end = _layout(number)
     for position, fixed in headers:

@@ -173,7 +173,11 @@ def on_cpu(config: Config) -> bool:
     if (quantization := config.rollout.engine.get("quantization")) and not can_fp8():
         problem = "needs a GPU that computes in FP8 (H100, L40S or newer), and vLLM sees none"
         raise ConfigError([f"rollout.engine.quantization: {quantization} {problem}; remove the key"])
-    return config.rollout.device == "cpu" or not torch.cuda.is_available()
+    cpu = config.rollout.device == "cpu" or not torch.cuda.is_available()
+    if cpu and config.rollout.routing_replay:
+        problem = "needs a GPU: on a CPU vLLM returns no routes, or zeros"
+        raise ConfigError([f"rollout.routing_replay: true {problem}; set it to false"])
+    return cpu
 
 
 def can_fp8() -> bool:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from learner.weights.channel import ChannelError
+from rollout.engine.experts.expert_kernels import packed_anew, parameter_name
 from rollout.engine.recorded_copies import RecordedCopies
 
 RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -80,6 +82,7 @@ class ModelLoad:
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
             stack.enter_context(torch.device(self.device))
+            stack.enter_context(packed_anew(model, self.device))
             if self.plainly:
                 expected = names(model)
                 loaded, held = self._load_kinds(weights, frozen, plainly)
@@ -145,15 +148,17 @@ def names(model: torch.nn.Module) -> set[str]:
 
 
 def partly_loaded(model: torch.nn.Module) -> set[str]:
-    """Linear layers of which an unfinished layerwise reload lacks a part, such as one of query, key and value."""
-    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LinearBase))
+    """Linear layers and experts of which an unfinished layerwise reload lacks a part, such as one of query, key and
+    value, or an expert."""
+    kinds = LinearBase | RoutedExperts
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
 
 
 def check_complete(expected: set[str], loaded: object, partial: set[str], model_config: Any) -> None:
     """Raise ValueError if some weights of vLLM's model were not loaded. Models that do not report what they loaded
     pass, unless a layer was loaded in part."""
-    missing = expected - loaded if isinstance(loaded, set) else set()
+    missing = expected - set(map(parameter_name, loaded)) if isinstance(loaded, set) else set()
     configs = (model_config.hf_config, model_config.hf_text_config)  # vision-language models say it at the top only
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):
         missing = {name for name in missing if not name.endswith("lm_head.weight")}

@@ -21,16 +21,19 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
+from rollout.engine.experts.returned_routes import RowsKept
+
 REPORT_S = 0.2
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32."""
+    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
 
     request: Any
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
+    rows: RowsKept = field(default_factory=RowsKept)
 
     def finish(self, output: EngineCoreOutput) -> None:
         """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
@@ -39,7 +42,7 @@ class Record:
             counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
             raise RuntimeError(f"vLLM sampled {counts} for request {output.request_id}")
         arrays = {"logprobs": self.logprobs.tobytes(), "versions": self.versions.tobytes()}
-        output.kv_transfer_params = arrays
+        output.kv_transfer_params, output.routed_experts = arrays, self.rows.joined()
 
 
 def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
@@ -110,6 +113,8 @@ class KeepingScheduler(Scheduler):
                     record.logprobs.append(values[row])
                     record.versions.append(version)
                 kept += number
+            if output.routed_experts is not None:
+                record.rows.add(output.routed_experts)
             if output.finish_reason is not None:
                 del records[name]
                 record.finish(output)

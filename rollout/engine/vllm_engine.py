@@ -24,8 +24,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from buffer.images import ImageFormat
+from configs.load import ConfigError
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.scheduler import Reports, unpack
 from rollout.errors import EngineDead, EngineError, EpisodeError
@@ -44,6 +46,8 @@ class Engine:
         self._llm, self._reports, self._version, self._loads, self._folders = llm, reports, 0, 0, 0
         self.tower_frozen = False
         """Whether policies leave what sees images as it is: then vLLM encodes an image once and keeps that."""
+        self.routes: ReturnedRoutes | None = None
+        """With `rollout.routing_replay`: what vLLM must return with each completion."""
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
         self._last_stats = (time.monotonic(), 0)
@@ -61,7 +65,8 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Start vLLM with these arguments (`engine_arguments`). Raises EngineDead."""
+        """Start vLLM with these arguments (`engine_arguments`). Raises ConfigError for a model that cannot be given
+        policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
         with translate_engine_errors():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
@@ -70,7 +75,17 @@ class Engine:
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
         engine = cls(llm, reports)
+        if problem := max(await engine.collective("rl_refusal", timeout_s=START_S)):
+            await engine.close()
+            raise ConfigError([problem])
         await engine.collective("rl_stamp", 0, timeout_s=START_S)
+        if arguments.get("enable_return_routed_experts"):
+            engine.routes = ReturnedRoutes(llm.model_config.hf_text_config.to_dict())
+            try:
+                await engine.generate([0, 1, 2], 2, 1.0)
+            except EngineDead as error:
+                await engine.close()
+                raise ConfigError([str(error)]) from None
         return engine
 
     async def generate(
@@ -81,10 +96,12 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         images: Sequence[PlacedImage] = (),
         salt: str | None = None,
+        routed: int = 0,
     ) -> Completion:
         """Sample a continuation of `prompt`, which shows `images`, up to a stop token, which is kept, or `max_tokens`.
 
-        What is cached of a prompt is used under the same `salt`; None: the current one.
+        What is cached of a prompt is used under the same `salt`; None: the current one. `routed`: so many first tokens
+        of the prompt need no routes any more.
         Log-probabilities are those of the sampled tokens under `temperature`. If cancelled, vLLM aborts the request.
         Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
         refuses, EngineError for any other error, EngineDead.
@@ -92,6 +109,7 @@ class Engine:
         name = f"r{next(self._numbers)}"
         try:
             parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
+            parameters.routed_experts_prompt_start = routed
             with translate_engine_errors():
                 outputs = await self._llm.add_request(name, self._input(prompt, images, salt), parameters)
                 final: Any = await outputs.get()
@@ -111,7 +129,10 @@ class Engine:
         output, kept = final.outputs[0], final.kv_transfer_params
         if output.finish_reason not in ("stop", "length") or kept is None:
             raise EngineError(f"vLLM ended a request: {output.finish_reason!r}, {len(output.token_ids)} tokens")
-        return Completion(list(output.token_ids), *unpack(kept), output.finish_reason)
+        sampled = list(output.token_ids)
+        rows = len(prompt) + len(sampled) - 1 - routed
+        routes = self.routes.checked(output.routed_experts, rows) if self.routes else None
+        return Completion(sampled, *unpack(kept), output.finish_reason, routes)
 
     async def probe(self, tokens: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it and their images."""

@@ -16,6 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from learner.weights.channel import backend_of
 from learner.weights.receiver.staging import Staging
+from rollout.engine.experts.expert_kernels import refusal
 from rollout.engine.model_load import ModelLoad
 
 
@@ -33,6 +34,10 @@ class WorkerExtension:
     def rl_model(self) -> ModelLoad:
         """How weights get into this worker's model."""
         return ModelLoad(self.model_runner.get_model(), self.vllm_config, self.device)
+
+    def rl_refusal(self) -> str:
+        """Why this model cannot be given policies; empty if it can."""
+        return refusal(self.model_runner.get_model(), self.vllm_config)
 
     def rl_describe(self) -> dict[str, str]:
         """The backend this worker receives with."""

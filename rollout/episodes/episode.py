@@ -18,6 +18,7 @@ from buffer.wire.sample import Sample
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.prompts import Prompts, without_images
+from rollout.episodes.recorded_routes import RecordedRoutes
 from rollout.episodes.sampler import Sampler
 from rollout.episodes.stages import Stages
 from rollout.errors import EngineDead, EpisodeError, all_errors, first_error
@@ -180,13 +181,17 @@ class Episodes:
         raise AssertionError("unreachable")
 
     async def _try_once(self, problem: Problem, salt: str) -> Recorded:
+        routes = RecordedRoutes()
         try:
             with self.stages("task"):
-                made = await self.task(problem, self.stages.around(self.sampler.generate_for(problem, salt)))
+                generate = self.sampler.generate_for(problem, salt, routes)
+                made = await self.task(problem, self.stages.around(generate))
         except Exception as error:  # a user's code: what it raises ends the attempt, not the server
             cause = first_error(error)
             if isinstance(cause, EpisodeError | EngineDead):
                 raise cause from cause.__cause__
             name = type(cause).__name__
             raise EpisodeError(f"the task raised {name}: {cause}", origin=name) from error
-        return self.sampler.check(problem, made)
+        recorded = self.sampler.check(problem, made)
+        recorded.trajectory.routes = routes.of(recorded.trajectory)
+        return recorded

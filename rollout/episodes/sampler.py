@@ -6,7 +6,7 @@ engine's tokens only.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from buffer.images import ImageFormat
 from buffer.wire.sample import num_turns, wrong_segments
 from rollout.episodes.placeholders import SampledSoFar, misplaced
 from rollout.episodes.prompts import Prompts
+from rollout.episodes.recorded_routes import RecordedRoutes
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import finite
 from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
@@ -55,9 +56,9 @@ class Sampler:
         left = self.longest - len(prompt)
         return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form, self.max_tokens)
 
-    def generate_for(self, problem: Problem, salt: str | None = None) -> Generate:
+    def generate_for(self, problem: Problem, salt: str | None = None, routes: RecordedRoutes | None = None) -> Generate:
         """`generate` of one sample: it knows the prompt's images, and which tokens the policy sampled before. All its
-        turns use what is cached under `salt`."""
+        turns use what is cached under `salt`. Their routes are kept in `routes`, and no task gets them."""
         so_far = SampledSoFar()
 
         async def generate(
@@ -67,7 +68,7 @@ class Sampler:
             images: Sequence[PlacedImage] = (),
         ) -> Completion:
             shown = [*problem.images, *images]
-            completion = await self.generate(tokens, max_tokens, stop, shown, so_far, salt)
+            completion = await self.generate(tokens, max_tokens, stop, shown, so_far, salt, routes)
             if self.form:
                 so_far.add(tokens, completion.tokens)
             return completion
@@ -82,6 +83,7 @@ class Sampler:
         images: Sequence[PlacedImage] = (),
         so_far: SampledSoFar | None = None,
         salt: str | None = None,
+        routes: RecordedRoutes | None = None,
     ) -> Completion:
         """See `rollout.tasks.Generate`, but `images` are those of all `tokens`. Raises EpisodeError, EngineError,
         EngineDead."""
@@ -93,7 +95,14 @@ class Sampler:
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        return await self.engine.generate(tokens, min(wanted, room), self.temperature, stops, images, salt)
+        routes = routes or RecordedRoutes()
+        at = routes.continued(tokens)
+        completion = await self.engine.generate(
+            tokens, min(wanted, room), self.temperature, stops, images, salt, at.routed
+        )
+        if completion.routes is not None:
+            routes.add(at, completion)
+        return replace(completion, routes=None)
 
     def check(self, problem: Problem, made: object) -> Recorded:
         """What a task returned for `problem`, if the learner can train on it. Raises EpisodeError."""

@@ -37,6 +37,9 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     finish: Literal["stop", "length"]
+    routes: np.ndarray | None = None
+    """With `rollout.routing_replay`, from the engine: [tokens, layers, k], the experts of each token that was read, the
+    first of them that had no routes yet. No task sees them (`rollout/episodes/recorded_routes.py`)."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,9 @@ class Problem:
 
 class Trajectory:
     """The tokens of one sample in order: the prompt, what the policy sampled, what the environment answered."""
+
+    routes: np.ndarray | None = None
+    """[tokens, layers, k], of the finished trajectory; no attribute of one that a task makes."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
@@ -147,6 +153,7 @@ class Trajectory:
             images=[SampleImage(start=each.start, digest=each.picture.digest, data=each.data) for each in images],
             starts=self.starts,
             turn_rewards=turns,
+            routes=None if self.routes is None else Array.of(self.routes),
         )
 
 

@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from actors.process import Event, Process
 from actors.supervise.keeper import Keeper
 from buffer.images import Picture
@@ -77,6 +79,8 @@ class FakeEngine:
         self.shown: list[list[PlacedImage]] = []
         self.loaded: list[Path] = []
         self.salts: list[str | None] = []
+        self.routes = False
+        """Completions bring routes: a row is [[number of the call, token]]."""
 
     @property
     def salt(self) -> str:
@@ -90,6 +94,7 @@ class FakeEngine:
         stop_token_ids: Sequence[int] = (),
         images: Sequence[PlacedImage] = (),
         salt: str | None = None,
+        routed: int = 0,
     ) -> Completion:
         self.running += 1
         self.salts.append(salt)
@@ -107,7 +112,9 @@ class FakeEngine:
         ends = [place for place, token in enumerate(tokens) if token in stop_token_ids]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         finish: Literal["stop", "length"] = "stop" if tokens[-1] in stop_token_ids else "length"
-        return Completion(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), finish)
+        call, read = len(self.asked_tokens), [*prompt, *tokens][routed:-1]
+        routes = np.array([[[call, token % 256]] for token in read], np.uint8) if self.routes else None
+        return Completion(tokens, [-0.5] * len(tokens), [self.version] * len(tokens), finish, routes)
 
     async def load_folder(self, path: Path) -> None:
         self.loaded.append(path)

@@ -63,6 +63,7 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         images: Sequence[object] = (),
         salt: str | None = None,
+        routed: int = 0,
     ) -> Completion:
         equal = "".join(map(chr, prompt)).startswith(SAME)
         text = "x" * random.randrange(max_tokens - 3) + f"={1 if equal else random.randrange(10)}."

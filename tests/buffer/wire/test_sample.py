@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from buffer.ledger.types import SampleStats
 from buffer.wire import sample as parsing
+from buffer.wire.message import Array
 from buffer.wire.sample import Sample, sample_stats
 from tests.harness.buffer_process import sample
 
@@ -149,3 +150,40 @@ def test_a_sum_may_be_rounded():
     rewards = [0.1] * 10
     assert sample_stats(segmented([0, 1] * 10, [0], rewards, 1.0)).reward == 1.0
     assert sample_stats(segmented([0, 1] * 10, [0], [1e9 / 3] * 10, 1e10 / 3)).sampled == 10
+
+
+def routed(dtype: str = "uint8", shape: tuple[int, ...] = (6, 3, 2)) -> dict[str, Any]:
+    """A sample of 6 tokens with these routes, valid or not."""
+    routes = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    return sample(tokens=6).model_dump() | {"routes": Array.of(routes).model_dump()}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routes_arrive_as_they_were_sent(dtype):
+    data = bytes(msgpack.packb(routed(dtype)))
+    assert sample_stats(data) == sample_stats(sample(tokens=6).pack())
+    read = Sample.unpack(data)
+    assert read.routes is not None and read.pack() == data
+    assert read.routes.numpy().dtype == dtype
+    assert read.routes.numpy().tolist() == np.arange(36).reshape(6, 3, 2).tolist()
+    assert Sample.unpack(sample(tokens=6).pack()).routes is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "words"),
+    [
+        ("int32", (6, 3, 2), r"is int32\[6, 3, 2\]"),
+        ("uint8", (5, 3, 2), r"must be uint8 or uint16 \[6 tokens, layers, k\]; is uint8\[5, 3, 2\]"),
+        ("uint8", (7, 3, 2), r"is uint8\[7, 3, 2\]"),
+        ("uint8", (6, 6), r"is uint8\[6, 6\]"),
+        ("uint8", (6, 0, 2), r"is uint8\[6, 0, 2\]"),
+    ],
+)
+def test_what_are_no_routes_of_a_sample_is_told(dtype, shape, words):
+    with pytest.raises(ValueError, match=words):
+        sample_stats(msgpack.packb(routed(dtype, shape)))
+
+
+def test_only_samples_without_routes_take_the_short_way():
+    assert parsing._parse_fast(msgpack.packb(routed())) is None
+    assert parsing._parse_fast(sample(tokens=6).pack()) is not None

@@ -1,0 +1,64 @@
+"""Experts in vLLM's models: which of them may be given a new policy, and what a load must do that vLLM's does not.
+
+vLLM rearranges experts' weights for the kernel that it chose for the device, so they go in by its layerwise reload
+(`model_load.py`), and only where that was seen to be right. Runs in each worker, as part of `ModelLoad`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+MODELS = ("Qwen3MoeForCausalLM",)
+"""vLLM's classes of models with experts whose reload was compared with transformers."""
+METHOD = "UnquantizedFusedMoEMethod"
+BACKENDS = ("CPU", "TRITON")
+"""vLLM's kernels for unquantised experts with which it was. Others keep the halves of gate_up in another order, or
+blocks of it, as FlashInfer's do."""
+
+
+def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
+    """Why no policy may be loaded into the experts of this model, with the remedy; "" if it may, or there are none."""
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    if vllm_config.lora_config is not None or not (layers or vllm_config.model_config.is_moe):
+        return ""  # with an adapter the base is never loaded again
+    parallel = vllm_config.parallel_config
+    for field in ("enable_expert_parallel", "enable_eplb"):
+        if getattr(parallel, field):
+            return f"rollout.engine.{field}: policies cannot be loaded into experts that are spread; remove the key"
+    name, what = type(model).__name__, f"policies were tried on {', '.join(MODELS)} only"
+    if name not in MODELS or not layers:
+        return f"model.path: vLLM's {name} has experts, and {what}; use a model of those"
+    methods = {type(layer.quant_method).__name__ for layer in layers} - {METHOD}
+    if methods:
+        return f"rollout.engine.quantization: experts are held by vLLM's {min(methods)}, not as they are; remove it"
+    kernels = {layer.quant_method.unquantized_backend.name for layer in layers} - set(BACKENDS)
+    if kernels:
+        problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"
+        return f"rollout.engine.moe_backend: {problem}; set it to triton"
+    return ""
+
+
+@contextmanager
+def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Have vLLM make the kernels of experts anew that are loaded inside: from 0.32 on it packs experts for a CPU only
+    when it makes the kernel, and a reload would leave them as they are. A GPU's kernels stay: graphs refer to them, and
+    a reload arranges the weights for them."""
+    methods = [layer.quant_method for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    kernels = [(method, method.moe_kernel) for method in methods if device.type == "cpu"]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # its weights did not come
+                method.moe_kernel = kernel
+
+
+def parameter_name(name: str) -> str:
+    """A parameter as `named_parameters` has it in every vLLM: loaders of 0.26 tell experts' without their module."""
+    head, between, tail = name.rpartition(".experts.w")
+    return f"{head}.experts.routed_experts.w{tail}" if between else name

@@ -1,0 +1,181 @@
+"""A tiny random Qwen3-MoE in the real vLLM: policies in every way in which they are loaded, against transformers.
+
+One engine runs the whole scenario; each test looks at one aspect.
+"""
+
+import asyncio
+import gc
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from configs.load import ConfigError
+from configs.schema import Config
+from learner.weights.plan import Spec
+from learner.weights.receiver.follow import Receiver
+from learner.weights.sender.publish import Sender
+from rollout.engine.vllm_engine import Engine
+from rollout.errors import EngineError
+from tests.harness.tiny_experts import tiny_experts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+TOKENS = [3 + 7 * position % 60 for position in range(64)]
+
+
+class PublishedExperts:
+    """A transformers model as the learner would publish it."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def full_weights(self, without=()):
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def logprobs_of(self, tokens):
+        return scores(self.model, tokens)
+
+
+@torch.no_grad()
+def step(model, version):
+    """Other weights, as after an optimizer's step (a large one)."""
+    draw = torch.Generator().manual_seed(version)
+    for parameter in model.parameters():
+        parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
+
+
+@torch.no_grad()
+def scores(model, tokens):
+    """Log-probabilities of `tokens[1:]` by transformers."""
+    logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def difference(ours, theirs):
+    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def make_config(folder, staging="full", **engine: Any):
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "train.parquet", "max_prompt_tokens": 100},
+            "reward": {"function": "countdown"},
+            "sampling": {"max_tokens": 100},
+            "weights": {
+                "bucket_mib": 1,
+                "probe_every": 1,
+                "probe_tolerance": 1e-4,
+                "timeout_s": 120,
+                "staging": staging,
+            },
+            "rollout": {"device": "cpu", "engine": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16, **engine}},
+        }
+    )
+
+
+async def play(folder):
+    """The scenario; returns the mean differences from transformers, and what was said."""
+    tiny_experts(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    seen = SimpleNamespace(probes={}, off={}, old={})
+    engine = await Engine.start(make_config(folder), seed=1)
+    try:
+        for number, staging in enumerate(("full", "bucket")):
+            await pushed(seen, model, engine, make_config(folder, staging), staging, 10 * number)
+        before = scores(model, TOKENS)
+        step(model, 30)
+        model.save_pretrained(folder / "two")
+        await engine.load_folder(folder / "two")
+        await compare(seen, "folder", model, engine, before)
+        seen.names = sorted(
+            name for name in load_file(folder / "two" / "model.safetensors") if ".0.mlp.experts" in name
+        )
+        weights = load_file(folder / "two" / "model.safetensors")
+        del weights["model.layers.0.mlp.experts.3.up_proj.weight"]
+        (folder / "part").mkdir()
+        save_file(weights, folder / "part" / "model.safetensors")
+        try:
+            await engine.load_folder(folder / "part")
+        except EngineError as error:
+            seen.incomplete = str(error)
+    finally:
+        await engine.close()
+    return seen
+
+
+async def compare(seen, how, model, engine, before):
+    theirs = await engine.probe(TOKENS)
+    seen.off[how], seen.old[how] = difference(theirs, scores(model, TOKENS)), difference(theirs, before)
+
+
+async def pushed(seen, model, engine, config, staging, first):
+    """Three policies over the weights wire."""
+    specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+    sender, held = Sender(specs, config.weights, 0, torch.device("cpu")), asyncio.Queue()
+
+    async def where(known):
+        if known:
+            await asyncio.Event().wait()
+        return sender.address
+
+    async def follow():
+        async for policy in Receiver(where, engine, "rollout-0", config.weights).policies():
+            await policy.load()
+            engine.version = policy.version
+            await policy.loaded()
+            held.put_nowait(policy.version)
+
+    following = asyncio.create_task(follow())
+    following.add_done_callback(lambda task: held.put_nowait(task))  # ends the wait for a version
+    try:
+        for version in range(3):
+            before = scores(model, TOKENS)
+            step(model, first + version)
+            sender.publish(PublishedExperts(model), version)
+            assert await held.get() == version
+            await compare(seen, f"{staging} {version}", model, engine, before)
+        await asyncio.to_thread(sender.close, 10.0)
+        seen.probes[staging] = sender.stats()
+    finally:
+        following.cancel()
+        sender.close()
+        await asyncio.wait([following])
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    os.environ["VLLM_CPU_CI_ENV"] = "1"
+    happened = asyncio.run(play(tmp_path_factory.mktemp("experts")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
+        gc.collect()
+    return happened
+
+
+def test_each_policy_is_what_transformers_computes(seen):
+    """Were the experts of an earlier policy left in their kernels, it would be as far off as `old` is."""
+    assert set(seen.off) == {*(f"{how} {version}" for how in ("full", "bucket") for version in range(3)), "folder"}
+    assert max(seen.off.values()) < 1e-4 and min(seen.old.values()) > 0.05, (seen.off, seen.old)
+
+
+def test_the_probe_agreed_with_every_policy(seen):
+    for stats in seen.probes.values():
+        assert stats["weights/version"] == 2 and stats["weights/failed"] == 0 and 0 < stats["weights/probe"] < 1e-4
+
+
+def test_a_folder_has_its_experts_one_by_one_and_all_of_them_must_come(seen):
+    assert len(seen.names) == 24 and seen.names[0].endswith("experts.0.down_proj.weight")
+    assert "1 weights of vLLM's model were not received, model.layers.0.mlp.experts" in seen.incomplete
+
+
+def test_experts_that_are_spread_are_refused_when_the_server_starts(tmp_path):
+    tiny_experts(tmp_path)
+    with pytest.raises(ConfigError, match=r"rollout.engine.enable_expert_parallel: .* spread; remove the key"):
+        asyncio.run(Engine.start(make_config(tmp_path, enable_expert_parallel=True), seed=1))
