@@ -41,6 +41,16 @@ class RunConfig(Section):
         return self.folder / self.name
 
 
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=1, le=512)] = 32
+    """Rank of the adapter's matrices."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapter's output is multiplied by `alpha / rank`; null: alpha is the rank."""
+    targets: Literal["all"] | Annotated[list[str], Field(min_length=1)] = "all"
+    """Linear layers that get an adapter, by the last part of their names, as `[q_proj, v_proj]`; `all`: those of
+    attention and MLP."""
+
+
 class ModelConfig(Section):
     path: str
     """Folder of the initial model in Hugging Face format (config, tokenizer, safetensors), or its name on the hub."""
@@ -52,6 +62,8 @@ class ModelConfig(Section):
     """Parts of a vision-language model that are not trained: `vision`, the tower that reads images, without the
     `projector`, which turns its features into those of the text model. What is frozen needs no gradients and optimizer
     state, and is sent to each server once."""
+    lora: LoraConfig | None = None
+    """Train an adapter beside the model, which stays as it is; null trains all weights."""
 
 
 class MixedSource(Section):

@@ -19,6 +19,8 @@ import torch
 
 ALIGN = 256
 """Bytes: a multiple of every dtype's size, of vector loads and of the checksum's words."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""An adapter's tensors `[rank, in]` and `[out, rank]` are named by its layer and these."""
 
 
 class Spec(NamedTuple):
