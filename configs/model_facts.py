@@ -51,15 +51,10 @@ def checkpoint_bytes(parameters: int, dtype: str, exported: bool) -> int:
 
 
 def _parameters(file: Path) -> list[tuple[str, int]]:
-    """Name and number of elements of each tensor in a safetensors file."""
-    return [(name, prod(shape)) for name, shape in tensor_shapes(file).items()]
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in a safetensors file: 8 bytes of length, then a JSON header. Raises OSError, ValueError."""
+    """Name and number of elements of each tensor in a safetensors file: 8 bytes of length, then a JSON header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > 100_000_000:  # the format's own bound: not a safetensors file
             raise ValueError(f"{file}: no safetensors header")
         header = json.loads(stream.read(length))
-    return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return [(name, prod(tensor["shape"])) for name, tensor in header.items() if name != "__metadata__"]

@@ -42,13 +42,20 @@ class RunConfig(Section):
 
 
 class LoraConfig(Section):
+    """Train an adapter beside linear layers of the text model, in place of the weights themselves."""
+
     rank: Annotated[int, Field(ge=1, le=512)] = 32
-    """Rank of the adapter's matrices."""
+    """Width of the adapter: of each layer the change has this rank."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The adapter's output is multiplied by `alpha / rank`; null: alpha is the rank."""
-    targets: Literal["all"] | Annotated[list[str], Field(min_length=1)] = "all"
-    """Linear layers that get an adapter, by the last part of their names, as `[q_proj, v_proj]`; `all`: those of
-    attention and MLP."""
+    """The change is `alpha / rank` times the product of the two matrices; null: as `rank`, so that the factor is 1."""
+    targets: Literal["all"] | list[str] = "all"
+    """Linear layers of the text model's blocks that get an adapter, by the last word of their names, as `[q_proj,
+    k_proj, v_proj, o_proj]`; `all` of them."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the change."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 class ModelConfig(Section):
@@ -63,7 +70,9 @@ class ModelConfig(Section):
     `projector`, which turns its features into those of the text model. What is frozen needs no gradients and optimizer
     state, and is sent to each server once."""
     lora: LoraConfig | None = None
-    """Train an adapter beside the model, which stays as it is; null trains all weights."""
+    """Train an adapter of low rank and leave the model's own weights as they are: `{}` for all defaults, null trains
+    the weights. Only the adapter has gradients and optimizer state, is sent to the servers and is saved; the weights
+    are held in `dtype`. docs/lora.md says more."""
 
 
 class MixedSource(Section):

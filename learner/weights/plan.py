@@ -19,8 +19,9 @@ import torch
 
 ALIGN = 256
 """Bytes: a multiple of every dtype's size, of vector loads and of the checksum's words."""
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""An adapter's tensors `[rank, in]` and `[out, rank]` are named by its layer and these."""
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
+"""With `model.lora` the policy's tensors are an adapter's: two for each layer, called by its name and these."""
 
 
 class Spec(NamedTuple):

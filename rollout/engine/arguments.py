@@ -31,8 +31,11 @@ block a sequence, and a larger one would share fewer prompts.
 """
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
 """They say which CUDA graphs are captured, and vLLM takes one word on that only."""
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Layers of attention and MLP: what `model.lora.targets: all` means."""
+LINEAR_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
+"""Layers of attention and MLP that vLLM adapts, where a model has them, for `model.lora.targets: all`."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128

@@ -5,13 +5,14 @@ finds there what to multiply the files' `lora_B` by (`adapter_load.py`).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
+from safetensors import safe_open
+
 from configs.load import ConfigError
-from configs.model_facts import tensor_shapes
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
 
@@ -32,7 +33,7 @@ class AdapterFolder:
     """The adapter's output is multiplied by it."""
     base: str
     """What the adapter was trained on, as far as the folder tells; else empty."""
-    layers: dict[str, tuple[int, int]]
+    layers: dict[str, tuple[int, ...]]
     """Adapted layers by name, with their outputs and inputs."""
 
     @classmethod
@@ -45,7 +46,7 @@ class AdapterFolder:
             raise ValueError(
                 f"{folder / SETTINGS}: {what}; only plain LoRA is served, so merge it into its base by peft"
             )
-        shapes = {name.removeprefix(PREFIX): shape for name, shape in tensor_shapes(folder / WEIGHTS).items()}
+        shapes = {name.removeprefix(PREFIX): shape for name, shape in shapes_in(folder / WEIGHTS)}
         layers = {}
         for name, shape in shapes.items():
             layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
@@ -62,12 +63,19 @@ class AdapterFolder:
         be."""
         if self.base and not same_model(self.base, path):
             return f"an adapter of {self.base}"
-        shapes = [each for file in sorted(Path(path).glob("*.safetensors")) for each in tensor_shapes(file).items()]
-        base = {name.removesuffix(".weight"): list(shape) for name, shape in shapes}
-        for layer, (outputs, inputs) in self.layers.items() if base else ():
-            if (known := base.get(layer)) != [outputs, inputs]:
-                return f"an adapter of a model where {layer} is {[outputs, inputs]}, not {known or 'missing'}"
+        files = sorted(Path(path).glob("*.safetensors"))
+        base = {name.removesuffix(".weight"): shape for file in files for name, shape in shapes_in(file)}
+        for layer, shape in self.layers.items() if base else ():
+            if base.get(layer) != shape:
+                return f"an adapter of a model where {layer} is {shape}, not {base.get(layer, 'missing')}"
         return ""
+
+
+def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor in a safetensors file."""
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a dict
+            yield name, tuple(tensors.get_slice(name).get_shape())
 
 
 def is_adapter(folder: Path) -> bool:

@@ -51,6 +51,7 @@ class AdapterLoad:
 
     def load_folder(self, folder: Path) -> None:
         """Load an adapter in PEFT's format, or none if this is the folder of the base. Raises ValueError."""
+        self._copies.forget()  # repeated copies would leave what a higher rank wrote
         if is_adapter(folder):
             scale = AdapterFolder.read(folder).scale
             tensors = tensors_in([folder / WEIGHTS])

@@ -8,6 +8,8 @@ import asyncio
 import gc
 import os
 import warnings
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +52,9 @@ class Learner:
 
     def __init__(self, adapted, config):
         self.adapted, self.config = adapted, config
-        self.sender = Sender(adapted.specs(), config.weights, 0, torch.device("cpu"), probe=TEXT)
+        self.sender = Sender(
+            adapted.specs(), config.weights, 0, torch.device("cpu"), TEXT, folder=Path(config.model.path) / "policies"
+        )
 
     def follow(self, engine, name="rollout-0"):
         """`rollout.loop.follow`: a queue of the versions in use, and then of what ended it."""
@@ -76,27 +80,67 @@ class Learner:
         self.sender.publish(self.adapted.at(version), version)
 
 
+@asynccontextmanager
+async def server(config):
+    """An engine, of which vLLM's process ends with the block."""
+    engine = await Engine.start(config, seed=1)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def learning(adapted, config, engine, published=()):
+    """A learner that has `published` versions by the time that the engine's server joins it; the versions in use."""
+    learner = Learner(adapted, config)
+    for version in published:
+        learner.publish(version)
+    held, task = learner.follow(engine)
+    try:
+        yield learner, held
+    finally:
+        task.cancel()
+        await asyncio.to_thread(learner.sender.close, 10.0)
+        await asyncio.wait([task])
+
+
 async def play(folder):
     """The scenario; returns what happened."""
     make_base(base := folder / "base")
-    seen = SimpleNamespace(adapted=Adapted(base), config=make_config(base), plain=None)
-    engine = await Engine.start(seen.config, seed=1)
-    learner = Learner(seen.adapted, seen.config)
-    held, task = learner.follow(engine)
-    try:
+    make_base(folder / "other", seed=9)
+    seen = SimpleNamespace(adapted=Adapted(base), config=make_config(base), modes={})
+    async with server(seen.config) as engine:
         seen.before = await engine.generate(PROMPTS[0], 20, TEMPERATURE)
-        await updates(seen, learner, engine, held)
-        await newcomer(seen, learner)
-        task.cancel()
-        await asyncio.to_thread(learner.sender.close, 10.0)
+        async with learning(seen.adapted, seen.config, engine) as (learner, held):
+            await updates(seen, learner, engine, held)
         seen.stats = learner.sender.stats()
+        for name, keys in {"streamed": {"staging": "bucket"}, "files": {"transport": "safetensors"}}.items():
+            await mode(seen, name, make_config(base, **keys), engine)
         await folders(seen, engine, folder)
-    finally:
-        task.cancel()
-        learner.sender.close()
-        await engine.close()
-        await asyncio.wait([task])
     return seen
+
+
+async def mode(seen, name, config, engine):
+    """Two versions in another way than through a staging copy."""
+    async with learning(seen.adapted, config, engine) as (learner, held):
+        for version in (0, 8):
+            learner.publish(version)
+            assert await held.get() == version
+        seen.modes[name] = await engine.probe(TEXT)
+
+
+async def play_newcomer(folder):
+    """A server that starts when the learner is at its last version; another learner then has another base."""
+    make_base(base := folder / "base")
+    make_base(folder / "other", seed=9)
+    config, ours, other = make_config(base), Adapted(base), Adapted(folder / "other")
+    async with server(config) as engine:
+        async with learning(ours, config, engine, range(UPDATES + 1)) as (_, held):
+            version, probe = await held.get(), await engine.probe(TEXT)
+        async with learning(other, config, engine, [0]) as (_, held):
+            refused = await held.get()
+    return SimpleNamespace(version=version, probe=probe, theirs=ours.logprobs_of(TEXT), refused=refused)
 
 
 async def updates(seen, learner, engine, held):
@@ -116,18 +160,6 @@ async def updates(seen, learner, engine, held):
     seen.in_flight = await asyncio.gather(*running)
 
 
-async def newcomer(seen, learner):
-    """A server that starts when the learner is at its last version."""
-    engine = await Engine.start(seen.config, seed=2)
-    held, task = learner.follow(engine, "rollout-1")
-    try:
-        seen.newcomer_version = await held.get()
-        seen.newcomer = await engine.probe(TEXT)
-    finally:
-        task.cancel()
-        await engine.close()
-
-
 async def folders(seen, engine, folder):
     seen.adapted.save(folder / "seven", 7)
     await engine.load_folder(folder / "seven")
@@ -138,20 +170,24 @@ async def folders(seen, engine, folder):
     seen.smaller, seen.smaller_scores = await engine.probe(TEXT), smaller.logprobs_of(TEXT)
     await engine.load_folder(folder / "base")
     seen.base = await engine.probe(TEXT)
-    make_base(folder / "other", seed=9)
     with pytest.raises(EngineError) as caught:
         await engine.load_folder(folder / "other")
     seen.refused = str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def played(scene):
     os.environ["VLLM_CPU_CI_ENV"] = "1"
-    happened = asyncio.run(play(tmp_path_factory.mktemp("model")))
+    happened = asyncio.run(scene)
+    gc.unfreeze()  # `Engine.launch` froze what it found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
         gc.collect()
     return happened
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return played(play(tmp_path_factory.mktemp("model")))
 
 
 def test_before_the_first_version_requests_are_answered_by_the_base(seen):
@@ -178,9 +214,9 @@ def test_every_probe_agreed(seen):
     assert seen.stats["weights/bytes"] < 300_000
 
 
-def test_a_newcomer_has_the_base_from_disk_and_the_adapter_from_the_wire(seen):
-    assert seen.newcomer_version == UPDATES
-    assert worst(seen.newcomer, seen.adapted.at(UPDATES).logprobs_of(TEXT)) < CLOSE
+@pytest.mark.parametrize("mode", ["streamed", "files"])
+def test_an_adapter_comes_bucket_by_bucket_and_through_files_too(seen, mode):
+    assert worst(seen.modes[mode], seen.adapted.at(8).logprobs_of(TEXT)) < CLOSE
 
 
 def test_folders_of_adapters_and_of_the_base_are_loaded(seen):
@@ -189,3 +225,11 @@ def test_folders_of_adapters_and_of_the_base_are_loaded(seen):
     assert worst(seen.base, seen.adapted.at(0).logprobs_of(TEXT)) < CLOSE
     assert worst(seen.folder, seen.base) > 0.1 and worst(seen.smaller, seen.base) > 0.01
     assert "other: whole weights, and this engine serves adapters of" in seen.refused
+
+
+def test_a_newcomer_has_the_base_from_disk_and_the_adapter_from_the_wire(tmp_path):
+    found = played(play_newcomer(tmp_path))
+    assert found.version == UPDATES
+    assert worst(found.probe, found.theirs) < CLOSE
+    assert isinstance(found.refused, WeightsError), "another base is told by the adapter that does nothing"
+    assert str(found.refused).startswith("version 0: the probe's log-probabilities differ by")
