@@ -17,8 +17,8 @@ from configs.schema import ModelConfig
 
 TOWER = ".visual."
 """In the names of the weights that read images, in every release of the models that are known."""
-LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.)(?:.*\.)?(\w+)\.weight$")
-"""The name of a block's weight, and the last word of its layer's; experts are no layers of their own in the learner."""
+LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
+"""The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys of a config that count the experts of a layer."""

@@ -1,6 +1,7 @@
 """`python -m rollout evaluate CONFIG --models DIR [DIR ...] [--sets NAME ...] [--out FILE.json]`: on `data.eval`.
 
-One vLLM engine loads one model after another: checkpoints, base models, anything in Hugging Face format. Prints one
+One vLLM engine loads one model after another: checkpoints, base models, anything in Hugging Face format, or adapters in
+PEFT's format, and `model.path` itself, which is their base. Prints one
 line for each model and set; the file gets the numbers and some answers of each. Needs neither buffer nor learner; waits
 for the engine and the reward workers only.
 """
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", partial(check_server, files=["data.eval"]))
     sets = chosen_sets(config, flags.models, flags.sets)
+    config = served(config, flags.models)
     results = uvloop.run(evaluate(config, RolloutSetup.load(config, "evaluate"), sets, flags.models))
     if flags.out:
         data: Any = {each.name: str(each.given.path) for each in sets}
@@ -64,14 +66,22 @@ def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = (
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if not config.data.eval:
         raise ConfigError(["data.eval: null; name a file of problems that are kept out of training"])
-    problem = "no config.json there; name a folder in Hugging Face format"
-    if absent := [f"--models {model}: {problem}" for model in models if not (model / "config.json").is_file()]:
-        raise ConfigError(absent)
+    problem = "no config.json there; name a folder in Hugging Face format, or an adapter's in PEFT's"
+    files = ("config.json", "adapter_config.json")
+    if absent := [model for model in models if not any((model / file).is_file() for file in files)]:
+        raise ConfigError([f"--models {model}: {problem}" for model in absent])
     known = ", ".join(config.data.eval)
     if unknown := [f"--sets {name}: data.eval has {known}" for name in names if name not in config.data.eval]:
         raise ConfigError(unknown)
     wanted = {name: given for name, given in config.data.eval.items() if name in names or not names}
     return load_sets(config.model_copy(update={"data": config.data.model_copy(update={"eval": wanted})}))
+
+
+def served(config: Config, models: Sequence[Path]) -> Config:
+    """`config` for an engine that serves `models`, adapters or whole weights. Raises ConfigError, ValueError."""
+    from rollout.engine.lora.adapter_folder import evaluated_as  # imports torch, which takes seconds
+
+    return evaluated_as(config, models)
 
 
 async def evaluate(

@@ -15,7 +15,7 @@ from buffer.images import ImageFormat
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
 from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
-from configs.schema import Config
+from configs.schema import Config, LoraConfig
 
 CPU_KV_BYTES = 256 << 20
 CPU_STEP_TOKENS = 2048
@@ -31,6 +31,13 @@ block a sequence, and a larger one would share fewer prompts.
 """
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
 """They say which CUDA graphs are captured, and vLLM takes one word on that only."""
+LINEAR_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
+"""Layers of attention and MLP that vLLM adapts, where a model has them, for `model.lora.targets: all`."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
 """Tokens of the prompts with which the price of graphs without room for them was measured."""
 IMAGES_PER_STEP = 4
@@ -201,7 +208,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     """
     given = config.rollout.engine
     defaults: dict[str, Any] = {
-        "load_format": "dummy",  # weights come from the learner
+        "load_format": "auto" if config.model.lora else "dummy",  # weights come from the learner, but an adapter's base
         "max_model_len": longest_sample(config),
         "generation_config": "vllm",  # the run file decides how to sample, not the model's folder
         "enable_prefix_caching": True,
@@ -226,13 +233,29 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         "scheduler_cls": "rollout.engine.scheduler.scheduler",
         "disable_log_stats": True,  # vLLM's own; `rollout.engine.scheduler.Reports` takes their place
     }
-    return defaults | given | ours | (image_arguments(config, form) if form else {})
+    images = image_arguments(config, form) if form else {}
+    return defaults | given | ours | images | (adapter_arguments(config.model.lora, given) if config.model.lora else {})
 
 
 def longest_sample(config: Config) -> int:
     """Tokens of the longest sample that is trained on or evaluated."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
+
+
+def adapter_arguments(lora: LoraConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """For an adapter beside the base. Every request names it, so CUDA graphs without one are not captured."""
+    layers = LINEAR_LAYERS if lora.targets == "all" else lora.targets
+    arguments = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
+        "lora_target_modules": list(layers),  # else vLLM wraps embedding and head too
+    }
+    graphs = given.get("compilation_config", {})
+    if isinstance(graphs, Mapping):  # else a level, or JSON, which stays as it is
+        arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | graphs
+    return arguments
 
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 log = logging.getLogger(__name__)
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets in the parameters, and for each its source in the staging copy."""
-FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""vLLM zeroes the rows by which it pads a vocabulary. Zeroed once, they stay so."""
+FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+"""vLLM zeroes the rows by which it pads a vocabulary, and an adapter's slot. Zeroed once, they stay so."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Recording:
 
 
 class RecordedCopies:
-    """Loads policies into `model`, whose weights must be loadable in place (`loads_plainly`)."""
+    """Loads policies into `model`, whose weights must be loadable in place (`loads_plainly`). `padded`: they are zeroed
+    and then filled in part, as an adapter's slot, which may have a higher rank."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, padded: bool = False) -> None:
+        self._model, self._padded = model, padded
         self.recording: Recording | None = None
 
     def forget(self) -> None:
@@ -61,7 +62,7 @@ class RecordedCopies:
             recorder = Recorder(first[1], parameters)
             with recorder:
                 loaded = self._model.load_weights(weights)
-            problem = recorder.problem(parameters)
+            problem = recorder.problem(parameters, self._padded)
             self.recording = Recording(first[1], addresses, grouped(recorder.copies), problem)
             if problem:
                 log.warning("weights: vLLM's loaders load every policy, which takes longer: %s", problem)
@@ -96,11 +97,13 @@ class Recorder(TorchDispatchMode):
             self._odd.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def problem(self, parameters: Iterable[torch.Tensor]) -> str:
+    def problem(self, parameters: Iterable[torch.Tensor], padded: bool = False) -> str:
         """Why the copies are not the whole load: an operation of another kind, such as one that derives something from
-        a parameter, or a byte of a parameter that is not written exactly once. Empty if they are."""
+        a parameter, or, unless `padded`, a byte of a parameter that is not written exactly once. Empty if they are."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
+        if padded:
+            return ""
         written = [*(target for target, _ in self.copies), *self._filled]
         if not all(tensor.is_contiguous() for tensor in (*written, *parameters)):
             return "some weights are not contiguous"

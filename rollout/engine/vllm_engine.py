@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -29,6 +30,7 @@ from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
+from rollout.engine.lora.adapter_load import ADAPTER
 from rollout.engine.scheduler import Reports, unpack
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
@@ -42,7 +44,9 @@ START_S = 600.0
 class Engine:
     """One vLLM engine, made by `start`."""
 
-    def __init__(self, llm: AsyncLLM, reports: Reports) -> None:
+    def __init__(self, llm: AsyncLLM, reports: Reports, adapter: LoRARequest | None = None) -> None:
+        """`adapter`: what all requests name, None where policies are whole models."""
+        self._adapter = adapter
         self._llm, self._reports, self._version, self._loads, self._folders = llm, reports, 0, 0, 0
         self.tower_frozen = False
         """Whether policies leave what sees images as it is: then vLLM encodes an image once and keeps that."""
@@ -54,13 +58,14 @@ class Engine:
 
     @classmethod
     async def start(cls, config: Config, seed: int) -> "Engine":
-        """Start vLLM with dummy weights: load real ones before generating. Raises ConfigError, EngineDead."""
+        """Start vLLM with dummy weights, or with the base of an adapter that does nothing: load real ones before
+        generating. Raises ConfigError, EngineDead."""
         cpu = on_cpu(config)
         arguments = engine_arguments(config, seed, cpu, ImageFormat.of(config.model.path, config.data))
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
         engine = await cls.launch(arguments)
-        engine.tower_frozen = {"vision", "projector"} <= set(config.model.freeze)
+        engine.tower_frozen = bool(config.model.lora) or {"vision", "projector"} <= set(config.model.freeze)
         return engine
 
     @classmethod
@@ -74,11 +79,13 @@ class Engine:
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
-        engine = cls(llm, reports)
+        engine = cls(llm, reports, ADAPTER if arguments.get("enable_lora") else None)
         if problem := max(await engine.collective("rl_refusal", timeout_s=START_S)):
             await engine.close()
             raise ConfigError([problem])
         await engine.collective("rl_stamp", 0, timeout_s=START_S)
+        if engine._adapter:  # vLLM would look for an adapter that is named and not there on the hub, and die
+            await engine.collective("rl_register", timeout_s=START_S)
         if arguments.get("enable_return_routed_experts"):
             engine.routes = ReturnedRoutes(llm.model_config.hf_text_config.to_dict())
             try:
@@ -111,7 +118,8 @@ class Engine:
             parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
             parameters.routed_experts_prompt_start = routed
             with translate_engine_errors():
-                outputs = await self._llm.add_request(name, self._input(prompt, images, salt), parameters)
+                given = self._input(prompt, images, salt)
+                outputs = await self._llm.add_request(name, given, parameters, lora_request=self._adapter)
                 final: Any = await outputs.get()
         except asyncio.CancelledError:
             await self._llm.abort(name)
@@ -139,9 +147,10 @@ class Engine:
         parameters = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        result = None
+        result, name = None, f"r{next(self._numbers)}"
         with translate_engine_errors():
-            async for output in self._llm.generate(self._input(tokens, images), parameters, f"r{next(self._numbers)}"):
+            given = self._input(tokens, images)
+            async for output in self._llm.generate(given, parameters, name, lora_request=self._adapter):
                 result = output.prompt_logprobs or result
         if result is None or len(result) != len(tokens):
             raise EngineError("vLLM gave no log-probabilities of the probe")
@@ -172,7 +181,8 @@ class Engine:
         return answers
 
     async def load_folder(self, path: Path) -> None:
-        """Load the weights of a Hugging Face folder as a published policy is loaded. Raises EngineDead, EngineError."""
+        """Load the weights of a Hugging Face folder, or of an adapter's, as a published policy is loaded. Raises
+        EngineDead, EngineError."""
         await self.collective("rl_load_folder", str(Path(path).resolve()), timeout_s=LOAD_FOLDER_S)
         self._loads += 1
         self._folders += 1

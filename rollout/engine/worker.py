@@ -17,6 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from learner.weights.channel import backend_of
 from learner.weights.receiver.staging import Staging
 from rollout.engine.experts.expert_kernels import refusal
+from rollout.engine.lora.adapter_load import AdapterLoad
 from rollout.engine.model_load import ModelLoad
 
 
@@ -31,8 +32,10 @@ class WorkerExtension:
     rl_version: int | None = None
 
     @cached_property
-    def rl_model(self) -> ModelLoad:
-        """How weights get into this worker's model."""
+    def rl_model(self) -> ModelLoad | AdapterLoad:
+        """How weights get into this worker's model: all of them, or an adapter's beside those on disk."""
+        if self.vllm_config.lora_config is not None:
+            return AdapterLoad(self.model_runner.lora_manager, self.vllm_config.model_config.model, self.device)
         return ModelLoad(self.model_runner.get_model(), self.vllm_config, self.device)
 
     def rl_refusal(self) -> str:
@@ -53,6 +56,11 @@ class WorkerExtension:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
         self.rl_version = version
+
+    def rl_register(self) -> None:
+        """Register the adapter that all requests name. Called once before there is one."""
+        assert isinstance(self.rl_model, AdapterLoad)
+        self.rl_model.register()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str, str]:
         """Allocate a staging copy or two buckets; returns the digests of the plans, and `full` or `bucket`."""

@@ -171,7 +171,7 @@ class RefusingFront:
     def __init__(self, error):
         self.error = error
 
-    async def add_request(self, name, prompt, parameters):
+    async def add_request(self, name, prompt, parameters, lora_request):
         raise self.error
 
     async def abort(self, name):

@@ -1,0 +1,109 @@
+"""An adapter's folder in PEFT's format: what it adapts, and whether it can be served on a base. No tensor is read.
+
+`python -m rollout evaluate` judges the folders of `--models` by it before the engine starts (`evaluated_as`); a worker
+finds there what to multiply the files' `lora_B` by (`adapter_load.py`).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+from safetensors import safe_open
+
+from configs.load import ConfigError
+from configs.schema import Config, LoraConfig
+from learner.weights.plan import LORA_A, LORA_B
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""PEFT's, before each layer's name."""
+UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
+"""Settings of PEFT that change what an adapter computes, and that only plain LoRA leaves empty."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """Example: `AdapterFolder(Path("out"), 32, 0.5, "Qwen/Qwen2.5-7B", {"model.layers.0.mlp.up_proj": (18_944, 3584)})`"""
+
+    folder: Path
+    rank: int
+    scale: float
+    """The adapter's output is multiplied by it."""
+    base: str
+    """What the adapter was trained on, as far as the folder tells; else empty."""
+    layers: dict[str, tuple[int, ...]]
+    """Adapted layers by name, with their outputs and inputs."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterFolder":
+        """Read the settings and the names and shapes of the tensors. Raises ValueError if vLLM cannot serve them."""
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        more = [key for key in UNSERVED if settings.get(key)]
+        if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or more:
+            what = ", ".join(more) or f"peft_type {settings.get('peft_type')}, bias {settings.get('bias')}"
+            raise ValueError(
+                f"{folder / SETTINGS}: {what}; only plain LoRA is served, so merge it into its base by peft"
+            )
+        shapes = {name.removeprefix(PREFIX): shape for name, shape in shapes_in(folder / WEIGHTS)}
+        layers = {}
+        for name, shape in shapes.items():
+            layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
+            if not {layer + LORA_A, layer + LORA_B} <= set(shapes):
+                raise ValueError(f"{folder / WEIGHTS}: {name} is not one of a layer's lora_A and lora_B")
+            if name.endswith(LORA_B):
+                layers[layer] = (shape[0], shapes[layer + LORA_A][1])
+        rank, alpha = settings["r"], settings["lora_alpha"]
+        scale = alpha / (sqrt(rank) if settings.get("use_rslora") else rank)
+        return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
+
+    def problem(self, path: str) -> str:
+        """Why the model at `path` is not this adapter's base, by its name and by its layers' shapes; empty if it may
+        be."""
+        if self.base and not same_model(self.base, path):
+            return f"an adapter of {self.base}"
+        files = sorted(Path(path).glob("*.safetensors"))
+        base = {name.removesuffix(".weight"): shape for file in files for name, shape in shapes_in(file)}
+        for layer, shape in self.layers.items() if base else ():
+            if base.get(layer) != shape:
+                return f"an adapter of a model where {layer} is {shape}, not {base.get(layer, 'missing')}"
+        return ""
+
+
+def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor in a safetensors file."""
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a dict
+            yield name, tuple(tensors.get_slice(name).get_shape())
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` holds an adapter instead of a model."""
+    return (folder / SETTINGS).is_file()
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two paths or hub names may mean the same model. Where one leads nowhere here, the last parts decide."""
+    if Path(one).is_dir() and Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    return Path(one).name == Path(other).name
+
+
+def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
+    """`config` with the `model.lora` that `models` need: none if all have whole weights. Raises ConfigError if an
+    adapter has another base than `model.path`, or whole weights other than those stand beside adapters."""
+    path, lora, problems = config.model.path, None, []
+    adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
+    for adapter in adapters:
+        if problem := adapter.problem(path):
+            problems.append(f"--models {adapter.folder}: {problem}; model.path is {path}, set it to the adapter's base")
+    if adapters:
+        targets = sorted({layer.rpartition(".")[2] for adapter in adapters for layer in adapter.layers})
+        lora = LoraConfig(rank=max(adapter.rank for adapter in adapters), targets=targets)
+        others = [model for model in models if not is_adapter(model) and model.resolve() != Path(path).resolve()]
+        why = f"whole weights beside adapters of {path}, on which one engine serves them; evaluate it by itself"
+        problems += [f"--models {model}: {why}" for model in others]
+    if problems:
+        raise ConfigError(problems)
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
