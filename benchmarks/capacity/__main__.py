@@ -1,9 +1,10 @@
 """The buffer with 2,048 servers and 256 learner ranks: the real process and wire, without models.
 
-`python -m benchmarks.capacity [--small]` prints one table and writes `benchmarks/results/capacity.json`; five minutes.
+`python -m benchmarks.capacity [--small]` prints one table and writes `benchmarks/results/capacity.json`; four minutes.
 All clients are in two processes of this machine (`servers.py`, `ranks.py`), the buffer in a third: on 2 cores they
-take turns. First as fast as it goes, which is the limit; then at a tenth of it, with the Takes as they come; then with
-a batch taken over and over, which is a learner that restarts all the time; last the buffer is killed and started again.
+take turns. First as fast as it goes, which is the limit; then, once what that left is over, at a tenth of it, with the
+Takes as they come; then with a batch taken over and over, which is a learner that restarts all the time; last the
+buffer is killed and started again. A phase that does not end in time ends the command with its name.
 """
 
 import argparse
@@ -16,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -38,35 +39,55 @@ RESULTS = Path(__file__).parents[1] / "results"
 FULL = dict(servers=2048, ranks=256, groups=256, staleness=31, samples=16, tokens=8000, rows=10**6, room=4, at_once=64)
 SMALL = dict(servers=64, ranks=8, groups=16, staleness=3, samples=4, tokens=8000, rows=10**4, room=4, at_once=16)
 LIMIT_S, TENTH_S, AGAIN_S, AFTER_S = 30.0, 90.0, 30.0, 10.0
+MARGIN_S, WHOLE_S = 45.0, 350.0
+"""What a phase may take beyond its time, and the whole command."""
 ROUNDS = 3
 """At a tenth of the limit."""
 PUT_MS, RESTART_S = 50.0, 2.0
 """What is wanted."""
+T = TypeVar("T")
+
+
+class Failed(RuntimeError):
+    """Nothing was measured; the text says in which phase it ended, and why."""
 
 
 class CrowdProcess:
     """One of the processes with clients."""
 
     def __init__(self, name: str, address: str, print_: str, given: dict[str, Any]) -> None:
+        self.name = name
         self._arguments = [sys.executable, "-m", f"benchmarks.capacity.{name}", address, print_, json.dumps(given)]
-        self.lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
     async def __aenter__(self) -> "CrowdProcess":
         pipe = asyncio.subprocess.PIPE
         self.running = await asyncio.create_subprocess_exec(*self._arguments, stdin=pipe, stdout=pipe, limit=2**28)
         self._reading = asyncio.create_task(self._read())
-        await self.lines.get()
+        try:
+            await self.hear()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self.running.kill()
+        if self.running.returncode is None:
+            self.running.kill()
         await self.running.wait()
         await self._reading
 
     async def _read(self) -> None:
         assert self.running.stdout
         while line := await self.running.stdout.readline():
-            self.lines.put_nowait(json.loads(line))
+            self._lines.put_nowait(json.loads(line))
+        self._lines.put_nowait(None)
+
+    async def hear(self) -> dict[str, Any]:
+        """The next thing that it says."""
+        if (line := await self._lines.get()) is None:
+            raise Failed(f"the process of the {self.name} ended; its error stands above")
+        return line
 
     def tell(self, **command: Any) -> None:
         """Have it do something else from now on."""
@@ -98,11 +119,18 @@ class Measured:
         self.fingerprint = fingerprint(load([str(self.config)]))
         self.takes: list[dict[str, Any]] = []
         self.statuses: list[float] = []
+        self._awaited: asyncio.Future[State] | None = None
+        self.background: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """The buffer's process."""
         with (self.folder / "buffer.log").open("a") as log:
             self.buffer = subprocess.Popen([sys.executable, "-m", "buffer", str(self.config)], stderr=log)
+
+    def stop(self) -> None:
+        """End the buffer's process, however far it is."""
+        self.buffer.kill()
+        self.buffer.wait()
 
     async def serving(self) -> float:
         """Seconds until the buffer answers, to the state of the ledger."""
@@ -115,40 +143,77 @@ class Measured:
         watcher = Crowd(self.address, "", "observer", 1, on_answer, f"probe-{began}")
         watcher.start()
         watcher.send(0, Status())
-        await heard.wait()
-        seconds = time.perf_counter() - began
-        watcher.close()
-        return seconds
+        try:
+            await heard.wait()
+            return time.perf_counter() - began
+        finally:
+            watcher.close()
 
     async def watch(self) -> None:
         """Ask for the state each second, as the launcher does."""
-        watcher = Crowd(self.address, "", "observer", 1, lambda *heard: self.statuses.append(heard[3]), "watch")
+
+        def on_answer(client: int, number: int, answer: Message, seconds: float, size: int) -> None:
+            assert isinstance(answer, State)
+            self.statuses.append(seconds)
+            if self._awaited and not self._awaited.done():
+                self._awaited.set_result(answer)
+
+        watcher = Crowd(self.address, "", "observer", 1, on_answer, "watch")
         watcher.start()
-        while True:
+        while not watcher.failed.done():
             watcher.send(0, Status())
             await asyncio.sleep(1.0)
+        watcher.failed.result()
 
     async def follow_takes(self, ranks: CrowdProcess, servers: CrowdProcess) -> None:
         """Pass the learner's version on to the servers."""
         while True:
-            taken = await ranks.lines.get()
+            taken = await ranks.hear()
             self.takes.append(taken)
             if not taken["repeated"]:
                 servers.tell(version=taken["version"] + 1)
 
+    async def within(self, seconds: float, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a phase, which may take so long. Raises Failed, which names it."""
+        doing = asyncio.create_task(work)
+        over, _ = await asyncio.wait({doing, *self.background}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        doing.cancel()
+        try:
+            for task in over:
+                task.result()
+        except Failed as error:
+            raise Failed(f"{what}: {error}") from None
+        if doing in over:
+            return doing.result()
+        log = (self.folder / "buffer.log").read_text().splitlines()[-5:]
+        lives = "lives" if self.buffer.poll() is None else f"ended with {self.buffer.returncode}"
+        raise Failed("\n".join([f"{what}: not over after {seconds:g} s; the buffer {lives}; its last lines:", *log]))
+
+    async def settle(self, servers: CrowdProcess) -> None:
+        """Wait until nothing is under way: no Put, and no batch that could still be formed, taken or trained."""
+        servers.tell(rate=0.0)
+        busy = True
+        while busy:
+            servers.tell(report=True)
+            under_way = (await servers.hear())["under_way"]
+            for _ in range(2):  # the first may have been on its way
+                self._awaited = asyncio.get_running_loop().create_future()
+                counts = (await self._awaited).counts
+            busy = bool(under_way or counts["batched"] or counts["stored"] >= self.given["groups"])
+
     async def phase(self, servers: CrowdProcess, seconds: float, **command: Any) -> dict[str, Any]:
         """What came of `seconds` under one command."""
         servers.tell(**command, report=True)
-        await servers.lines.get()
+        await servers.hear()
         self.takes, self.statuses = [], []
         process = psutil.Process(self.buffer.pid)
         began, used = time.perf_counter(), sum(process.cpu_times()[:2])
         await asyncio.sleep(seconds)
         servers.tell(report=True)
-        found = await servers.lines.get()
+        found = await servers.hear()
         took = time.perf_counter() - began
         if self.buffer.poll() is not None:
-            raise RuntimeError(f"the buffer ended; see {self.folder}/buffer.log")
+            raise Failed(f"the buffer ended with {self.buffer.returncode}")
         found |= {"seconds": took, "cpu": (sum(process.cpu_times()[:2]) - used) / took, "takes": self.takes}
         found |= {"memory": process.memory_info().rss, "files": process.num_fds(), "statuses": self.statuses}
         return found
@@ -177,52 +242,62 @@ def ms(seconds: Sequence[float], percent: float) -> float | None:
 
 
 async def measure(given: dict[str, Any], folder: Path, share: float) -> Sequence[dict[str, Any]]:
-    """The rows of the table; phases take `share` of their time."""
+    """The rows of the table; phases take `share` of their time. Raises Failed."""
     it = Measured(given, folder)
     it.start()
-    first_s = await it.serving()
-    rows = [row("start, a file of data never seen before", first_s, "s")]
     async with AsyncExitStack() as ends:
-        ends.callback(it.buffer.kill)
+        ends.callback(it.stop)
+        first_s = await it.within(MARGIN_S, "start", it.serving())
+        rows = [row("start, a file of data never seen before", first_s, "s")]
         began = time.perf_counter()
-        servers = await ends.enter_async_context(CrowdProcess("servers", it.address, it.fingerprint, given))
-        ranks = await ends.enter_async_context(CrowdProcess("ranks", it.address, it.fingerprint, given))
+        crowds = [CrowdProcess(name, it.address, it.fingerprint, given) for name in ("servers", "ranks")]
+        for one in crowds:
+            await it.within(MARGIN_S, f"Hello of all {one.name}", ends.enter_async_context(one))
         rows.append(row("all servers and ranks have said Hello", time.perf_counter() - began, "s"))
-        tasks = [asyncio.create_task(it.watch()), asyncio.create_task(it.follow_takes(ranks, servers))]
-        ends.callback(lambda: [task.cancel() for task in tasks])
-
-        limit = await it.phase(servers, LIMIT_S * share, at_once=given["at_once"])
-        groups_s = len(limit["puts"]) / limit["seconds"]
-        rows += rows_of("as fast as it goes", limit, given)
-        tenths = [await it.phase(servers, TENTH_S * share / ROUNDS, rate=groups_s / 10) for _ in range(ROUNDS)]
-        rows += rows_of("at a tenth of that", together(tenths), given)
-        tails = [tail for one in tenths if (tail := ms([seconds for _, seconds in one["puts"]], 99)) is not None]
-        for which, value in (("best", min(tails, default=None)), ("worst", max(tails, default=None))):
-            rows.append(row(f"at a tenth of that: Put, p99 of the {which} of {ROUNDS} rounds", value, "ms"))
-        ranks.tell(again=True)
-        again = await it.phase(servers, AGAIN_S * share, rate=groups_s / 10)
-        ranks.tell(again=False)
-        rows += rows_of("at a tenth, a batch taken over and over", again, given)
-        rows += await restarted(it, servers, groups_s / 10, AFTER_S * share)
+        servers, ranks = crowds
+        it.background = [asyncio.create_task(it.watch()), asyncio.create_task(it.follow_takes(ranks, servers))]
+        ends.callback(lambda: [task.cancel() for task in it.background])
+        rows += await phases(it, servers, ranks, share)
     return rows
+
+
+async def phases(it: Measured, servers: CrowdProcess, ranks: CrowdProcess, share: float) -> list[dict[str, Any]]:
+    """Those with all clients there."""
+
+    async def phase(what: str, seconds: float, **command: Any) -> dict[str, Any]:
+        return await it.within(seconds + MARGIN_S, what, it.phase(servers, seconds, **command))
+
+    limit = await phase("as fast as it goes", LIMIT_S * share, at_once=it.given["at_once"])
+    groups_s = len(limit["puts"]) / limit["seconds"]
+    rows = [*rows_of("as fast as it goes", limit, it.given)]
+    began = time.perf_counter()
+    await it.within(MARGIN_S, "what full load left", it.settle(servers))
+    rows.append(row("until what full load left was over", time.perf_counter() - began, "s"))
+    what = "at a tenth of that"
+    tenths = [await phase(what, TENTH_S * share / ROUNDS, rate=groups_s / 10) for _ in range(ROUNDS)]
+    rows += rows_of(what, together(tenths), it.given)
+    tails = [tail for one in tenths if (tail := ms([seconds for _, seconds in one["puts"]], 99)) is not None]
+    for which, value in (("best", min(tails, default=None)), ("worst", max(tails, default=None))):
+        rows.append(row(f"{what}: Put, p99 of the {which} of {ROUNDS} rounds", value, "ms"))
+    ranks.tell(again=True)
+    what = "at a tenth, a batch taken over and over"
+    rows += rows_of(what, await phase(what, AGAIN_S * share, rate=groups_s / 10), it.given)
+    ranks.tell(again=False)
+    return rows + await restarted(it, servers, groups_s / 10, AFTER_S * share)
 
 
 async def restarted(it: Measured, servers: CrowdProcess, rate: float, after_s: float) -> list[dict[str, Any]]:
     """Kill the buffer and start it again, with all its clients there."""
-    it.buffer.kill()
-    it.buffer.wait()
+    it.stop()
     it.start()
-    seconds = await it.serving()
-    after = await it.phase(servers, after_s, rate=rate)
+    seconds = await it.within(MARGIN_S, "start after a kill", it.serving())
+    after = await it.within(after_s + MARGIN_S, "after a kill", it.phase(servers, after_s, rate=rate))
     it.buffer.send_signal(signal.SIGTERM)
-    it.buffer.wait(60)
+    await it.within(MARGIN_S, "the end of the buffer", asyncio.to_thread(it.buffer.wait, MARGIN_S))
+    what = f"p99 of Put in the {after_s:g} s after that, those sent before among them"
     return [
         row("killed and serving again", seconds, "s", "wanted", RESTART_S),
-        row(
-            f"p99 of Put in the {after_s:g} s after that, those sent before among them",
-            ms([s for _, s in after["puts"]], 99),
-            "ms",
-        ),
+        row(what, ms([seconds for _, seconds in after["puts"]], 99), "ms"),
     ]
 
 
@@ -270,7 +345,14 @@ def main(argv: Sequence[str]) -> int:
     given |= {"share_prompts": options.share_prompts, "heartbeat_s": 2.0, "start": str(time.time())}
     share = 0.05 if options.small else 1.0
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        rows = uvloop.run(measure(given, Path(folder).absolute(), share))
+        try:
+            rows = uvloop.run(asyncio.wait_for(measure(given, Path(folder).absolute(), share), WHOLE_S))
+        except Failed as error:
+            print(f"python -m benchmarks.capacity: {error}", file=sys.stderr)
+            return 1
+        except TimeoutError:
+            print(f"python -m benchmarks.capacity: not over after {WHOLE_S:g} s in all", file=sys.stderr)
+            return 1
     for one in rows:
         value = "none" if one["value"] is None else f"{one['value']:,g}"
         wanted = f"   ({one['against']} {one['against_value']:g})" if one["against"] else ""

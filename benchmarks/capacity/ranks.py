@@ -5,7 +5,6 @@ Run by `__main__.py`, which reads a line of JSON per batch: when the first and t
 `{"again": false}`.
 """
 
-import asyncio
 import json
 import sys
 import time
@@ -78,15 +77,11 @@ class Ranks:
     async def run(self) -> None:
         """Until the input ends."""
         self.crowd.start()
-        while not self.crowd.welcomed:
-            await asyncio.sleep(0.005)
+        await self.crowd.all_welcome()
         self.crowd.send(0, Rewind(version=0))
         print(json.dumps({"ready": True}), flush=True)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         self._take(0, False)
-        while line := await reader.readline():
-            self.obey(line)
+        await self.crowd.obey(self.obey)
 
 
 if __name__ == "__main__":

@@ -145,25 +145,18 @@ class Servers:
         self._put_more()
         if "report" in command:
             leased = sum(map(len, self.held))
-            print(json.dumps({"puts": self.puts, "beats": self.beats, "asks": self.asks, "leased": leased}), flush=True)
+            found = {"puts": self.puts, "beats": self.beats, "asks": self.asks}
+            print(json.dumps(found | {"leased": leased, "under_way": self.under_way}), flush=True)
             self.puts, self.beats, self.asks = [], [], []
 
     async def run(self) -> None:
         """Until the commands end."""
         self.crowd.start()
-        while not self.crowd.welcomed:
-            await asyncio.sleep(TICK_S)
+        await self.crowd.all_welcome()
         for client in range(self.crowd.size):
             self._ask(client)
         print(json.dumps({"ready": True}), flush=True)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        tasks = [asyncio.create_task(self.beat()), asyncio.create_task(self.pace())]
-        while line := await reader.readline():
-            self.obey(line)
-            for task in tasks:
-                if task.done():
-                    task.result()
+        await self.crowd.obey(self.obey, self.beat(), self.pace())
 
 
 if __name__ == "__main__":

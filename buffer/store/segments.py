@@ -3,7 +3,8 @@
 Samples are appended and synced before the transaction that names them is committed; bytes that no committed row names
 do not count and are overwritten. So each byte is written once, where SQLite would write it to its log, again into its
 file, and again when a page next to it moves. Space is allocated ahead, because a file that grows with each write is
-synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment.
+synced at a fifth of the speed. A segment of which nothing is named any more is deleted, or reused as a later segment:
+in a thread, because the file system takes 50 ms for it, during which everybody would wait.
 
 Plain files: the samples of a group are contiguous, without separators. Calls block for the disk. `GroupCache` keeps the
 latest groups in memory: most are batched before they would have to be read back.
@@ -12,6 +13,7 @@ latest groups in memory: most are batched before they would have to be read back
 import errno
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -21,8 +23,9 @@ from buffer.ledger.types import SampleStats
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
-SPARES = 2
-"""Empty segments kept to be reused: their blocks are allocated, and mostly in the page cache."""
+SPARES = 8
+"""Empty segments kept to be reused, those of a batch of half a gigabyte: their blocks are allocated, and mostly in the
+page cache."""
 BLOCK_BYTES = 4096
 """A commit begins at a multiple of this, so that no write touches a block with committed bytes."""
 BUFFERS = 512
@@ -53,6 +56,7 @@ class Segments:
         self._allocated = 0
         """Up to where its space is allocated."""
         self._spare: list[Path] = []
+        self._remover = ThreadPoolExecutor(1, "segments")
 
     @contextmanager
     def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
@@ -85,20 +89,24 @@ class Segments:
                 path.unlink()
 
     def remove(self, numbers: Collection[int]) -> None:
-        """Segments of which nothing is named any more: some are kept to be reused, the others deleted.
+        """Segments of which nothing is named any more: some are kept to be reused, the others deleted, a little later.
 
-        A file that cannot be deleted is deleted at the next start: the transaction is committed and must not fail.
+        A file that cannot be deleted, or is not yet when the process is killed, is deleted at the next start: the
+        transaction is committed and must not fail.
         """
         for number in numbers:
-            path = path_of(self.folder, number)
-            with suppress(OSError):
-                if len(self._spare) == SPARES:
-                    path.unlink()
-                else:
-                    self._spare.append(path.rename(path.with_suffix(".spare")))
+            self._remover.submit(self._remove, path_of(self.folder, number))
+
+    def _remove(self, path: Path) -> None:
+        with suppress(OSError):
+            if len(self._spare) >= SPARES:
+                path.unlink()
+            else:
+                self._spare.append(path.rename(path.with_suffix(".spare")))
 
     def close(self) -> None:
         """Free the space that was allocated ahead, and the spare segments."""
+        self._remover.shutdown()
         self._close_file()
         while self._spare:
             self._spare.pop().unlink(missing_ok=True)
@@ -251,6 +259,8 @@ class GroupCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
         self._groups: dict[int, Group] = {}
+        self._forgotten: list[Group] = []
+        """Groups that are to be freed."""
 
     def add(self, item: int, group: Group) -> None:
         """In place of an earlier group of the item."""
@@ -265,9 +275,14 @@ class GroupCache:
         return self._groups.get(item)
 
     def keep(self, items: Collection[int]) -> None:
-        """Forget all others."""
+        """Forget all others; their memory is freed by `free`: that of hundreds at once would take 20 ms."""
         for item in [item for item in self._groups if item not in items]:
+            self._forgotten.append(self._groups[item])
             self.forget(item)
+
+    def free(self, most: int) -> None:
+        """Free the memory of so many groups that are not kept."""
+        del self._forgotten[-most:]
 
     def forget(self, item: int) -> None:
         """An item that is not cached changes nothing."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from buffer.image_rows import IMAGES, ImageUnavailable
@@ -40,6 +41,8 @@ WARN_S = 10.0
 """Shortest time between two lines of the log about it."""
 LAUNCHER = "launcher"
 """Name of the observer that keeps the rollout servers: when it ended is told for as long as the buffer runs."""
+FREE_AT_ONCE = 8
+"""Groups whose memory is freed in a turn of the event loop: megabytes each, of a batch of hundreds."""
 OBSERVER_S = 60
 """An observer not heard of for so long is forgotten."""
 BACK = 0.25
@@ -70,6 +73,8 @@ class Peer:
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
     """When its connection broke; None: it was heard of since."""
+    world: int | None = None
+    """A learner rank's, of its latest Take."""
 
     @cached_property
     def key(self) -> str:
@@ -138,6 +143,8 @@ class Handlers:
         self._revision = 0
         self._replaced: set[str] = set()
         """Tokens of processes whose name another one has taken over."""
+        self._starts: defaultdict[str, int] = defaultdict(count().__next__)
+        """Learner ranks in the order in which they first said Hello, by token: those that said it later are newer."""
         self._payloads: dict[int, list[bytes]] = {}
         """Samples by item, of groups accepted since the last transaction."""
         self._cache = GroupCache(CACHE_BYTES)
@@ -181,6 +188,10 @@ class Handlers:
         """Bytes of samples in memory until they are trained."""
         return self._cache.bytes
 
+    def let_go(self) -> None:
+        """Free some of the memory of samples that were trained; in each turn of the event loop."""
+        self._cache.free(FREE_AT_ONCE)
+
     def set_learner_waiting(self, waiting: bool) -> None:
         """Whether a Take is parked."""
         self._revision += waiting and not self.learner_waiting  # it lets Puts in
@@ -205,9 +216,12 @@ class Handlers:
         if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
             raise ValueError(refusal)
         self._replace(hello, now)
+        if hello.role == "learner" and hello.token not in self._starts:  # a new start: all ranks end and start together
+            self._starts[hello.token]
+            self._forget_ranks(lambda rank: rank.broke is not None)
         if known := self.peers.get(identity):  # it may have another name now
             self._named[known.hello.name, known.hello.role].discard(identity)
-        self.peers[identity] = Peer(hello, now, known.beat if known else 0, known.stats if known else {})
+        self.peers[identity] = Peer(hello, now, *((known.beat, known.stats, None, known.world) if known else ()))
         self._named[hello.name, hello.role].add(identity)
         if hello.serves:
             self.weights = hello.serves
@@ -384,6 +398,11 @@ class Handlers:
             if peer.hello.role == "rollout":
                 self.ledger.leave(peer.key, "its server was restarted", now)
 
+    def _forget_ranks(self, ended: Callable[[Peer], bool]) -> None:
+        """Those of an earlier start of the learner; one that lives after all says Hello again and is let in."""
+        for identity in [who for who, one in self.peers.items() if one.hello.role == "learner" and ended(one)]:
+            self._drop(identity)
+
     def _drop(self, identity: bytes) -> Peer:
         """Forget a process."""
         peer = self.peers.pop(identity)
@@ -537,6 +556,11 @@ class Handlers:
     def _take(self, peer: Peer, take: protocol.Take, now: float) -> Message | None:
         if take.rank >= take.world:
             raise ValueError(f"Take of rank {take.rank} of {take.world}: ranks count from 0")
+        if peer.world != take.world:  # the ranks of an earlier start with another number of them may have been cut off
+            peer.world, start = take.world, self._starts[peer.hello.token]
+            self._forget_ranks(
+                lambda rank: rank.world not in (None, take.world) and self._starts[rank.hello.token] < start
+            )
         if self._away:
             return None
         batch = self.ledger.take(take.version)
@@ -550,6 +574,8 @@ class Handlers:
     def _part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
         """The part of a rank; None: not in this turn, or not while images are away. A batch is cut once for all."""
         key = take.version, take.world, take.share_prompts
+        if self.turn.over():
+            return None
         if self._cut is None or self._cut[0] != key:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)

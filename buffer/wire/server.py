@@ -2,7 +2,8 @@
 
 Waits for messages, for the next lease to end, or for the disk. It reads all messages that are there, applies them to
 the pending requests, commits what they changed in one transaction, and only then sends the answers: what is
-acknowledged is on disk. Messages that arrive meanwhile wait in ZeroMQ's queues for the next commit. The commit runs in
+acknowledged is on disk. Then it makes a few parts for the Takes of a batch that is formed: nobody else waits for those.
+Messages that arrive meanwhile wait in ZeroMQ's queues for the next commit. The commit runs in
 the event loop: in a thread of its own it was slower, because between two waits for the disk it holds the GIL. While the
 disk is full, nothing is received or answered, and the commit is tried again until there is room.
 """
@@ -37,8 +38,8 @@ MAX_MESSAGES = 1024
 COPY_BELOW = 2**16
 """Bytes; larger answers are sent without a copy."""
 TURN_S = 0.005, 0.02
-"""How long parts are made for Takes before messages are looked at again: as long as all else took in the turn before,
-within these bounds."""
+"""How long parts are made for Takes before messages are looked at again: as long as all else took in this turn, within
+these bounds."""
 DEAF_S = 0.5
 """A turn of the event loop, or a wait beyond its time, that took longer is time in which nobody could be heard."""
 RETRY_S = 1.0, 15.0
@@ -52,7 +53,7 @@ OPTIONS = {
     zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
     zmq.RCVHWM: 2,  # messages of each client that wait to be read: groups of megabytes, of thousands of servers
     zmq.LINGER: 1000,
-    zmq.BACKLOG: 1024,
+    zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
     zmq.HEARTBEAT_IVL: 5000,
     zmq.HEARTBEAT_TIMEOUT: 15000,
 }
@@ -79,6 +80,8 @@ class BufferServer:
         self._auth: AsyncioAuthenticator | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
+        self._due: float | None = None
+        """When something ends by the clock."""
         self._news = False
         self._in_flight = 0
         """Bytes of large answers that ZeroMQ has not yet handed to the network."""
@@ -143,16 +146,13 @@ class BufferServer:
             await asyncio.wait({watching})
 
     async def _serve(self, requests: PendingRequests) -> None:
-        due: float | None = None
-        others_s = 0.0
         memory = MemoryWatch()
         while True:
-            await self._wake(due, at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
+            await self._wake(at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
             began = time.monotonic()
-            if due is not None and began - due > DEAF_S:  # the process was stopped while it waited
-                requests.handlers.forgive(began - due)
-            turn = LoopTurn(min(max(others_s, TURN_S[0]), TURN_S[1]), IN_FLIGHT_BYTES - self._in_flight)
-            requests.begin_turn(turn)
+            if self._due is not None and began - self._due > DEAF_S:  # the process was stopped while it waited
+                requests.handlers.forgive(began - self._due)
+            requests.begin_turn(LoopTurn(seconds=0.0))
             received, more = self._receive()
             now = time.monotonic()
             for frames in received:
@@ -161,22 +161,30 @@ class BufferServer:
                 requests.disconnected(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
-            requests.retry(now)
-            if not more:
-                due = requests.expire(now)  # what was tried again may wait for the clock too
-            await self._commit(requests)
+            await self._answer(requests, now, more)
+            if requests.postponed and self._in_flight < IN_FLIGHT_BYTES:
+                seconds = min(max(time.monotonic() - began, TURN_S[0]), TURN_S[1])
+                requests.begin_turn(LoopTurn(seconds, IN_FLIGHT_BYTES - self._in_flight))
+                await self._answer(requests, now, more)
             requests.handlers.ledger.draw_ahead()
+            requests.handlers.let_go()
             turn_s = time.monotonic() - began
             if turn_s > DEAF_S:  # a commit waited for the disk: what was said meanwhile is still to be read
                 requests.handlers.forgive(turn_s)
-            others_s = turn_s - turn.spent
             memory.look(requests.held | {"parts on their way": self._in_flight}, now)
 
-    async def _wake(self, due: float | None, at_once: bool) -> None:
-        """Wait for a message or until `due`; not at all if there is something to do `at_once`."""
+    async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
+        """Try what is parked, write what changed, and send the answers. `more`: messages wait to be read."""
+        requests.retry(now)
+        if not more:
+            self._due = requests.expire(now)  # what was tried again may wait for the clock too
+        await self._commit(requests)
+
+    async def _wake(self, at_once: bool) -> None:
+        """Wait for a message or for the clock; not at all if there is something to do `at_once`."""
         if at_once or self._plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
-        wait_s = None if due is None else max(0.0, due - time.monotonic())
+        wait_s = None if self._due is None else max(0.0, self._due - time.monotonic())
         if not self.has_news():
             polling = self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
             self._polling = asyncio.ensure_future(polling)

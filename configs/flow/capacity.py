@@ -13,8 +13,9 @@ OWN_FILES = 96
 """Open files of the buffer that are no connections: ledger, segments, libraries, and some left over to go on with."""
 CACHE_BYTES = 256 * 2**20
 """Of samples that stay in memory until they are trained; others are read back from the store."""
-IN_FLIGHT_BYTES = 256 * 2**20
-"""Of large answers on their way, above which further parts wait."""
+IN_FLIGHT_BYTES = 32 * 2**20
+"""Of large answers on their way, above which further parts wait: what is put meanwhile shares their way and their
+processor."""
 PARKED_BYTES = 256 * 2**20
 """Of groups that wait in memory while the store is full; servers keep the others."""
 COMMIT_BYTES = 16 * 2**20

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import ItemState, Lengths, SampleStats, Saved, Transaction
 from buffer.problems import Problems
-from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES
+from buffer.store import segments
+from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES, SPARES
 from buffer.store.sql import APPLICATION, SCHEMA
 from buffer.store.sqlite import LOG_PAGES, Store, StoreError, reading
 from tests.harness.buffer_process import samples_of
@@ -182,7 +184,10 @@ def test_a_failed_commit_without_samples_leaves_those_of_earlier_ones(tmp_path: 
         assert [samples_of(store, item) for item in (0, 2)] == [packed(0), packed(2)]
 
 
-def files(path: Path) -> list[str]:
+def files(path: Path, store: Store | None = None) -> list[str]:
+    """Those of the segments; with `store`, once it has removed what it was to remove."""
+    if store:
+        store._segments._remover.submit(int).result(60)
     return sorted(file.name for file in path.with_name(f"{path.name}-samples").iterdir())
 
 
@@ -201,7 +206,7 @@ def test_segments_end_are_written_over_when_pruned_and_found_again(tmp_path: Pat
         assert files(path) == ["000001.samples", "000002.samples"], "one of its groups is kept"
         ledger.prune(2)
         store.commit(Transaction(ledger.drain(), void_before=2))
-        assert files(path) == ["000001.spare", "000002.samples"]
+        assert files(path, store) == ["000001.spare", "000002.samples"]
         rows = store._db.execute("SELECT segment, live FROM segments").fetchall()
         assert rows == [(2, 40)]
     assert (
@@ -225,9 +230,40 @@ def test_a_spare_segment_takes_the_place_of_a_new_one(tmp_path: Path) -> None:
             ]
             ledger.prune(version)
             store.commit(Transaction(ledger.drain(), void_before=version))
-            most = max(most, len(files(path)))
+            most = max(most, len(files(path, store)))
         spare = [name for name in files(path) if name.endswith(".spare")]
         assert most <= 5 and 1 <= len(spare) <= 2
+    assert not [name for name in files(path) if name.endswith(".spare")]
+
+
+def test_nobody_waits_for_the_file_system_to_delete_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, size = tmp_path / "buffer.sqlite", 2**15
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 2**17)
+    may, begun, unlink = threading.Event(), threading.Event(), Path.unlink
+
+    def slowly(file: Path, missing_ok: bool = False) -> None:
+        if file.suffix == ".samples":
+            begun.set()
+            assert may.wait(60)
+        unlink(file, missing_ok)
+
+    with Store(path, fsync=False) as store:
+        ledger = ledger_of(store)
+        accept(store, ledger, 2, size)
+        for version in range(1, SPARES + 4):
+            ledger.take(version - 1), ledger.trained(version - 1)
+            accept(store, ledger, 2, size, version=version)
+        monkeypatch.setattr(Path, "unlink", slowly)
+        kept = ledger.prune(SPARES + 1)
+        store.commit(Transaction(ledger.drain(), void_before=kept))
+        assert begun.wait(60), "more are empty than are kept as spares"
+        items = accept(store, ledger, 1, version=SPARES + 3)
+        assert samples_of(store, items[0]) == packed(items[0]) and not may.is_set(), "groups are stored meanwhile"
+        may.set()
+        found = files(path, store)
+        assert len([name for name in found if name.endswith(".spare")]) == SPARES - 1, "one is in use again"
+        named = {f"{number:06}.samples" for (number,) in store._db.execute("SELECT segment FROM segments")}
+        assert {name for name in found if name.endswith(".samples")} == named
     assert not [name for name in files(path) if name.endswith(".spare")]
 
 
