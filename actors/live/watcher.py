@@ -13,15 +13,13 @@ from pathlib import Path
 from actors.watch.metrics_log import Records
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, last_life, stored, when
-from buffer.curve import KeysError, client_keys_for
+from actors.watch.state_poll import EVERY_S, StatePoll
+from buffer.curve import KeysError
 from buffer.store.sqlite import StoreError
-from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.protocol import State, Status
+from buffer.wire.connection import RefusedError
+from buffer.wire.protocol import State
 from configs.schema import Config
 
-EVERY_S = 1.0
-ANSWER_S = 3.0
-"""A buffer that takes longer to answer counts as silent."""
 FILE_S = 10.0
 """Between two looks at the buffer's file while it is silent."""
 
@@ -32,8 +30,7 @@ class Watcher:
     def __init__(self, config: Config, run: Path) -> None:
         self.config, self.run = config, run
         self.records = Records(run / "metrics.jsonl", bounded=True)
-        self.state: State | None = None
-        """The buffer's answer; None: it is silent."""
+        self._poll = StatePoll(config, "watch")
         self.news = asyncio.Condition()
         self.steady = asyncio.Lock()
         """Held by whoever looks, or reads `records` in a thread."""
@@ -41,6 +38,11 @@ class Watcher:
         self._read_at = -FILE_S
         self._trouble = ""
         self.overview = self._look()
+
+    @property
+    def state(self) -> State | None:
+        """The buffer's answer; None: it is silent."""
+        return self._poll.state
 
     def look(self) -> None:
         """See what is new; with `steady` held."""
@@ -50,7 +52,7 @@ class Watcher:
     async def follow(self) -> None:
         """Look every second until cancelled. Raises what a look raised."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._poll())
+            tasks.create_task(self._ask())
             tasks.create_task(self._look_again())
 
     async def _look_again(self) -> None:
@@ -61,18 +63,10 @@ class Watcher:
             async with self.news:
                 self.news.notify_all()
 
-    async def _poll(self) -> None:
-        """Ask the buffer for its State over one connection. Without its keys, or refused by it, there are the files."""
-        address = self.config.buffer.address
+    async def _ask(self) -> None:
+        """Ask the buffer for its State. Without its keys, or refused by it, there are the files."""
         try:
-            keys = client_keys_for(address, self.config.run.path)
-            async with Connection(address, "watch", "observer", keys=keys) as connection:
-                while True:
-                    try:
-                        self.state = await asyncio.wait_for(connection.expect(Status(), State), ANSWER_S)
-                    except TimeoutError:
-                        self.state = None
-                    await asyncio.sleep(EVERY_S)
+            await self._poll.follow()
         except (KeysError, RefusedError) as error:
             self._trouble = str(error)
 

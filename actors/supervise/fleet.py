@@ -1,7 +1,7 @@
 """The rollout servers of a run while it goes on: places further ones, drains some, as a person or the rule wants it.
 
-Asks the buffer once a second how many are wanted (`State.wanted_servers`, which `python -m actors scale` sets), tells
-it what is kept (`Kept`), and has the supervisor add and drain. With `rollout.servers: {min, max}` and no number of a
+Sees in the buffer's State how many are wanted (`State.wanted_servers`, which `python -m actors scale` sets), tells it
+what is kept (`Kept`), and has the supervisor add and drain. With `rollout.servers: {min, max}` and no number of a
 person, `actors/scaling/rule.py` decides, and its number is kept in the buffer too. Built by `launch.py`.
 """
 
@@ -18,12 +18,11 @@ from actors.scaling.rule import Look, Rule, Wish
 from actors.supervise.nodes import Patience
 from actors.supervise.supervisor import Supervisor
 from actors.watch.run_state import silent
-from buffer.curve import client_keys_for
-from buffer.wire.connection import Connection, RefusedError
-from buffer.wire.protocol import Kept, Scale, State, Status
+from actors.watch.state_poll import StatePoll
+from buffer.wire.connection import RefusedError
+from buffer.wire.protocol import Kept, Scale, State
 from configs.schema import Config, ServerRange
 
-POLL_S = 1.0
 MOST_SERVERS = 4096
 """Where nothing else bounds their number, a larger one is a slip of the keyboard."""
 
@@ -57,23 +56,19 @@ class Fleet:
         """Of the next servers: a name is never used twice in a launch."""
         self._drains: set[asyncio.Task[None]] = set()
 
-    async def follow(self) -> None:
-        """Do what is wanted until cancelled; wait while the buffer does not answer."""
-        address = self.config.buffer.address
-        keys, wish = client_keys_for(address, self.config.run.path), None
-        ask_ray, patience = partial(asyncio.to_thread, self._ask_ray), Patience(self._say)
-        async with Connection(address, "launcher", "observer", keys=keys) as connection:
-            while True:
-                state = await connection.expect(Status(), State)
-                self.room = await patience.ask(ask_ray, self.room)
-                wish = self.adapt(state, time.monotonic()) or wish
-                if state.kept != (kept := self.kept()):
-                    await connection.request(kept)
-                if wish:
-                    with suppress(RefusedError):  # a buffer that has started since its answer: the next time
-                        await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
-                        wish = None
-                await asyncio.sleep(POLL_S)
+    async def follow(self, poll: StatePoll) -> None:
+        """Do what is wanted, with each answer that `poll` gets, until cancelled; wait while the buffer is silent."""
+        ask_ray, patience, wish = partial(asyncio.to_thread, self._ask_ray), Patience(self._say), None
+        while True:
+            state, connection = await poll.answer()
+            self.room = await patience.ask(ask_ray, self.room)
+            wish = self.adapt(state, time.monotonic()) or wish
+            if state.kept != (kept := self.kept()):
+                await connection.request(kept)
+            if wish:
+                with suppress(RefusedError):  # a buffer that has started since its answer: the next time
+                    await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                    wish = None
 
     def adapt(self, state: State, now: float) -> Wish | None:
         """Begin what the buffer's answer at `now` seconds asks for; what the rule wishes, if it does so just now.

@@ -25,8 +25,10 @@ from actors.supervise.fleet import Fleet
 from actors.supervise.ray_cluster import Cluster, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
+from actors.watch.state_poll import StatePoll
 from buffer.curve import is_loopback, make_keys
 from buffer.ledger.types import LedgerError
+from buffer.wire.protocol import LAUNCHER
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.load import ConfigError, read, write
@@ -155,9 +157,10 @@ def keep(
 
 
 async def _supervise(supervisor: Supervisor, display: Display, cluster: Cluster, fleet: Fleet | None) -> int:
-    watching = [asyncio.create_task(task) for task in (display.watch(), cluster.watch(display.say))]
-    if fleet:
-        watching.append(asyncio.create_task(fleet.follow()))
+    poll = StatePoll(display.config, LAUNCHER)
+    watches = [poll.follow(), display.watch(poll), cluster.watch(display.say)]
+    watches += [fleet.follow(poll)] if fleet else []
+    watching = list(map(asyncio.create_task, watches))
     for task in watching:
         task.add_done_callback(supervisor.notice_failure)
     try:

@@ -1,7 +1,7 @@
 """The terminal of a launched run: one line per version, or on a terminal a panel that stays at the bottom.
 
 Consumes the run's records (`metrics.jsonl`), the buffer's `State` and the keepers' events; starts and stops nothing.
-`watch` looks for records and asks the buffer once per second. Built by `actors/supervise/launch.py`.
+`watch` looks for them once per second. Built by `actors/supervise/launch.py`.
 """
 
 import asyncio
@@ -19,13 +19,10 @@ from actors.process import Event, Process
 from actors.watch.figures import time_left
 from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_lines
 from actors.watch.run_state import failures, fullness, silent, waits
-from buffer.curve import client_keys_for
-from buffer.wire.connection import Connection
-from buffer.wire.protocol import State, Status
+from actors.watch.state_poll import StatePoll
+from buffer.wire.protocol import State
 from configs.schema import Config
 
-ANSWER_S = 3.0
-"""A buffer that takes longer to answer is shown as not answering."""
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 KIND_STYLES = {"started": "green", "ended": "dim"}
 MOST_WAITS, MOST_SERVERS = 6, 4
@@ -86,27 +83,12 @@ class Display:
         process says before, such as from where it goes on, is news."""
         return bool(VLLM_ROUTINE.match(line) or (name in self._settled and OUR_ROUTINE.match(line)))
 
-    async def watch(self) -> None:
+    async def watch(self, poll: StatePoll) -> None:
         """Show news every second until cancelled, also while the buffer does not answer."""
-        polling = asyncio.create_task(self._poll())
-        try:
-            while True:
-                self.refresh()
-                await asyncio.sleep(1.0)
-        finally:
-            polling.cancel()
-
-    async def _poll(self) -> None:
-        """Ask the buffer for its State every second, over one connection."""
-        address = self.config.buffer.address
-        keys = client_keys_for(address, self.config.run.path)
-        async with Connection(address, "display", "observer", keys=keys) as connection:
-            while True:
-                try:
-                    self.state = await asyncio.wait_for(connection.expect(Status(), State), ANSWER_S)
-                except TimeoutError:
-                    self.state = None
-                await asyncio.sleep(1.0)
+        while True:
+            self.state = poll.state
+            self.refresh()
+            await asyncio.sleep(1.0)
 
     def refresh(self) -> None:
         """Show the records that were written, and failures when their number has doubled."""

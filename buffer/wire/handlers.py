@@ -39,8 +39,6 @@ AWAY_S, HOLD_S = 1.0, 2.0
 again after so long."""
 WARN_S = 10.0
 """Shortest time between two lines of the log about it."""
-LAUNCHER = "launcher"
-"""Name of the observer that keeps the rollout servers: when it ended is told for as long as the buffer runs."""
 FREE_AT_ONCE = 8
 """Groups whose memory is freed in a turn of the event loop: megabytes each, of a batch of hundreds."""
 OBSERVER_S = 60
@@ -365,7 +363,7 @@ class Handlers:
         )
 
     def _launcher_gone_s(self, now: float) -> float | None:
-        broke = [self.peers[identity].broke for identity in self._named[LAUNCHER, "observer"]]
+        broke = [self.peers[identity].broke for identity in self._named[protocol.LAUNCHER, "observer"]]
         ended = [now - moment for moment in broke if moment is not None]
         return min(ended) if ended and len(ended) == len(broke) else None
 
@@ -386,7 +384,7 @@ class Handlers:
             gone = [
                 who
                 for who, one in self.peers.items()
-                if one.hello.role == "observer" and one.hello.name != LAUNCHER and now - one.heard > OBSERVER_S
+                if one.hello.role == "observer" and one.hello.name != protocol.LAUNCHER and now - one.heard > OBSERVER_S
             ]
         else:
             same = self._named[hello.name, hello.role]

@@ -24,6 +24,8 @@ from buffer.wire.message import Array, Count, Message
 PROTOCOL = 8
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
+LAUNCHER = "launcher"
+"""Name of the observer that keeps the rollout servers."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
 """`failed`: it is started again after a pause; the last three: it is not."""
 

@@ -9,7 +9,9 @@ import pytest
 from actors.process import Process
 from actors.scaling.rule import Wish
 from actors.supervise.fleet import Fleet
-from buffer.wire.protocol import Kept, ServerLife, State, Waiter
+from actors.watch.display import Display
+from actors.watch.state_poll import StatePoll
+from buffer.wire.protocol import LAUNCHER, Kept, ServerLife, State, Waiter
 from configs.load import load
 from tests.harness.buffer_process import buffer, in_loop
 
@@ -223,9 +225,29 @@ async def test_the_rules_wish_waits_for_a_buffer_that_has_forgotten_the_launcher
     async with buffer() as it:
         words = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math", f"--buffer.address={it.address}"]
         fleet = Forgotten(load(words), NamesOnly(1), server, lambda: None, print, 1)  # type: ignore[arg-type]
-        following = asyncio.create_task(fleet.follow())
+        poll = StatePoll(fleet.config, LAUNCHER)
+        asking, following = asyncio.create_task(poll.follow()), asyncio.create_task(fleet.follow(poll))
         ledger = it.requests.handlers.ledger.state
         while ledger.wanted_servers != 2 and not following.done():
             await asyncio.sleep(0.05)
         assert not following.done() and not ledger.wanted_by_person
         following.cancel()
+        asking.cancel()
+
+
+@in_loop
+async def test_display_and_fleet_look_at_the_answers_of_one_poll() -> None:
+    """The buffer has one observer."""
+    async with buffer() as it:
+        words = ["--model.path=m", "--data.train=p.jsonl", "--reward.function=math", f"--buffer.address={it.address}"]
+        config, supervisor = load(words), NamesOnly(2)
+        fleet = Fleet(config, supervisor, server, lambda: None, print, 1)  # type: ignore[arg-type]
+        poll, display = StatePoll(config, LAUNCHER), Display(config)
+        watches = [poll.follow(), display.watch(poll), fleet.follow(poll)]
+        tasks = [asyncio.create_task(task) for task in watches]
+        while not (display.state and display.state.kept == fleet.kept()):
+            assert not any(task.done() for task in tasks)
+            await asyncio.sleep(0.05)
+        assert [peer.hello.name for peer in it.requests.handlers.peers.values()] == [LAUNCHER]
+        for task in tasks:
+            task.cancel()

@@ -22,7 +22,8 @@ from actors.supervise.launch import prepare, processes
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.run_state import ask, ledger_lines, stored, waits
-from buffer.wire.protocol import State
+from actors.watch.state_poll import StatePoll
+from buffer.wire.protocol import LAUNCHER, State
 from configs.load import load
 from configs.schema import Config
 from tests.harness.fakes import LocalKeeper
@@ -98,7 +99,9 @@ class _Telling:
             process if process.role == "buffer" else replace(process, argv=(*stand_in, process.role, file))
             for process in processes(self.config)
         ]
-        others = [asyncio.create_task(self.display.watch()), asyncio.create_task(self._watch())]
+        poll = StatePoll(self.display.config, LAUNCHER)
+        watches = [poll.follow(), self.display.watch(poll), self._watch()]
+        others = [asyncio.create_task(task) for task in watches]
         if story.case.flood:
             others.append(asyncio.create_task(flood(self.config.buffer.address)))
         supervisor = Supervisor(plain, self._place, self.display.show_event, self.display.say)

@@ -1,0 +1,52 @@
+"""The buffer's State, asked for once a second over one connection, for all of a process who look at it.
+
+Consumes the buffer's answers and waits for the clock; whoever waits for `news` is woken by it. A launcher has one for
+its display and its fleet (`supervise/launch.py`), a watcher has one for its page (`live/watcher.py`).
+"""
+
+import asyncio
+
+from buffer.curve import client_keys_for
+from buffer.wire.connection import Connection
+from buffer.wire.protocol import State, Status
+from configs.schema import Config
+
+EVERY_S = 1.0
+ANSWER_S = 3.0
+"""A buffer that takes longer to answer counts as silent."""
+
+
+class StatePoll:
+    """Asks as the observer `name`, once `follow` runs."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        self.config, self.name = config, name
+        self.state: State | None = None
+        """The buffer's last answer; None: it is silent."""
+        self.news = asyncio.Condition()
+        """Notified after each answer, and each silence."""
+        self.connection: Connection | None = None
+        """For further requests, once the buffer has answered for the first time."""
+
+    async def follow(self) -> None:
+        """Ask until cancelled. Raises KeysError without the run's keys, RefusedError where the buffer refuses it."""
+        address = self.config.buffer.address
+        keys = client_keys_for(address, self.config.run.path)
+        async with Connection(address, self.name, "observer", keys=keys) as connection:
+            self.connection = connection
+            while True:
+                try:
+                    self.state = await asyncio.wait_for(connection.expect(Status(), State), ANSWER_S)
+                except TimeoutError:
+                    self.state = None
+                async with self.news:
+                    self.news.notify_all()
+                await asyncio.sleep(EVERY_S)
+
+    async def answer(self) -> tuple[State, Connection]:
+        """The next answer of the buffer, and the connection that it came by; waits while it is silent."""
+        async with self.news:
+            await self.news.wait()
+            await self.news.wait_for(lambda: self.state)
+        assert self.state and self.connection
+        return self.state, self.connection
