@@ -15,14 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from configs.load import ConfigError
-from configs.schema import AlgorithmConfig, ModelConfig
+from configs.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from learner import watchdog
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
+from learner.model.lora.base import Base, digest
+from learner.model.microbatch import one_document
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
 from tests.harness import world
+from tests.harness.adapters import stir
 from tests.harness.episodic import make_episodes
 from tests.harness.pictured import form_of, make_pictured
 
@@ -57,6 +60,24 @@ def gradients(
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
+
+
+def adapted(folder: Path, lora: dict[str, Any], cuts: list[list[int]], tokens: list[int]) -> None:
+    """Of a model with an adapter: version 0, the base's digest and scores of `tokens`, gradients of one batch for
+    several cuts, saved as `FOLDER/adapted.pt`."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=LoraConfig.model_validate(lora))
+    policy = world.policy_of(model, mesh)
+    found = {"first": dict(policy.adapter()), "digest": digest(policy.model, mesh)}
+    stir(policy)
+    found["base"] = Base(policy).score(policy.place(one_document(tokens)))[1:]
+    algorithm, grads = world.algorithm_of(policy, 30), []
+    for parts in cuts:
+        algorithm.backward(policy, Batch.from_part(world.cut(world.make_samples(), 3, parts, rank), 30))
+        grads.append(world.gradients(policy))
+        algorithm.optimizer.adamw.zero_grad()
+    if rank == 0:
+        torch.save(found | {"gradients": grads}, folder / "adapted.pt")
 
 
 def pictured(folder: Path, model: dict[str, Any], cuts: list[list[int]], budget: int) -> None:
@@ -221,7 +242,7 @@ if __name__ == "__main__":
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
     )
     cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
-    cases |= {"cut": cut, "absent": absent}
+    cases |= {"cut": cut, "absent": absent, "adapted": adapted}
     cases |= {"replicas": replicas}
     cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
