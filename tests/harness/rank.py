@@ -68,7 +68,7 @@ def adapted(folder: Path, lora: dict[str, Any], cuts: list[list[int]], tokens: l
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
     model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=LoraConfig.model_validate(lora))
     policy = world.policy_of(model, mesh)
-    found = {"first": dict(policy.adapter()), "digest": digest(policy.model, mesh)}
+    found = {"first": {name: x.clone() for name, x in policy.adapter()}, "digest": digest(policy.model, mesh)}
     stir(policy)
     found["base"] = Base(policy).score(policy.place(one_document(tokens)))[1:]
     algorithm, grads = world.algorithm_of(policy, 30), []
@@ -157,10 +157,10 @@ def moved(folder: Path, name: str, stages: list[dict[str, Any]]) -> None:
         torch.save({"records": records, "weights": result["weights"]}, folder / f"{name}.pt")
 
 
-def train(folder: Path, start: int, stop: int, cuts: list[int], name: str) -> None:
+def train(folder: Path, start: int, stop: int, cuts: list[int], name: str, lora: dict[str, Any] | None = None) -> None:
     """Train from the newest checkpoint, of version `start`, to `stop`; metrics and weights go to `FOLDER/NAME.pt`."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
-    result = run(folder, mesh, rank, start, stop, cuts)
+    result = run(folder, mesh, rank, start, stop, cuts, lora=lora)
     if rank == 0:
         torch.save(result, folder / f"{name}.pt")
 
@@ -174,9 +174,11 @@ def run(
     cuts: list[int],
     seen: Path | None = None,
     options: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`seen`: where this rank's node has its checkpoints, if not in `folder`; `options` of the learner."""
-    model = ModelConfig(path=str(folder / "model"), dtype="float32")
+    given = LoraConfig.model_validate(lora) if lora else None
+    model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=given)
     policy = world.policy_of(model, mesh)
     algorithm = world.algorithm_of(policy, 64)
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
