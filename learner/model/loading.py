@@ -78,10 +78,9 @@ def distribute_weights(
         first = first_name[id(parameter)]  # tied weights are one parameter under two names, and stay one
         if first not in filled:
             assert isinstance(parameter, DTensor)
-            if first.endswith(ADAPTER):
-                source[first] = initial(first, parameter.shape)
-            like = {"dtype": parameter.dtype, "device": device}
-            full = source[first].to(**like) if first in source else torch.empty(parameter.shape, **like)
+            given = initial(first, parameter.shape) if first.endswith(ADAPTER) else source.get(first)
+            like: dict[str, Any] = {"dtype": parameter.dtype, "device": device}
+            full = torch.empty(parameter.shape, **like) if given is None else given.to(**like)
             shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)
             filled[first] = nn.Parameter(shard.cpu() if offload else shard, requires_grad=parameter.requires_grad)
         filled[name] = filled[first]

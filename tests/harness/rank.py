@@ -15,14 +15,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from configs.load import ConfigError
-from configs.schema import AlgorithmConfig, ModelConfig
+from configs.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from learner import watchdog
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
+from learner.model.lora.base import Base, digest
+from learner.model.microbatch import one_document
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.watchdog import Watchdog
 from tests.harness import world
+from tests.harness.adapters import stir
 from tests.harness.episodic import make_episodes
 from tests.harness.pictured import form_of, make_pictured
 
@@ -57,6 +60,24 @@ def gradients(
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
+
+
+def adapted(folder: Path, lora: dict[str, Any], cuts: list[list[int]], tokens: list[int]) -> None:
+    """Of a model with an adapter: version 0, the base's digest and scores of `tokens`, gradients of one batch for
+    several cuts, saved as `FOLDER/adapted.pt`."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=LoraConfig.model_validate(lora))
+    policy = world.policy_of(model, mesh)
+    found = {"first": {name: x.clone() for name, x in policy.adapter()}, "digest": digest(policy.model, mesh)}
+    stir(policy)
+    found["base"] = Base(policy).score(policy.place(one_document(tokens)))[1:]
+    algorithm, grads = world.algorithm_of(policy, 30), []
+    for parts in cuts:
+        algorithm.backward(policy, Batch.from_part(world.cut(world.make_samples(), 3, parts, rank), 30))
+        grads.append(world.gradients(policy))
+        algorithm.optimizer.adamw.zero_grad()
+    if rank == 0:
+        torch.save(found | {"gradients": grads}, folder / "adapted.pt")
 
 
 def pictured(folder: Path, model: dict[str, Any], cuts: list[list[int]], budget: int) -> None:
@@ -136,10 +157,10 @@ def moved(folder: Path, name: str, stages: list[dict[str, Any]]) -> None:
         torch.save({"records": records, "weights": result["weights"]}, folder / f"{name}.pt")
 
 
-def train(folder: Path, start: int, stop: int, cuts: list[int], name: str) -> None:
+def train(folder: Path, start: int, stop: int, cuts: list[int], name: str, lora: dict[str, Any] | None = None) -> None:
     """Train from the newest checkpoint, of version `start`, to `stop`; metrics and weights go to `FOLDER/NAME.pt`."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
-    result = run(folder, mesh, rank, start, stop, cuts)
+    result = run(folder, mesh, rank, start, stop, cuts, lora=lora)
     if rank == 0:
         torch.save(result, folder / f"{name}.pt")
 
@@ -153,9 +174,11 @@ def run(
     cuts: list[int],
     seen: Path | None = None,
     options: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`seen`: where this rank's node has its checkpoints, if not in `folder`; `options` of the learner."""
-    model = ModelConfig(path=str(folder / "model"), dtype="float32")
+    given = LoraConfig.model_validate(lora) if lora else None
+    model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=given)
     policy = world.policy_of(model, mesh)
     algorithm = world.algorithm_of(policy, 64)
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
@@ -221,7 +244,7 @@ if __name__ == "__main__":
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
     )
     cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
-    cases |= {"cut": cut, "absent": absent}
+    cases |= {"cut": cut, "absent": absent, "adapted": adapted}
     cases |= {"replicas": replicas}
     cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
