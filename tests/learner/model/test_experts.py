@@ -1,0 +1,228 @@
+"""Mixtures of experts in the policy: our router against transformers' and against arithmetic, FLOPs and memory of the
+active experts, what is refused, one graph for a compiled block."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+)
+
+from configs.load import ConfigError
+from configs.schema import ModelConfig
+from learner.model.experts.mixture import Experts, Mixture, check_experts, load_metrics
+from learner.model.experts.router import Router, Routing, tallied
+from learner.model.flops import Costs, active_parameters
+from learner.model.loading import build_on_meta
+from learner.model.memory import GIB, META_ATTENTION, estimate
+from learner.model.policy import SAVED_OPS
+from learner.train.batch import Batch
+from tests.harness.expert_batches import SIZES, expert_model, routed
+from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, plain, policy_of
+from tests.learner.model.test_memory import kept_of
+
+TOKENS = np.random.default_rng(0).integers(0, 64, 50).tolist()
+SHAPES = [{}, {"norm_topk_prob": False}, {"mlp_only_layers": [0], "num_experts": 7}, {"num_experts_per_tok": 3}]
+
+
+def qwen3_30b_a3b(folder: Path) -> ModelConfig:
+    """The config of Qwen3-30B-A3B, without weights."""
+    config = Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    return ModelConfig(path=str(folder), dtype="bfloat16")
+
+
+def router_of(top_k: int = 2, normalised: bool = True, dtype: torch.dtype = torch.float32) -> Router:
+    """A random router of 8 experts."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 32, generator=draw).to(dtype))
+    theirs = type("Theirs", (), {"weight": weight, "top_k": top_k, "norm_topk_prob": normalised})
+    return Router(theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logprobs_are_transformers(tmp_path: Path, mesh, shape: dict) -> None:
+    model = expert_model(tmp_path, **shape)
+    logp = plain(model)(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    want = logp.gather(-1, torch.tensor(TOKENS)[1:, None]).squeeze(-1)
+    policy = policy_of(model, mesh)
+    assert policy.mixture.sizes == Experts(2 - len(shape.get("mlp_only_layers", [])), *{
+        "number": shape.get("num_experts", 8), "top_k": shape.get("num_experts_per_tok", 2)}.values())  # fmt: skip
+    torch.testing.assert_close(torch.tensor(policy.logprobs_of(TOKENS)), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_router_of_a_bfloat16_model_computes_in_float32(normalised: bool) -> None:
+    """Against float64 with the rounded weight, which is the server's; transformers rounds logits and weights too."""
+    router = router_of(normalised=normalised, dtype=torch.bfloat16)
+    hidden = torch.randn(200, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits, weights, ids = router(hidden)
+    exact = hidden.double() @ router.weight.double().T
+    probabilities = exact.softmax(-1).gather(-1, ids)
+    want = probabilities / probabilities.sum(-1, keepdim=True) if normalised else probabilities
+    assert logits.dtype == weights.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights.double(), want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ids, exact.topk(2).indices)
+    rounded = (hidden @ router.weight.T).double()
+    assert (rounded - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_replayed_weights_have_the_gradient_of_the_softmax(normalised: bool) -> None:
+    """For ids that the router would not choose, by central differences in float64."""
+    router = router_of(3, normalised).double()
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+    routes = torch.randint(8, (5, 3), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    router.routing = Routing(torch.ones(5, dtype=torch.bool), routes, None)
+
+    def weights(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(router, {"weight": weight}, hidden)[1]
+
+    assert torch.equal(router(hidden)[2], routes.long())
+    assert torch.autograd.gradcheck(weights, (hidden, router.weight))
+
+
+def test_an_expert_that_the_router_would_never_take_has_a_weight() -> None:
+    """Its probability is 0 in float32, and so is that of the others: their share of each other is not 0 / 0."""
+    router = router_of()
+    with torch.no_grad():
+        router.weight.mul_(1000)
+    router.routing = Routing(torch.ones(1, dtype=torch.bool), torch.tensor([[2, 2]]), None)
+    hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    weights = router(hidden.requires_grad_())[1]
+    weights.square().sum().backward()
+    assert weights.tolist() == [[0.5, 0.5]] and hidden.grad.isfinite().all()
+
+
+def test_a_tally_by_hand() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 5.0], [9.0, 0.0, 0.0]])
+    ids, own = torch.tensor([[0, 1], [0, 1], [1, 2]]), torch.tensor([[0, 1], [2, 0], [0, 1]])
+    found = tallied(logits, ids, own, torch.tensor([True, True, False]))
+    entropies = torch.distributions.Categorical(logits=logits[:2]).entropy()
+    assert found.tolist() == pytest.approx([2, 2, 0, float(entropies.sum()), 3, 2])
+    metrics = load_metrics(torch.stack([found, found]), Experts(2, 3, 2), replayed=True)
+    assert metrics == pytest.approx({
+        "moe/load_max_over_mean": 1.5, "moe/experts_unused": 1 / 3,
+        "moe/router_entropy": float(entropies.mean()), "moe/routes_agree": 0.75,
+    })  # fmt: skip
+    assert "moe/routes_agree" not in load_metrics(found[None], Experts(1, 3, 2), replayed=False)
+
+
+@pytest.mark.parametrize(
+    "config", [MixtralConfig(), GptOssConfig(), DeepseekV3Config(), Qwen3NextConfig()], ids=lambda c: c.model_type
+)
+def test_other_mixtures_are_refused(config) -> None:
+    problem = rf"^model.path: M is a mixture of experts of type {config.model_type}, and of those only qwen3_moe is"
+    with pytest.raises(ConfigError, match=problem):
+        check_experts(config, "M", replay=False)
+
+
+def test_replay_without_experts_is_refused() -> None:
+    check_experts(Qwen3MoeConfig(), "M", replay=True)
+    check_experts(Qwen2Config(), "M", replay=False)
+    with pytest.raises(ConfigError, match="^rollout.routing_replay: true, and model.path M has no experts; set it to f"):
+        check_experts(Qwen2Config(), "M", replay=True)
+
+
+def test_30b_a3b(tmp_path: Path) -> None:
+    """Its parameters are the publisher's: 30.5 billion, 3.3 of them active."""
+    model = qwen3_30b_a3b(tmp_path)
+    empty = build_on_meta(model, META_ATTENTION)
+    assert empty.num_parameters() == 30_532_122_624
+    assert active_parameters(empty) == 3_353_032_704
+    embedded = 151_936 * 2048  # looked up, not multiplied
+    assert Costs.of(empty).per_token == pytest.approx(6 * (active_parameters(empty) - 2 * embedded), rel=1e-3)
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "block", "head_chunk_tokens": 1024})
+    for ranks, gib in ((8, 68.9), (4, 125.8)):
+        assert estimate(model, learner, ranks).total(8192) / GIB == pytest.approx(gib, abs=1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_formula_counts_what_torch_multiplies(tmp_path: Path, mesh, shape: dict) -> None:
+    """In float32, where the product is counted expert by expert; all tokens scored."""
+    model, n = plain(expert_model(tmp_path, **shape)), 48
+    model.set_experts_implementation("eager")
+    costs = Costs.of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, n, dtype=torch.int64)).logits.sum().backward()
+    attention = 2 * costs.per_pair * n * n
+    want = costs.per_token * n + costs.per_trainable * n + attention
+    assert counter.get_total_flops() == pytest.approx(want, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("saving", ["none", "block"])
+def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str, dtype: str) -> None:
+    model = expert_model(tmp_path, dtype=dtype)
+    learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
+    ours = estimate(model, learner, 1).candidates[0].per_token["activations"]
+    assert ours == pytest.approx(kept_of(model, mesh, saving), rel=0.25)
+
+
+def test_selective_checkpointing_keeps_the_products_of_experts(tmp_path: Path, mesh) -> None:
+    assert torch.ops.aten._grouped_mm.default in SAVED_OPS
+    model = expert_model(tmp_path)
+    kept = {
+        saving: kept_of(model, mesh, saving) for saving in ("none", "selective", "block")
+    }
+    assert kept["none"] > kept["selective"] > kept["block"]
+
+
+def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
+    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with and without routes, blocks
+    recomputed; the tallies too are those of the policy that is not compiled."""
+    model = expert_model(tmp_path, dtype="bfloat16")
+    entries, learner = make_groups(), LEARNER.model_copy(update={"activation_checkpointing": "block"})
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
+    for compiled in (False, True):
+        policy = policy_of(model, mesh, learner, replay=True)
+        for layer in policy.model.model.layers if compiled else ():
+            layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend="aot_eager")
+        algorithm = algorithm_of(policy, 150)
+        for kind in (routed(entries), entries):
+            replayed = SIZES if kind is not entries else None
+            part = cut(kind, 3, [len(kind)], 0)
+            batch = Batch.from_part(part, 150, policy.attention_cost, True, replayed=replayed)
+            assert all(row.shared for row in batch.microbatches) and len(batch.microbatches) > 2
+            sums = algorithm.backward(policy, batch)
+            gradients = [p.grad.full_tensor().clone() for p in policy.model.parameters()]
+            algorithm.optimizer.adamw.zero_grad()
+            found.append((sums, gradients))
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] <= 4
+    for (sums, gradients), (others, compiled_gradients) in zip(found[:2], found[2:], strict=True):
+        assert torch.allclose(sums["moe"], others["moe"], rtol=1e-3)
+        for ours, theirs in zip(gradients, compiled_gradients, strict=True):
+            assert (ours - theirs).norm() <= 1e-2 * ours.norm()
+
+
+def test_a_dense_model_has_no_mixture() -> None:
+    with torch.device("meta"):
+        dense = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, mlp_only_layers=[0], vocab_size=64))
+    assert Mixture.of(dense) is None and active_parameters(dense) == dense.num_parameters()
