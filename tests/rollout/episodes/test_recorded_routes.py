@@ -53,10 +53,10 @@ def test_each_sampled_token_has_the_routes_of_the_call_that_sampled_it(turns):
     routes = calls.routes.of(trajectory)
     assert routes is not None and routes.shape == (len(trajectory.tokens), 1, 2)
     for start, stop in pairwise([*trajectory.starts, len(trajectory.tokens)]):
-        assert not routes[stop - 1].any()
-        for place in range(start, stop - 1):
-            assert routes[place, 0, 1] == digest(trajectory.tokens[start : place + 1])
-            if trajectory.sampled[place + 1]:
+        for place in range(start, stop):
+            read = routes[place, 0, 1] == digest(trajectory.tokens[start : place + 1])
+            assert read or (place == stop - 1 and not routes[place].any())
+            if place < stop - 1 and trajectory.sampled[place + 1]:
                 assert routes[place, 0, 0] == trajectory.versions[place + 1]
 
 
@@ -69,7 +69,7 @@ def test_rows_that_are_known_are_not_asked_for_again():
     assert calls.routes.continued([1, 2, 4]).routed == 0 and calls.routes.continued([1, 2]).routed == 0
 
 
-def test_what_follows_the_last_answer_has_zeros_and_what_a_task_cut_has_what_read_it():
+def test_what_follows_the_last_answer_has_zeros_and_an_answer_may_be_cut():
     calls, trajectory = Calls(), Trajectory([1, 2])
     whole = calls.generate([1, 2], [3, 4, 5])
     trajectory.take(Completion(whole.tokens[:2], whole.logprobs[:2], [0] * 2, "stop"))
@@ -77,7 +77,7 @@ def test_what_follows_the_last_answer_has_zeros_and_what_a_task_cut_has_what_rea
     trajectory.take(calls.generate(trajectory.tokens, [7]))
     trajectory.give([8, 9])
     routes = calls.routes.of(trajectory)
-    assert routes[:, 0, 0].tolist() == [2, 2, 2, 2, 2, 0, 0, 0] and not routes[5:].any()
+    assert routes[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 0, 0, 0] and not routes[5:].any()
     assert routes[:5, 0, 1].tolist() == [digest([1, 2, 3, 4, 6][: n + 1]) for n in range(5)]
 
 
@@ -85,7 +85,7 @@ def test_a_token_that_no_answer_has_is_an_error_of_the_task():
     calls, trajectory = Calls(), Trajectory([1, 2])
     trajectory.take(calls.generate([1, 2], [3, 4]))
     trajectory.tokens[3] = 9
-    with pytest.raises(EpisodeError, match="segment 0 of the trajectory is not what answers of generate made"):
+    with pytest.raises(EpisodeError, match="token 3 of the trajectory is sampled, and no answer of generate has it"):
         calls.routes.of(trajectory)
     assert RecordedRoutes().of(trajectory) is None
 
