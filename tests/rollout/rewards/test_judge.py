@@ -12,7 +12,7 @@ from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer, Reward
 from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer, says
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 ROW = {"problem": "2 + 2?", "answer": "4", "level": "easy"}
 ANSWER = [Answer("It is four.", 3, ROW)]

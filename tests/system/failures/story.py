@@ -26,7 +26,7 @@ from buffer.wire.protocol import State
 from configs.load import load
 from configs.schema import Config
 from tests.harness.fakes import LocalKeeper
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 from tests.system.failures.cases import Case
 
 LIMIT_S = 120.0
