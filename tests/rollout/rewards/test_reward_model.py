@@ -21,9 +21,11 @@ from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer
 from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer
+from tests.harness.ports import free_port
 from tests.harness.tiny_reward import logits_of, make_reward_model
-from tests.harness.toy import ROOT, free_port
+from tests.harness.toy import ROOT
 
+pytestmark = pytest.mark.timeout(900)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
 ROWS: list[dict[str, Any]] = [{"prompt": CHAT}, {"problem": "Name a colour.", "answer": "red"}]
 TEXTS = ["4", "It is four, I think.", "", "<answer>4</answer>", "red " * 40]
@@ -53,7 +55,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         line = [sys.executable, "-m", "rollout", "reward", *settings(model, port)]
         process = psutil.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ))
         try:
-            url, until = f"http://127.0.0.1:{port}", time.monotonic() + 240
+            url, until = f"http://127.0.0.1:{port}", time.monotonic() + 800
             while True:
                 with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as response:
                     assert response.status == 200
