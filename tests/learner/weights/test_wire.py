@@ -359,7 +359,7 @@ def test_a_probe_with_a_picture_is_drawn_at_both_ends(staging):
                     await blind.has(0)
                     await blind.task
                 await other.has(0)  # its pixels are the same: how they are cut is the model's own business
-                await until_stat(sender, "weights/probe_version", 0.0)  # in one round, or in a second after that failure
+                await until_stat(sender, "weights/probe_version", 0.0)  # in the same round, or in another one
                 assert sender.stats()["weights/probe"] < 1e-9
         finally:
             sender.close()
