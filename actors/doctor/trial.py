@@ -40,7 +40,7 @@ TOKENIZER_S = 6.0
 """Seconds to load the tokenizer, which may have to be downloaded."""
 ROWS_S = 3.0
 """Seconds to make prompts of rows; the rest of them is not looked at."""
-START_S = 60.0
+START_S = 180.0
 """Seconds for everything else, for a machine on which Python itself starts slowly."""
 
 

@@ -12,7 +12,8 @@ from benchmarks.soak.audit import Lost, audit
 from benchmarks.soak.figures import WINDOW, Death, Span
 from benchmarks.soak.observer import PROGRESS, Seen, Sighting, SoakObserver
 from configs.load import load
-from tests.harness.toy import ROOT, free_port
+from tests.harness.ports import free_port
+from tests.harness.toy import ROOT
 
 CALM = [Span(0.0, 100.0), Span(200.0, 300.0)]
 

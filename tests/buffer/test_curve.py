@@ -21,8 +21,9 @@ from buffer.curve import (
 from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
 from buffer.wire.server import BufferServer, ListenError
-from tests.harness.buffer_process import Process, buffer, client, free_port, in_loop
+from tests.harness.buffer_process import Process, buffer, client, in_loop
 from tests.harness.fakes import until
+from tests.harness.ports import free_port
 
 
 @pytest.mark.parametrize(

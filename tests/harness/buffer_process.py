@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,14 +25,9 @@ from buffer.wire.message import Array
 from buffer.wire.requests import PendingRequests
 from buffer.wire.sample import Sample
 from buffer.wire.server import BufferServer
+from tests.harness.ports import free_port
 
 PROBLEMS = [{"prompt": f"problem {row}", "answer": str(row)} for row in range(1000)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def sample(reward: float = 1.0, tokens: int = 4, version: int = 0, mark: int = 7) -> Sample:

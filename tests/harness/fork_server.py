@@ -25,7 +25,7 @@ from configs.entrypoint import PARENT, die_with_parent
 from learner.weights.sender.publish import Sender
 from tests.harness.weights_server import HEARTBEAT_S, SCALE, VersionedPolicy, config, serve, specs
 
-START_S = 60.0
+START_S = 180.0
 """Longest wait from the fork of a server to its first line: it may have to initialise a GPU."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
 """From the body of a request and its number to status and JSON, or text, of the response."""

@@ -19,7 +19,7 @@ from learner.weights.sender.publish import Sender
 from tests.harness.fork_server import START_S, Cluster, ServerProcess
 from tests.harness.weights_server import VersionedPolicy
 
-GRACE_S = 5.0
+GRACE_S = 15.0
 """How much longer than the timeout the learner may take to go on without a server that died."""
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import closing
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 
 from buffer.store.sqlite import reading
+from tests.harness.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,12 +24,6 @@ def python(*words: str | Path, timeout_s: float = 240.0) -> subprocess.Completed
     """Run `python -m WORDS` in the repository's root and wait for its end."""
     line = [sys.executable, "-m", *map(str, words)]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

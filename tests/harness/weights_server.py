@@ -23,7 +23,7 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staging import Staging
 
 HEARTBEAT_S = 0.2
-WAIT_S = 60
+WAIT_S = 120
 PERIOD = 4099
 FROZEN_VERSION = 1000
 """What is frozen has the same values at every version: those of this one, which no test publishes."""

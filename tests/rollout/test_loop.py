@@ -68,7 +68,7 @@ async def test_it_asks_for_as_many_items_as_there_is_room_for():
     buffer = FakeBuffer(items("a"))
     _, episodes = parts()
     rolling = asyncio.create_task(roll(buffer.ask, buffer, episodes, Places(12, 3)))
-    await until(lambda: len(buffer.rooms) >= 2)
+    await until(lambda: len(buffer.rooms) >= 2 and buffer.put_groups)
     assert buffer.rooms[:2] == [4, 3]
     buffer.add(*items("b"))
     buffer.end()

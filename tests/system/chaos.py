@@ -35,9 +35,9 @@ GROUPS_PER_KILL, SPARE = 14, 80
 """Size of a run, so that it does not end before its last kill."""
 FROZEN_S = 2.6
 """Longer than a lease, 5 heartbeats of 0.4 s."""
-FINISH_S, PATIENCE_S = 90.0, 6.0
+FINISH_S, PATIENCE_S = 300.0, 12.0
 """A run that takes longer than FINISH_S, plus PATIENCE_S per kill, counts as stuck."""
-LAST_S = 10.0
+LAST_S, ORPHANS_S = 10.0, 60.0
 """Time after the end of the learner for servers to end by themselves, and for orphans to notice that they are."""
 
 
@@ -79,7 +79,7 @@ class Chaos:
                 timer.cancel()
             left = self.end()
         if left:
-            raise Finding(f"orphans {LAST_S:g} s after everything ended: {left}")
+            raise Finding(f"orphans {ORPHANS_S:g} s after everything ended: {left}")
 
     def start(self, name: str) -> None:
         environment = os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1"}
@@ -168,7 +168,7 @@ class Chaos:
         for process in self.processes.values():
             process.kill()
             process.wait()
-        _, left = psutil.wait_procs(list(self.left()), timeout=LAST_S)
+        _, left = psutil.wait_procs(list(self.left()), timeout=ORPHANS_S)
         lines = [" ".join(process.cmdline()) for process in left]
         for process in left:
             process.kill()

@@ -10,7 +10,8 @@ from typing import Any
 
 from configs.load import load
 from configs.schema import Config
-from tests.harness.toy import ROOT, free_port
+from tests.harness.ports import free_port
+from tests.harness.toy import ROOT
 
 PERMANENT = {"long": "data.max_prompt_tokens"}
 """Kinds that fail for good, and a part of the reason: dropped at the first attempt."""

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.countdown.make_model import make_tokenizer
-from tests.harness.toy import free_port, python
+from tests.harness.ports import free_port
+from tests.harness.toy import python
 
 YAML = "examples/countdown/quickstart.yaml"
 SHAPE = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 512}

@@ -7,8 +7,9 @@ import psutil
 import pytest
 
 from buffer.wire.sample import Sample
+from tests.harness.ports import free_port
 from tests.harness.tiny_reward import make_reward_model
-from tests.harness.toy import ROOT, Run, Toy, free_port, python
+from tests.harness.toy import ROOT, Run, Toy, python
 from tests.system.test_run import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from learner.saved.manifest import newest
-from tests.harness.toy import ROOT, Run, free_port, python
+from tests.harness.ports import free_port
+from tests.harness.toy import ROOT, Run, python
 from tests.harness.world import tiny_model
 
 pytestmark = pytest.mark.timeout(400)

@@ -19,7 +19,7 @@ from buffer.store.lock import locked
 from configs.load import ConfigError, load
 from configs.model_facts import SPARE_BYTES
 from configs.schema import Config
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 GIB = 2**30
 CPU = Machine(

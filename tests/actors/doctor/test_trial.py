@@ -28,6 +28,7 @@ async def stream(problem, generate): yield
 
 def config(folder: Path, *overrides: str) -> Config:
     needed = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=countdown", f"--run.folder={folder}"]
+    needed += ["--reward.timeout_s=100"]  # 70 s for an import, however slow the machine is
     return load([*needed, *(f"--{override}" for override in overrides)])
 
 
@@ -44,7 +45,8 @@ def config(folder: Path, *overrides: str) -> Config:
 )
 def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warning: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
-    run = config(tmp_path, f"reward.function={tmp_path}/own.py:{function}")
+    quick = ["reward.timeout_s=10"] if function == "hangs" else []
+    run = config(tmp_path, f"reward.function={tmp_path}/own.py:{function}", *quick)
     judgement = try_out(["reward"], run, [(0, ROW), (1, ROW)])
     assert judgement.refused == []
     assert [fact in line for line in judgement.facts] == [True] * bool(fact)
@@ -74,7 +76,8 @@ def test_a_built_in_reward_without_what_it_needs_is_refused(tmp_path: Path) -> N
 
 def test_a_file_whose_import_takes_long_is_no_refusal(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)\ndef score(reward_input): return 1.0\n")
-    judgement = try_out(["reward"], config(tmp_path, f"reward.function={tmp_path}/slow.py:score"), [(0, ROW)])
+    run = config(tmp_path, f"reward.function={tmp_path}/slow.py:score", "reward.timeout_s=10")
+    judgement = try_out(["reward"], run, [(0, ROW)])
     assert judgement.refused == [] and "slow.py has not ended after 7 s, it is not judged" in judgement.warnings[0]
 
 

@@ -14,7 +14,8 @@ from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Ack, Kept, Scale, State, Status
 from configs.load import load
 from configs.schema import Config
-from tests.harness.buffer_process import buffer, client, free_port, in_loop, rollout
+from tests.harness.buffer_process import buffer, client, in_loop, rollout
+from tests.harness.ports import free_port
 
 SETTINGS = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=math"]
 

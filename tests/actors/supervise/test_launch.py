@@ -173,7 +173,7 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
     story.when = [("[learner] ready", interrupt), ("draining learner", interrupt)]
     began = time.monotonic()
     assert story.go() == 130
-    assert time.monotonic() - began < 30  # its drain would take 60
+    assert time.monotonic() - began < 55  # its drain would take 60
     assert story.last("learner").code == 137
 
 

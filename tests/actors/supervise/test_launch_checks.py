@@ -13,7 +13,7 @@ from actors.supervise import launch
 from actors.supervise.ray_cluster import connect
 from configs.load import ConfigError, load
 from examples.countdown.make_model import make_tokenizer
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 
 @pytest.fixture
@@ -22,15 +22,12 @@ def words(tmp_path: Path) -> list[str]:
     make_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     keys = {
         "run.folder": tmp_path / "runs",
         "model.path": tmp_path / "model",
         "data.train": tmp_path / "p.jsonl",
         "reward.function": "countdown",
-        "buffer.address": f"tcp://127.0.0.1:{port}",
+        "buffer.address": f"tcp://127.0.0.1:{free_port()}",
     }
     return [f"--{key}={value}" for key, value in keys.items()]
 

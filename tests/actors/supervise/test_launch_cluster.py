@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = """

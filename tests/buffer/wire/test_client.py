@@ -12,7 +12,8 @@ import pytest
 from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
 from buffer.wire.protocol import Part, Take
 from configs.entrypoint import PROGRESS, made_progress
-from tests.harness.buffer_process import Buffer, buffer, client, free_port, group, in_loop, make_requests, rollout
+from tests.harness.buffer_process import Buffer, buffer, client, group, in_loop, make_requests, rollout
+from tests.harness.ports import free_port
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def threaded(**changes) -> Iterator[Buffer]:
         yield ready[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(5)
+        thread.join(120)
         loop.close()
 
 
@@ -179,7 +180,7 @@ async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
 
 
 def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
-    with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=3) as batches:
+    with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=6) as batches:
         assert batches.rewind(0) == 0
         with pytest.raises(TimeoutError) as caught:
             batches.take(0)
@@ -194,7 +195,7 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
         taking = threading.Thread(target=lambda: taken.append(batches.take(0)))
         taking.start()
         asyncio.run(make())
-        taking.join(30)
+        taking.join(120)
         assert len(taken[0].samples) == 4
         assert batches.take(0) == taken[0]
         batches.trained(0, 0)
@@ -229,14 +230,14 @@ def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
 
 
 def test_batches_end_when_the_versions_do():
-    with threaded(versions=1) as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5) as batches:
+    with threaded(versions=1) as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
         batches.rewind(1)
         assert batches.take(1) is None
 
 
 def test_what_the_buffer_has_against_the_last_word_is_raised_when_batches_close():
     with threaded() as it:
-        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=5)
+        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60)
         batches.trained(7, 0)
         with pytest.raises(RefusedError, match="the next batch is 0"):
             batches.close()
@@ -248,5 +249,5 @@ def test_batches_without_a_buffer_or_with_another_config_fail_in_words():
     with pytest.raises(TimeoutError, match=nowhere):
         LearnerClient(nowhere, "learner-0", "f" * 16, 0, 1, timeout_s=0.3)
     with threaded() as it, pytest.raises(RefusedError, match="eeee"):
-        LearnerClient(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=5)
+        LearnerClient(it.address, "learner-0", "e" * 16, 0, 1, timeout_s=60)
     assert not [thread for thread in threading.enumerate() if thread.name == "batches"]

@@ -12,7 +12,7 @@ from buffer.wire import protocol
 from buffer.wire.client import Connection, RolloutClient
 from configs.load import load
 from configs.resume import fingerprint
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 SIZE = 3000
 

@@ -1,15 +1,18 @@
 """Environments of the real `verifiers`, each in a Python of its own, play against recorded sessions.
 
 The first test that needs them installs both releases from the package index into `environments/` of the virtual
-environment that runs the tests: minutes, and 0.7 GB each; later runs find them there.
+environment that runs the tests: minutes, and 0.7 GB each; later runs find them there. An index that does not answer is
+asked again.
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +35,16 @@ RELEASES = {"calculator_classic": "0.2.1", "calculator_tasks": "0.4.0"}
 BOTH = pytest.mark.parametrize("name", RELEASES)
 
 
+def install(*words: str | Path) -> None:
+    """`PYTHON -m WORDS`, again after some time if it fails: the package index may be away for minutes."""
+    python, *rest = words
+    for pause_s in (20, 40, 80, 160, 0):
+        if not subprocess.run([python, "-m", *rest]).returncode:
+            return
+        time.sleep(pause_s)
+    raise AssertionError(f"python -m {' '.join(map(str, rest))} failed five times")
+
+
 @pytest.fixture(scope="session")
 def python() -> Callable[[str], Path]:
     """The Python that has the environment, from its name."""
@@ -39,12 +52,14 @@ def python() -> Callable[[str], Path]:
     def made(name: str) -> Path:
         folder = INSTALLED / f"verifiers-{RELEASES[name]}"
         own, done = folder / "bin/python", folder / ".installed"
-        if not done.exists():
-            venv.create(folder, with_pip=True, clear=True)
-            subprocess.run([own, "-m", "pip", "install", "--quiet", "uv"], check=True)
-            package = f"verifiers=={RELEASES[name]}"
-            subprocess.run([own, "-m", "uv", "pip", "install", "--quiet", "--python", own, package], check=True)
-            done.touch()
+        INSTALLED.mkdir(exist_ok=True)
+        with (INSTALLED / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another checkout may share this virtual environment
+            if not done.exists():
+                venv.create(folder, with_pip=True, clear=True)
+                install(own, "pip", "install", "--quiet", "uv")
+                install(own, "uv", "pip", "install", "--quiet", "--python", own, f"verifiers=={RELEASES[name]}")
+                done.touch()
         (packages,) = (folder / "lib").glob("python*/site-packages")
         (packages / "headrace_tests.pth").write_text(f"{HERE}\n")
         return own

@@ -166,22 +166,22 @@ async def test_the_time_limit_kills(name):
     async with cage(name, timeout_s=0.5) as pool:
         began = time.monotonic()
         error = await error_of(pool.call(*([600] if name == "sleeps" else [])))
-        assert 0.4 < time.monotonic() - began < 10
+        assert 0.4 < time.monotonic() - began < 100
         assert str(error) == f"{name} took longer than reward.timeout_s (0.5 s); its process was killed"
         assert error.origin == "timed_out" and f"in {name}" in error.detail  # where it was
         assert (await error_of(pool.call(*([600] if name == "sleeps" else [])))).origin == "timed_out"
 
 
 async def test_the_time_limit_counts_from_the_start_of_the_call():
-    async with cage("sleeps", timeout_s=1.0) as pool:
-        assert await asyncio.gather(*(pool.call(0.4) for _ in range(5))) == ["awake"] * 5
+    async with cage("sleeps", timeout_s=3.0) as pool:
+        assert await asyncio.gather(*(pool.call(0.7) for _ in range(5))) == ["awake"] * 5
 
 
 async def test_a_server_that_stalls_costs_no_call():
-    async with cage("sleeps", timeout_s=0.5) as pool:
+    async with cage("sleeps", timeout_s=2.0) as pool:
         call = asyncio.create_task(pool.call(0.1))
         await asyncio.sleep(0)
-        time.sleep(1.0)  # the server's event loop is busy
+        time.sleep(2.5)  # the server's event loop is busy
         assert await call == "awake"
 
 
@@ -264,7 +264,8 @@ async def test_a_worker_that_always_dies_while_it_starts_is_unloadable(tmp_path:
     ],
 )
 async def test_a_function_that_cannot_be_loaded(name, arguments, reason):
-    error = await error_of(cage(name, *arguments, load_timeout_s=3.0).__aenter__())
+    load_timeout_s = 3.0 if name == "load_hangs" else 100.0
+    error = await error_of(cage(name, *arguments, load_timeout_s=load_timeout_s).__aenter__())
     assert error.origin == "unloadable" and str(error) == reason and wards() == []
 
 
@@ -307,7 +308,7 @@ async def test_arguments_that_cannot_travel():
 
 @pytest.mark.parametrize("then", ["return", "quit", "hang"])
 async def test_child_processes_end_with_their_worker(tmp_path: Path, then: str):
-    async with cage("children", timeout_s=2.0) as pool:
+    async with cage("children", timeout_s=6.0 if then == "hang" else 60.0) as pool:
         if then == "return":
             await pool.call(str(tmp_path), then)
         else:
@@ -425,7 +426,7 @@ def test_the_servers_own_event_loop_will_do():
     async def main() -> None:
         async with cage("quits") as pool:
             assert (await error_of(pool.call(3))).origin == "died"
-        async with cage("sleeps", timeout_s=0.3) as pool:
+        async with cage("sleeps", timeout_s=2.0) as pool:
             assert await pool.call(0) == "awake"
             assert (await error_of(pool.call(600))).origin == "timed_out"
 

@@ -243,12 +243,12 @@ async def test_openai_s_own_retry_is_told():
 
 
 async def test_the_clock_stands_during_model_calls_only():
-    async with served(own_s=0.4) as (_, door, session):
+    async with served(own_s=2.0) as (_, door, session):
         door.on_worker(True)
         session.gate.clear()
         posting = asyncio.create_task(post(door))
         await asyncio.wait_for(session.called.wait(), 120)
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.2)
         assert not door.over.done()
         session.gate.set()
         assert (await posting).status_code == 200
@@ -257,14 +257,14 @@ async def test_the_clock_stands_during_model_calls_only():
 
 
 async def test_the_clock_runs_while_a_worker_has_the_agent():
-    async with served(own_s=0.3) as (_, door, _):
-        await asyncio.sleep(0.5)
+    async with served(own_s=1.5) as (_, door, _):
+        await asyncio.sleep(1.7)
         door.on_worker(True)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         door.on_worker(False)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.7)
         door.on_worker(True)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert not door.over.done()
         with pytest.raises(CagedError, match="the agent took too long"):
             await asyncio.wait_for(door.over, 120)

@@ -12,7 +12,7 @@ from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer, Reward
 from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer, says
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 
 ROW = {"problem": "2 + 2?", "answer": "4", "level": "easy"}
 ANSWER = [Answer("It is four.", 3, ROW)]
@@ -114,7 +114,7 @@ async def test_a_server_may_say_how_long_to_wait():
     async with ModelServer(lambda body, number: replies[number], headers={"Retry-After": "2"}) as server:
         began = time.monotonic()
         assert await ask(server, retries=1) == 1.0
-        assert 2.0 <= time.monotonic() - began < 20.0
+        assert 2.0 <= time.monotonic() - began < 60.0
 
 
 async def test_a_server_that_is_too_slow_or_not_there():
@@ -145,7 +145,7 @@ async def test_a_pool_asks_a_slow_judge_for_many_answers_at_once(tmp_path: Path)
         async with RewardPool(RewardConfig(function="judge", kwargs=kwargs), tmp_path / "rollout-0") as pool:
             began = time.monotonic()
             scores = await pool.score(ANSWER * 80)
-            assert {score.reward for score in scores} == {1.0} and time.monotonic() - began < 20
+            assert {score.reward for score in scores} == {1.0} and time.monotonic() - began < 80
             assert 32 <= server.most_at_once <= 64
     log = tmp_path / "rollout-0-reward-0.log"
     assert not log.exists() or log.read_text() == ""

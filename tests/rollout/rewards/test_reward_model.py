@@ -21,9 +21,11 @@ from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer
 from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer
+from tests.harness.ports import free_port
 from tests.harness.tiny_reward import logits_of, make_reward_model
-from tests.harness.toy import ROOT, free_port
+from tests.harness.toy import ROOT
 
+pytestmark = pytest.mark.timeout(900)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
 ROWS: list[dict[str, Any]] = [{"prompt": CHAT}, {"problem": "Name a colour.", "answer": "red"}]
 TEXTS = ["4", "It is four, I think.", "", "<answer>4</answer>", "red " * 40]
@@ -53,7 +55,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         line = [sys.executable, "-m", "rollout", "reward", *settings(model, port)]
         process = psutil.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ))
         try:
-            url, until = f"http://127.0.0.1:{port}", time.monotonic() + 240
+            url, until = f"http://127.0.0.1:{port}", time.monotonic() + 800
             while True:
                 with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as response:
                     assert response.status == 200
@@ -162,14 +164,14 @@ def ones(body: dict[str, Any], number: int) -> tuple[int, Any]:
 async def test_a_call_waits_for_the_runs_own_server_as_long_as_it_takes():
     """Longer than `reward.timeout_s`, which is of the function: at the start, and after the server was lost."""
     port = free_port()
-    async with RewardPool(own(port, timeout_s=1.5)) as pool:
+    async with RewardPool(own(port, timeout_s=3.0)) as pool:
         early = asyncio.create_task(pool.score(answers({}, "a", "b")))
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(4.0)
         assert not early.done()
         async with ModelServer(ones, port=port):
             assert [score.reward for score in await asyncio.wait_for(early, 120)] == [1.0, 1.0]
         late = asyncio.create_task(pool.score(answers({}, "a")))
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(4.0)
         assert not late.done()
         async with ModelServer(lambda body, number: ones(body, number) if number else (0, ""), port=port) as server:
             assert [score.reward for score in await asyncio.wait_for(late, 120)] == [1.0]

@@ -27,12 +27,12 @@ from buffer.wire.protocol import LAUNCHER, State
 from configs.load import load
 from configs.schema import Config
 from tests.harness.fakes import LocalKeeper
-from tests.harness.toy import free_port
+from tests.harness.ports import free_port
 from tests.system.failures.cases import Case
 
-LIMIT_S = 120.0
-LOOK_S = 0.5
-"""Between two looks at status."""
+LIMIT_S = 400.0
+LOOK_S, ANSWER_S = 0.5, 5.0
+"""Between two looks at status, and for the buffer's answer to one."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Telling:
     async def _watch(self) -> None:
         """Look until cancelled."""
         while True:
-            self._look(await ask(self.config, LOOK_S))
+            self._look(await ask(self.config, ANSWER_S))
             await asyncio.sleep(LOOK_S)
 
     def _look(self, state: State | None) -> None:

@@ -17,7 +17,7 @@ def places(case: Case) -> set[str]:
     return {"terminal", "status", f"logs/{case.log}.log"} if case.says else set()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_failure_is_seen_everywhere_and_ends_as_it_should(case: Case, tmp_path: Path) -> None:
     story = tell(case, tmp_path)

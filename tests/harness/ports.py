@@ -1,0 +1,23 @@
+"""Ports for the servers of tests, some of which are started long after their port was picked."""
+
+import itertools
+import os
+import socket
+
+FIRST, LAST = 12_000, 32_000
+"""Below the ports that Linux gives to outgoing connections: one of those may be taken by any client at any moment."""
+_candidates = itertools.cycle(range(FIRST, LAST))
+for _ in range(os.getpid() * 37 % (LAST - FIRST)):  # processes that run at the same time begin far apart
+    next(_candidates)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on, and that this process was not given before."""
+    for port in _candidates:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("the candidates never end")
