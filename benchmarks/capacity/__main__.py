@@ -48,7 +48,7 @@ PUT_MS, RESTART_S = 50.0, 2.0
 T = TypeVar("T")
 
 
-class Failed(RuntimeError):
+class NotMeasured(RuntimeError):
     """Nothing was measured; the text says in which phase it ended, and why."""
 
 
@@ -86,7 +86,7 @@ class CrowdProcess:
     async def hear(self) -> dict[str, Any]:
         """The next thing that it says."""
         if (line := await self._lines.get()) is None:
-            raise Failed(f"the process of the {self.name} ended; its error stands above")
+            raise NotMeasured(f"the process of the {self.name} ended; its error stands above")
         return line
 
     def tell(self, **command: Any) -> None:
@@ -119,7 +119,8 @@ class Measured:
         self.fingerprint = fingerprint(load([str(self.config)]))
         self.takes: list[dict[str, Any]] = []
         self.statuses: list[float] = []
-        self._awaited: asyncio.Future[State] | None = None
+        self.awaited: asyncio.Future[State] | None = None
+        """The answer to the next Status."""
         self.background: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -155,8 +156,8 @@ class Measured:
         def on_answer(client: int, number: int, answer: Message, seconds: float, size: int) -> None:
             assert isinstance(answer, State)
             self.statuses.append(seconds)
-            if self._awaited and not self._awaited.done():
-                self._awaited.set_result(answer)
+            if self.awaited and not self.awaited.done():
+                self.awaited.set_result(answer)
 
         watcher = Crowd(self.address, "", "observer", 1, on_answer, "watch")
         watcher.start()
@@ -174,20 +175,22 @@ class Measured:
                 servers.tell(version=taken["version"] + 1)
 
     async def within(self, seconds: float, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a phase, which may take so long. Raises Failed, which names it."""
+        """The result of a phase, which may take so long. Raises NotMeasured, which names it."""
         doing = asyncio.create_task(work)
         over, _ = await asyncio.wait({doing, *self.background}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         doing.cancel()
         try:
             for task in over:
                 task.result()
-        except Failed as error:
-            raise Failed(f"{what}: {error}") from None
+        except NotMeasured as error:
+            raise NotMeasured(f"{what}: {error}") from None
         if doing in over:
             return doing.result()
         log = (self.folder / "buffer.log").read_text().splitlines()[-5:]
         lives = "lives" if self.buffer.poll() is None else f"ended with {self.buffer.returncode}"
-        raise Failed("\n".join([f"{what}: not over after {seconds:g} s; the buffer {lives}; its last lines:", *log]))
+        raise NotMeasured(
+            "\n".join([f"{what}: not over after {seconds:g} s; the buffer {lives}; its last lines:", *log])
+        )
 
     async def settle(self, servers: CrowdProcess) -> None:
         """Wait until nothing is under way: no Put, and no batch that could still be formed, taken or trained."""
@@ -197,8 +200,8 @@ class Measured:
             servers.tell(report=True)
             under_way = (await servers.hear())["under_way"]
             for _ in range(2):  # the first may have been on its way
-                self._awaited = asyncio.get_running_loop().create_future()
-                counts = (await self._awaited).counts
+                self.awaited = asyncio.get_running_loop().create_future()
+                counts = (await self.awaited).counts
             busy = bool(under_way or counts["batched"] or counts["stored"] >= self.given["groups"])
 
     async def phase(self, servers: CrowdProcess, seconds: float, **command: Any) -> dict[str, Any]:
@@ -213,7 +216,7 @@ class Measured:
         found = await servers.hear()
         took = time.perf_counter() - began
         if self.buffer.poll() is not None:
-            raise Failed(f"the buffer ended with {self.buffer.returncode}")
+            raise NotMeasured(f"the buffer ended with {self.buffer.returncode}")
         found |= {"seconds": took, "cpu": (sum(process.cpu_times()[:2]) - used) / took, "takes": self.takes}
         found |= {"memory": process.memory_info().rss, "files": process.num_fds(), "statuses": self.statuses}
         return found
@@ -242,7 +245,7 @@ def ms(seconds: Sequence[float], percent: float) -> float | None:
 
 
 async def measure(given: dict[str, Any], folder: Path, share: float) -> Sequence[dict[str, Any]]:
-    """The rows of the table; phases take `share` of their time. Raises Failed."""
+    """The rows of the table; phases take `share` of their time. Raises NotMeasured."""
     it = Measured(given, folder)
     it.start()
     async with AsyncExitStack() as ends:
@@ -347,7 +350,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         try:
             rows = uvloop.run(asyncio.wait_for(measure(given, Path(folder).absolute(), share), WHOLE_S))
-        except Failed as error:
+        except NotMeasured as error:
             print(f"python -m benchmarks.capacity: {error}", file=sys.stderr)
             return 1
         except TimeoutError:
