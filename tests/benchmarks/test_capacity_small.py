@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.capacity.__main__ import SMALL, CrowdProcess, NotMeasured, Measured
+from benchmarks.capacity.__main__ import SMALL, CrowdProcess, Measured, NotMeasured
 from benchmarks.capacity.crowd import Crowd
 from buffer.wire.message import Message
 from buffer.wire.protocol import State, Take
