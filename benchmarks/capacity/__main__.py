@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -72,7 +72,7 @@ class CrowdProcess:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self.running.returncode is None:
+        with suppress(ProcessLookupError):
             self.running.kill()
         await self.running.wait()
         await self._reading
@@ -92,6 +92,8 @@ class CrowdProcess:
     def tell(self, **command: Any) -> None:
         """Have it do something else from now on."""
         assert self.running.stdin
+        if self.running.returncode is not None:
+            raise NotMeasured(f"the process of the {self.name} ended; its error stands above")
         self.running.stdin.write(json.dumps(command).encode() + b"\n")
 
 
