@@ -22,7 +22,7 @@ from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
-from buffer.resources import collect_rarely, raise_open_files
+from buffer.resources import collect_rarely, keep_memory, raise_open_files
 from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.handlers import Handlers, Limits
@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
 async def run(config: Config) -> None:
     """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
+    keep_memory()
     keys = server_keys_for(config.buffer.address, config.run.path)
     limits = limits_of(config)
     async with BufferServer(config.buffer.address, limits.max_message, keys) as server:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +48,7 @@ PUT_MS, RESTART_S = 50.0, 2.0
 T = TypeVar("T")
 
 
-class Failed(RuntimeError):
+class NotMeasured(RuntimeError):
     """Nothing was measured; the text says in which phase it ended, and why."""
 
 
@@ -72,7 +72,7 @@ class CrowdProcess:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self.running.returncode is None:
+        with suppress(ProcessLookupError):
             self.running.kill()
         await self.running.wait()
         await self._reading
@@ -86,12 +86,14 @@ class CrowdProcess:
     async def hear(self) -> dict[str, Any]:
         """The next thing that it says."""
         if (line := await self._lines.get()) is None:
-            raise Failed(f"the process of the {self.name} ended; its error stands above")
+            raise NotMeasured(f"the process of the {self.name} ended; its error stands above")
         return line
 
     def tell(self, **command: Any) -> None:
         """Have it do something else from now on."""
         assert self.running.stdin
+        if self.running.returncode is not None:
+            raise NotMeasured(f"the process of the {self.name} ended; its error stands above")
         self.running.stdin.write(json.dumps(command).encode() + b"\n")
 
 
@@ -119,7 +121,8 @@ class Measured:
         self.fingerprint = fingerprint(load([str(self.config)]))
         self.takes: list[dict[str, Any]] = []
         self.statuses: list[float] = []
-        self._awaited: asyncio.Future[State] | None = None
+        self.awaited: asyncio.Future[State] | None = None
+        """The answer to the next Status."""
         self.background: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -155,8 +158,8 @@ class Measured:
         def on_answer(client: int, number: int, answer: Message, seconds: float, size: int) -> None:
             assert isinstance(answer, State)
             self.statuses.append(seconds)
-            if self._awaited and not self._awaited.done():
-                self._awaited.set_result(answer)
+            if self.awaited and not self.awaited.done():
+                self.awaited.set_result(answer)
 
         watcher = Crowd(self.address, "", "observer", 1, on_answer, "watch")
         watcher.start()
@@ -174,20 +177,22 @@ class Measured:
                 servers.tell(version=taken["version"] + 1)
 
     async def within(self, seconds: float, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a phase, which may take so long. Raises Failed, which names it."""
+        """The result of a phase, which may take so long. Raises NotMeasured, which names it."""
         doing = asyncio.create_task(work)
         over, _ = await asyncio.wait({doing, *self.background}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         doing.cancel()
         try:
             for task in over:
                 task.result()
-        except Failed as error:
-            raise Failed(f"{what}: {error}") from None
+        except NotMeasured as error:
+            raise NotMeasured(f"{what}: {error}") from None
         if doing in over:
             return doing.result()
         log = (self.folder / "buffer.log").read_text().splitlines()[-5:]
         lives = "lives" if self.buffer.poll() is None else f"ended with {self.buffer.returncode}"
-        raise Failed("\n".join([f"{what}: not over after {seconds:g} s; the buffer {lives}; its last lines:", *log]))
+        raise NotMeasured(
+            "\n".join([f"{what}: not over after {seconds:g} s; the buffer {lives}; its last lines:", *log])
+        )
 
     async def settle(self, servers: CrowdProcess) -> None:
         """Wait until nothing is under way: no Put, and no batch that could still be formed, taken or trained."""
@@ -197,8 +202,8 @@ class Measured:
             servers.tell(report=True)
             under_way = (await servers.hear())["under_way"]
             for _ in range(2):  # the first may have been on its way
-                self._awaited = asyncio.get_running_loop().create_future()
-                counts = (await self._awaited).counts
+                self.awaited = asyncio.get_running_loop().create_future()
+                counts = (await self.awaited).counts
             busy = bool(under_way or counts["batched"] or counts["stored"] >= self.given["groups"])
 
     async def phase(self, servers: CrowdProcess, seconds: float, **command: Any) -> dict[str, Any]:
@@ -213,7 +218,7 @@ class Measured:
         found = await servers.hear()
         took = time.perf_counter() - began
         if self.buffer.poll() is not None:
-            raise Failed(f"the buffer ended with {self.buffer.returncode}")
+            raise NotMeasured(f"the buffer ended with {self.buffer.returncode}")
         found |= {"seconds": took, "cpu": (sum(process.cpu_times()[:2]) - used) / took, "takes": self.takes}
         found |= {"memory": process.memory_info().rss, "files": process.num_fds(), "statuses": self.statuses}
         return found
@@ -242,7 +247,7 @@ def ms(seconds: Sequence[float], percent: float) -> float | None:
 
 
 async def measure(given: dict[str, Any], folder: Path, share: float) -> Sequence[dict[str, Any]]:
-    """The rows of the table; phases take `share` of their time. Raises Failed."""
+    """The rows of the table; phases take `share` of their time. Raises NotMeasured."""
     it = Measured(given, folder)
     it.start()
     async with AsyncExitStack() as ends:
@@ -347,7 +352,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         try:
             rows = uvloop.run(asyncio.wait_for(measure(given, Path(folder).absolute(), share), WHOLE_S))
-        except Failed as error:
+        except NotMeasured as error:
             print(f"python -m benchmarks.capacity: {error}", file=sys.stderr)
             return 1
         except TimeoutError:

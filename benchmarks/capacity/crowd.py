@@ -56,7 +56,7 @@ class Crowd:
         self._pending: list[dict[int, Unanswered]] = [{} for _ in range(size)]
         self._connected = [False] * size
         self._known = [False] * size
-        """Whether the buffer knows the client: it said Welcome on this connection, and not yet that it has forgotten it."""
+        """Whether the buffer said Welcome on this connection, and not yet that it has forgotten the client."""
         self._hello_due = [0.0] * size
         """When an unanswered Hello is repeated."""
         self.failed: asyncio.Future[None]
@@ -98,8 +98,8 @@ class Crowd:
             await asyncio.sleep(0.005)
 
     async def obey(self, command: Callable[[bytes], None], *work: Coroutine[Any, Any, None]) -> None:
-        """Call `command` with each line of this process's input until that ends, and do the `work` meanwhile; raises what
-        went wrong in any of it."""
+        """Call `command` with each line of this process's input until that ends, and do the `work` meanwhile; raises
+        what went wrong in any of it."""
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
 

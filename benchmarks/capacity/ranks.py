@@ -72,6 +72,7 @@ class Ranks:
         """One command."""
         before, self.again = self.again, json.loads(line)["again"]
         if self.again and not before:
+            assert self.version, "no batch was taken yet"
             self._take(self.version - 1, True)
 
     async def run(self) -> None:

@@ -11,8 +11,9 @@ WATCHERS = 8
 """Connections of the launcher and of people who look at the run."""
 OWN_FILES = 96
 """Open files of the buffer that are no connections: ledger, segments, libraries, and some left over to go on with."""
-CACHE_BYTES = 256 * 2**20
-"""Of samples that stay in memory until they are trained; others are read back from the store."""
+CACHE_BYTES = 480 * 2**20
+"""Of samples that stay in memory until they are trained; others are read back from the store, which takes ten times the
+processor time when their batch is taken."""
 IN_FLIGHT_BYTES = 32 * 2**20
 """Of large answers on their way, above which further parts wait: what is put meanwhile shares their way and their
 processor."""

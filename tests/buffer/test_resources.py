@@ -1,6 +1,7 @@
 """Open files and memory: what is left, and what the log says before it runs out."""
 
 import logging
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,24 @@ def test_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mos
     (tmp_path / "memory.current").write_text(str(used))
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100\n")
     assert memory_left() == left if left else memory_left() > 2**20
+
+
+KEEPS = """
+import resource
+from buffer.resources import keep_memory
+keep_memory()
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [bytes(100_000) for _ in range(200)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+rounds = [faults() for _ in range(5)]
+assert rounds[-1] < rounds[0] / 4, rounds
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory in its own way")
+def test_memory_that_was_freed_is_used_again_and_not_asked_for_anew() -> None:
+    done = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
