@@ -53,8 +53,8 @@ from pathlib import Path
 from actors.process import Event, Process
 from actors.watch.display import Display
 from configs.load import load
-words = ["--model.path=m", "--data.train=d", "--reward.function=r", "--log.display=plain", f"--run.folder={sys.argv[1]}"]
-display = Display(load(words))
+words = ["--model.path=m", "--data.train=d", "--reward.function=r", f"--run.folder={sys.argv[1]}"]
+display = Display(load([*words, "--log.display=plain"]))
 with display.shown():
     for number in range(1000):
         display.say("a line")
