@@ -41,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
         return guarded([sys.executable, "-m", "actors", "launch", "--under-guard", *rest])
     if name in PRINTING or {"-h", "--help"} & {*rest}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `status RUN | head` ends quietly
-    code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    try:
+        code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    except BrokenPipeError:  # of the terminal: those of sockets are met where they are
+        return 128 + signal.SIGPIPE
     return code
 
 

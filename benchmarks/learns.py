@@ -8,7 +8,9 @@ is the same with sums of reasoning-gym. `--staleness 0` and `16` repeat the run 
 age; what was made before is kept. The run ends after `--versions`, or with what it has after `--budget-s`.
 The peer is a public log of TinyZero on Countdown (solved share at its versions 52, 92 and 170), whose model is larger
 and whose problems are harder: it says what a curve of this kind looks like, not who is better.
-`--model TOY --toy` is the small form for CPU, with the quickstart's model.
+Writes the rows of this run into `benchmarks/results/learns.json`, beside those of the others, its first and last
+answers into a text file next to it, and draws `learns.png` of all of them. `--model TOY --toy` is the small form for
+CPU, with the quickstart's model.
 """
 
 import argparse
@@ -33,6 +35,8 @@ TINYZERO = {52: 0.036, 92: 0.089, 170: 0.119}
 SOLVED = {"countdown": "sample/solved", "chain_sum": "reward/mean"}
 """Key of the share of right answers in a version's record: a sum's score is 1 or 0."""
 POINTS = (52, 92, 170)
+CURVE = "held out, pass@1 at version "
+"""Rows that the picture draws."""
 WINDOW = 10
 """Versions that a point of the curve is the mean of."""
 HELD_OUT, SAMPLES = 256, 4
@@ -132,7 +136,7 @@ def rows_of(args: argparse.Namespace, records: Sequence[dict[str, Any]]) -> list
     held_out = {r["eval/version"]: r[f"eval/held_out/mean@{SAMPLES}"] for r in records if "eval/version" in r}
     first = next(iter(held_out.values()), None)
     for version, share in held_out.items():
-        rows.append(ResultRow(f"held out, pass@1 at version {version:g}", share, "", "before", first, case))
+        rows.append(ResultRow(f"{CURVE}{version:g}", share, "", "before", first, case))
     for key, what, unit in (
         ("age/mean", "age", "versions"),
         ("length/mean", "sampled tokens of an answer", ""),
@@ -187,16 +191,53 @@ def main() -> int:
                 return bool(time.monotonic() > until or len(trained(run.records())) >= args.versions)
 
             run.wait(f"version {args.versions}", done, args.budget_s + 60.0)
-            texts.append(answers(run, "desc"))
         except (Died, TimeoutError) as error:
-            failed.append(ResultRow("FAILED", 0.0, "", f"{type(error).__name__}: {error}"))
+            case = f"{args.example} {args.staleness}"
+            failed.append(ResultRow("FAILED", 0.0, "", f"{type(error).__name__}: {error}", case=case))
+        if texts:  # also of a run that failed later
+            texts.append(answers(run, "desc"))
         records = run.records()
-    raw = args.out.with_suffix(f".{args.example}-{args.staleness}")
-    raw.with_suffix(f"{raw.suffix}.raw.json").write_text(json.dumps(records))
-    raw.with_suffix(f"{raw.suffix}.samples.txt").write_text("\n".join(texts))
     found = rows_of(args, records) if trained(records) else []
-    write(args.out, "learns", [row.line() for row in [*failed, *found]])
+    keep(args, [row.line() for row in [*failed, *found]], records, texts)
     return 1 if failed else 0
+
+
+def keep(args: argparse.Namespace, rows: list[dict[str, Any]], records: list[dict[str, Any]], texts: list[str]) -> None:
+    """Write what was found: rows, after those of other runs that the file has; raw records and answers next to it, by
+    the run; and the picture of all runs."""
+    case = f"{args.example} {args.staleness}"
+    before = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = [*(row for row in before if row.get("case", case) != case), *rows]
+    write(args.out, "learns", rows)
+    name = f"{args.out.stem}.{args.example}-{args.staleness}"
+    args.out.with_name(f"{name}.raw.json").write_text(json.dumps(records))
+    args.out.with_name(f"{name}.samples.txt").write_text("\n".join(texts))
+    draw(rows, args.out.with_suffix(".png"))
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """The share of held-out problems solved, by version: a panel for each example, a line for each bound on age."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in rows:
+        if row["what"].startswith(CURVE):
+            example, staleness = row["case"].split()
+            point = int(row["what"].removeprefix(CURVE)), row["value"]
+            curves.setdefault(example, {}).setdefault(staleness, []).append(point)
+    figure, grid = pyplot.subplots(1, max(1, len(curves)), figsize=(5 * max(1, len(curves)), 3.6), squeeze=False)
+    for panel, (example, lines) in zip(grid.flat, curves.items(), strict=False):
+        for staleness in sorted(lines, key=int):
+            panel.plot(*zip(*lines[staleness], strict=True), marker="o", label=f"max_staleness {staleness}")
+        panel.set(title=example, xlabel="version", ylabel="held-out problems solved", ylim=(0, 1))
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

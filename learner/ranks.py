@@ -112,10 +112,13 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     if result.failures:
         failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code not in ENDINGS.values():  # else rank 0 has said why the run ended
-            ended = f"rank {first + failure.local_rank} failed first{node.of_several} (exit code {failure.exitcode})"
-            print(f"learner: {ended}; all ranks have ended", file=sys.stderr)
-            node.tell("failed", code)
+        rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
+        ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
+        if node.killed:
+            print(f"learner: {node.why}; so those of this one were ended too", file=sys.stderr)
+        elif code not in ENDINGS.values():  # else rank 0 has said why the run ended
+            print(f"learner: {ended}{node.why and f'; {node.why}'}", file=sys.stderr)
+            node.tell("failed", code, rank)
     return node.leave(code)
 
 
@@ -134,6 +137,8 @@ class Node:
         """Of each rank's environment: all meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
+        self.why, self.killed = "", False
+        """What ended on another node, and whether the ranks of this one were ended for it."""
         self._stopping = threading.RLock()  # a signal's handler may interrupt itself
         self._telling: list[threading.Thread] = []
         if self._store.add(f"here/{self.number}", 1) > 1:
@@ -172,7 +177,7 @@ class Node:
             try:
                 node, word, *figures = store.get(f"event/{number}").decode().split()
             except dist.DistNetworkError:
-                why, self._failed = "the first node's store is gone", FAILED
+                self.why, self._failed = "the first node's store is gone, and its learner with it", FAILED
             except dist.DistStoreError:  # nothing has happened for as long as a call may take
                 continue
             else:
@@ -180,9 +185,11 @@ class Node:
                 if word == "signal":
                     self.stop(int(figures[0]), int(figures[1]), pass_on)
                 elif int(node) != self.number:
-                    why, self._failed = f"the ranks of node {node} have failed", int(figures[0])
-        log.warning("%s: the ranks of this one end within %g s", why, self.patience_s)
+                    how = f"rank {figures[1]} failed first (exit code {figures[0]})"
+                    self.why, self._failed = f"the ranks of node {node} have failed, where {how}", int(figures[0])
+        log.warning("%s: the ranks of this one end within %g s", self.why, self.patience_s)
         threading.Event().wait(self.patience_s)  # those who notice by themselves say more
+        self.killed = True
         pass_on(signal.SIGKILL)  # in a collective they would hear of nothing else
 
     def leave(self, code: int) -> int:

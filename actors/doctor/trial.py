@@ -275,8 +275,32 @@ def reward(trial: Trial, config: Config, rows: Rows) -> None:
     for number, part in enumerate(config.reward.parts):
         with trial.importing("reward.function", part.function, import_s(config)):
             function = load_reward(config.reward, number)
-        if not part.uses_servers:  # they are not there yet
+        if try_question(trial, function, plain) and not part.uses_servers:  # they are not there yet
             try_reward(trial, config, function, plain)
+
+
+def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
+    """Make what a reward on a model's server would ask of `rows`, from its template, and ask nothing. Refused where no
+    row can be made a question; whether any can."""
+    from rollout.errors import RewardError
+    from rollout.rewards.convention import Answer
+    from rollout.rewards.models.http_model import HttpModel
+
+    made: Any = function.function
+    if not isinstance(made, HttpModel):
+        return True
+    failed: dict[int, str] = {}
+    for number, row in rows:
+        for arguments in function.calls([Answer(text="an answer", num_tokens=2, row=row)]):
+            try:
+                made.question(**arguments)  # type: ignore[attr-defined]  # both kinds have it
+            except Exception as error:  # a template may do anything with what it is given
+                failed[number] = one_line(error) if isinstance(error, RewardError) else named(error)
+    for number, why in list(failed.items())[:1]:
+        key = f"{function.key}.kwargs.{'template' if getattr(made, 'template', None) else 'model'}"
+        line = f"{key}: {function.name} cannot be asked about {len(failed)} of {len(rows)} rows, row {number}: {why}"
+        (trial.found.refused if len(failed) == len(rows) else trial.found.warnings).append(line)
+    return len(failed) < len(rows) or not rows
 
 
 def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> None:

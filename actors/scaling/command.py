@@ -6,6 +6,7 @@ the next `scale`, over restarts too; `auto` goes back to what the run file says.
 """
 
 import asyncio
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
@@ -38,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
     except RefusedError as error:
         print(f"--servers: {error.reason}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"no longer waited for; what is wanted stays wanted: see `status {run}`", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (TimeoutError, KeysError) as error:
         silence = f"the buffer at {config.buffer.address} does not answer: is the run launched? See `status {run}`"
         print(error if isinstance(error, KeysError) else silence, file=sys.stderr)

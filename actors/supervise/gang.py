@@ -56,6 +56,8 @@ class GenerationEnd(NamedTuple):
     """For people, where a node is lost; else empty."""
     lines: Sequence[str] = ()
     progressed: bool = False
+    where: str = ""
+    """The node whose process ended, of several."""
 
 
 class Gang:
@@ -148,6 +150,8 @@ class Gang:
                 await self._report("failed", f"{end.why}; all ranks begin again together", code)
                 continue
             kind, text, delay_s = self._ends.judge(code, time.monotonic() - started, end.lines, end.progressed)
+            if end.where and kind in ("failed", "gave_up"):
+                text = f"{end.where} ended first and the others with it: {text}"
             await self._report(kind, text, code)
             if kind in FINAL:
                 return
@@ -217,7 +221,8 @@ class Gang:
             for event in events:
                 after = event.number
                 if event.kind in FINAL:
-                    return GenerationEnd(event.code or DONE, "", lines, progressed)
+                    ended = where if len(self._members) > 1 else ""
+                    return GenerationEnd(event.code or DONE, "", lines, progressed, ended)
                 plain = event.kind == "line" and not number  # rank 0 speaks for all
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 

@@ -62,7 +62,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line of the launcher itself."""
-        self.console.print(Text(text, style="bold" if self._live else ""))
+        self._print(Text(text, style="bold" if self._live else ""))
 
     def show_event(self, process: Process, event: Event) -> None:
         """Print a process's line or another event of it."""
@@ -76,7 +76,11 @@ class Display:
         elif self._is_routine(name, text):
             return
         for line in text.splitlines() or [""]:
-            self.console.print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(line)))
+            self._print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(line)))
+
+    def _print(self, text: Text) -> None:
+        with contextlib.suppress(SystemExit):  # rich's, once the reader has left: the run goes on, and the log files
+            self.console.print(text)
 
     def _is_routine(self, name: str, line: str) -> bool:
         """Whether the log file is enough for this line. Once versions come, they show that the run is well; what a

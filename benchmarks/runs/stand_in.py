@@ -44,8 +44,8 @@ def main(file: str, every_s: float = 2.0, mean: float = 0.0, spread: float = 0.0
             lengths, samples = part.rows.sampled.numpy(), int(part.rows.item.shape[0])
             tokens, before = int(lengths.sum()), int((lengths * (lengths - 1)).sum()) // 2
             steady, seen = not spread, seen + samples
-            line = {"at": time.monotonic(), "tokens": tokens, "before": before, "samples": samples, "steady": steady}
-            log.write(json.dumps(line) + "\n")
+            line = {"version": version, "at": time.monotonic(), "tokens": tokens, "before": before}
+            log.write(json.dumps(line | {"samples": samples, "steady": steady}) + "\n")
             log.flush()
             batches.trained(version, version)
             version += 1

@@ -26,6 +26,14 @@ from typing import Any
 
 from rollout.cage import CagedFunction
 from rollout.cage.frames import encode, unpacker
+from rollout.cage.process_table import (
+    anonymous_bytes,
+    below,
+    children_of_all,
+    kill_below,
+    proportional_bytes,
+    stopped,
+)
 
 TAIL_BYTES = 4096
 """Last output kept for failures."""
@@ -79,7 +87,7 @@ class Warden:
         for fd in (self._ended, capture, status.fileno()):
             self._poll.register(fd, select.POLLIN)
         signal.signal(signal.SIGTERM, self._on_term)
-        self._measure_at = self._scan_at = 0.0
+        self._measure_at = self._scan_at = self._stop_at = 0.0
         self._processes: dict[int, list[int]] = {}
         """What is watched: all processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
@@ -137,7 +145,7 @@ class Warden:
         for guard, processes in list(self._processes.items()):
             if len(processes) > (MAX_PROCESSES if guard else function.max_processes):
                 number, end = TOO_MANY, ("died", TOO_MANY_PROCESSES)
-            elif held_bytes(processes, self.memory, guard in self._settled) > self.memory > 0:
+            elif self._held_bytes(guard, processes, now) > self.memory > 0:
                 how = f"used more memory than {memory_limit(function)}; {KILLED}"
                 number, end = OUT_OF_MEMORY, ("out_of_memory", how)
             else:
@@ -146,6 +154,22 @@ class Warden:
                 return end
             self._warn(guard, number)
         return None
+
+    def _held_bytes(self, guard: int, processes: list[int], now: float) -> int:
+        """What the processes hold together; what forks share counts once where that decides. To read it of a process
+        that forks just now takes seconds on a busy machine: unless they have settled, they are stopped for it."""
+        held = [anonymous_bytes(pid) for pid in processes]
+        if not 0 < self.memory < sum(held) or len(held) < 2:
+            return sum(held)
+        if guard in self._settled:
+            return sum(map(proportional_bytes, processes))
+        if now < self._stop_at:
+            return max(held)
+        began = time.thread_time()
+        with stopped(guard or os.getpid()) as found:
+            together = sum(map(proportional_bytes, {*found, *processes}))
+        self._stop_at = now + SCAN_INTERVAL_PER_COST * (time.thread_time() - began)
+        return together
 
     def _look(self, now: float) -> None:
         """Which processes there are, unless that was seen just now; orphans that ended are waited for."""
@@ -167,7 +191,7 @@ class Warden:
     def _warn(self, guard: int, number: signal.Signals) -> None:
         """Have a guard end its episode."""
         del self._processes[guard]
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(guard, number)
 
     def _dump_stacks(self) -> None:
@@ -223,7 +247,7 @@ def exit_text(ended: os.waitid_result | None) -> str:
 def kill_all(group: int) -> None:
     """Kill every process below this one, a subreaper. Killing the `group` is atomic, also against a fork bomb."""
     until = time.monotonic() + KILL_S
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     while time.monotonic() < until:
         kill_below(os.getpid(), children_of_all())
@@ -235,62 +259,9 @@ def kill_all(group: int) -> None:
         time.sleep(0.002)
 
 
-def kill_below(root: int, children: dict[int, list[int]]) -> None:
-    """Kill `root`, unless it is this process, and all below it."""
-    for pid in {root, *below(root, children)} - {os.getpid()}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def children_of_all() -> dict[int, list[int]]:
-    """All processes by their parents, from /proc; those that ended but were not waited for do not count."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-                state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
-                if state != b"Z":
-                    children.setdefault(int(parent), []).append(int(name))
-    return children
-
-
-def below(root: int, children: dict[int, list[int]]) -> list[int]:
-    """The processes below `root`."""
-    found = list(children.get(root, []))
-    for pid in found:  # grows meanwhile
-        found += children.get(pid, [])
-    return found
-
-
 def memory_limit(function: CagedFunction) -> str:
     """The limit with its key."""
     return f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
-
-
-def held_bytes(processes: list[int], limit: float, settled: bool) -> int:
-    """Bytes that the processes hold together; what forks share counts once where that decides. To read it of a process
-    that forks just now takes seconds on a busy machine: until they have `settled`, only the largest one counts."""
-    held = [anonymous_bytes(pid) for pid in processes]
-    if not 0 < limit < sum(held) or len(held) < 2:
-        return sum(held)
-    return sum(map(proportional_bytes, processes)) if settled else max(held)
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that no file backs; 0 if it ended."""
-    with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
-        numbers = statm.read().split()
-        return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE
-    return 0
-
-
-def proportional_bytes(pid: int) -> int:
-    """The same, where each of n processes that share a page counts 1/n of it."""
-    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
-        for line in rollup:
-            if line.startswith(b"Pss_Anon:"):
-                return int(line.split()[1]) * 1024
-    return anonymous_bytes(pid)
 
 
 def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
@@ -317,7 +288,9 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     try:
         Warden(function, worker, status, capture, state).run()
     except BaseException:  # the outermost frame: a server that is told nothing knows that the warden was lost
-        os.killpg(worker, signal.SIGKILL)
+        with suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # not waited for: its group is still ours
+            os.killpg(worker, signal.SIGKILL)
     os._exit(0)
 
 

@@ -150,7 +150,7 @@ class Reward:
         given = "" if found["type"] == "value_error" else f"{found['input']!r:.80}: "
         raise ValueError(f"{place}: {given}{problem}")
 
-    def _calls(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def calls(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """The arguments of each call that scores these answers."""
         calls = []
         for offered in CONVENTIONS[self.convention](answers):
@@ -160,11 +160,11 @@ class Reward:
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score per answer. Raises RewardError for a result that is no reward, and whatever the function raises."""
-        return self._read_all([self.function(**arguments) for arguments in self._calls(answers)], len(answers))
+        return self._read_all([self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     async def score_async(self, answers: Sequence[Answer]) -> list[Score]:
         """The same for an `async` function."""
-        return self._read_all([await self.function(**arguments) for arguments in self._calls(answers)], len(answers))
+        return self._read_all([await self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     def _read_all(self, returned: Sequence[Any], num_answers: int) -> list[Score]:
         results = [result for each in returned for result in (each if self.batch else [each])]

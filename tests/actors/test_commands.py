@@ -1,12 +1,19 @@
 """The commands of `python -m actors`: what a reader that leaves does to each."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from actors.__main__ import COMMANDS, main
+from actors.scaling import command
+from configs.schema import Config
+from tests.harness.watched import make_config
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +30,52 @@ def test_only_commands_that_print_end_when_their_reader_leaves(name: str) -> Non
         main([name, "--servers=2", "no/such/run.yaml"] if name == "scale" else [name, "no/such/run.yaml"])
     ends = name in ("status", "report", "doctor")
     assert signal.getsignal(signal.SIGPIPE) == (signal.SIG_DFL if ends else signal.SIG_IGN)
+
+
+def into_a_closed_pipe(*line: str) -> tuple[int, str]:
+    """Exit code and errors of a Python whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *line], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("flags", [("--port", "0"), ("--terminal",)])
+def test_a_watch_whose_reader_has_left_ends_without_a_traceback(flags: tuple[str, ...], tmp_path: Path) -> None:
+    code, errors = into_a_closed_pipe("-m", "actors", "watch", str(make_config(tmp_path).run.path), *flags)
+    assert code in (1, 128 + signal.SIGPIPE) and not errors
+
+
+DISPLAY = """
+import sys
+from pathlib import Path
+from actors.process import Event, Process
+from actors.watch.display import Display
+from configs.load import load
+words = ["--model.path=m", "--data.train=d", "--reward.function=r", f"--run.folder={sys.argv[1]}"]
+display = Display(load([*words, "--log.display=plain"]))
+with display.shown():
+    for number in range(1000):
+        display.say("a line")
+        display.show_event(Process("learner", "learner", ("x",), Path("log")), Event(number, "line", "more"))
+    display.refresh()
+print("it goes on", file=sys.stderr)
+"""
+
+
+def test_a_launch_whose_reader_has_left_goes_on(tmp_path: Path) -> None:
+    assert into_a_closed_pipe("-c", DISPLAY, str(tmp_path)) == (0, "it goes on\n")
+
+
+def test_ctrl_c_ends_the_wait_of_scale_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def interrupted(config: Config, servers: int | None, waits: bool) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "scale", interrupted)
+    run = make_config(tmp_path).run.path
+    assert main(["scale", str(run), "--servers=2"]) == 128 + signal.SIGINT
+    said = capsys.readouterr().err
+    assert said == f"no longer waited for; what is wanted stays wanted: see `status {run}`\n"

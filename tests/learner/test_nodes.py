@@ -119,9 +119,10 @@ def test_the_exit_code_of_a_node_that_failed_is_the_other_s() -> None:
     second = ranks.Node(LEARNER, variables(1, int(first.variables["MASTER_PORT"])))
     second.patience_s = 0.0
     second.follow(lambda number: killed.set() if number == signal.SIGKILL else None)
-    first.tell("failed", 7)
+    first.tell("failed", 7, 1)
     assert first.leave(7) == 7
     assert killed.wait(300)
+    assert second.killed and second.why == "the ranks of node 0 have failed, where rank 1 failed first (exit code 7)"
     assert second.leave(128 + signal.SIGKILL) == 7
 
 

@@ -143,22 +143,26 @@ class AnswerTemplate:
     without its last line break. Raises ValueError."""
 
     def __init__(self, source: str) -> None:
+        is_file = source.endswith(".jinja")
+        file = f" {source}" if is_file else ""
+        self._name = f"template{file}" if file else "its template"
         try:
-            is_file = source.endswith(".jinja")
             text = Path(source).read_text(encoding="utf-8") if is_file else source
             jinja = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=not is_file)
             self._template = jinja.from_string(text)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"template {source} cannot be read: {error}") from None
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"template, line {error.lineno}: {error.message}") from None
+            raise ValueError(f"template{file}, line {error.lineno}: {error.message}") from None
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
         """The text: `answer`, `ground_truth`, and each column of the row by its name. Raises RewardError."""
+        names = row | {"answer": answer, "ground_truth": truth}
         try:
-            return self._template.render(row | {"answer": answer, "ground_truth": truth})
+            return self._template.render(names)
         except jinja2.UndefinedError as error:
-            raise RewardError(f"its template cannot be filled: {error}", permanent=True) from None
+            why = f"{self._name} cannot be filled: {error}; there are {', '.join(names)}"
+            raise RewardError(why, permanent=True) from None
 
 
 class TryAgain(Exception):

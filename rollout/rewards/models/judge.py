@@ -46,7 +46,7 @@ class Judge(HttpModel):
 
     async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:
         """The score of an answer. Raises RewardError for a verdict that has none, or a server that gives none."""
-        said = await self._ask(self._text.render(solution_str, ground_truth, row))
+        said = await self._ask(self.question(solution_str, ground_truth, row))
         verdict = last_match(self.pattern, said)
         if verdict is None:
             raise RewardError(f"judge: nothing matches pattern in its verdict {said[-SAID_CHARS:]!r}")
@@ -59,6 +59,10 @@ class Judge(HttpModel):
             return float(verdict) / self.scale
         except ValueError:
             raise RewardError(f"judge: its verdict {verdict!r:.80} is no number; set scores") from None
+
+    def question(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> str:
+        """What it is asked about an answer. Raises RewardError for a row that its template does not fit."""
+        return self._text.render(solution_str, ground_truth, row)
 
     async def _ask(self, question: str) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []

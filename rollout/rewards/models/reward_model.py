@@ -6,6 +6,7 @@ own (`reward.servers`, `rollout/engine/reward_server.py`).
 
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
 from pydantic import PrivateAttr, model_validator
 
 from rollout.errors import RewardError
@@ -50,8 +51,7 @@ class RewardModel(HttpModel):
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[float]:
         """A logit for each answer. Raises RewardError for a server that gives none."""
-        rated = zip(solution_strs, ground_truths, rows, strict=True)
-        body = {"input": [self._input(*one) for one in rated], "use_activation": False}
+        body = {"input": self.question(solution_strs, ground_truths, rows), "use_activation": False}
         reply = await self.post("/classify", body)
         try:
             found = sorted(reply["data"], key=lambda one: one["index"])
@@ -62,6 +62,12 @@ class RewardModel(HttpModel):
             shape = f"{len(logits)} results of {len(logits[0]) if logits else 0} classes"
             raise RewardError(f"reward_model: {shape} for {len(solution_strs)} answers; it needs a model of one class")
         return [each[0] for each in logits]
+
+    def question(
+        self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
+    ) -> list[str | list[int]]:
+        """What it is asked about answers. Raises RewardError for rows that its template does not fit."""
+        return [self._input(*one) for one in zip(solution_strs, ground_truths, rows, strict=True)]
 
     def _input(self, answer: str, truth: Any, row: dict[str, Any]) -> str | list[int]:
         """What the server is sent of an answer: a text, or the tokens of a chat."""
@@ -74,7 +80,11 @@ class RewardModel(HttpModel):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chat = [{**one, "content": text_of(one["content"])} for one in messages]
         chat.append({"role": "assistant", "content": answer})
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        try:
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        except TemplateError as error:
+            why = f"the chat template of model {self.model} does not take it: {error}"
+            raise RewardError(f"reward_model: {why}", permanent=True) from None
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 

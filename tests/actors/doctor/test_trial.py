@@ -1,5 +1,6 @@
 """What users' code does in the process that tries it, and what is said of the rows of a data file."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,28 @@ def test_a_reward_is_called_with_made_up_answers(function: str, fact: str, warni
     assert judgement.refused == []
     assert [fact in line for line in judgement.facts] == [True] * bool(fact)
     assert [warning in line for line in judgement.warnings] == [True] * bool(warning)
+
+
+def test_a_template_that_no_row_fits_is_refused_with_its_file_and_what_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "judge.jinja"
+    given = {"url": "http://127.0.0.1:1/v1", "model": "m", "template": str(file), "pattern": "x", "retries": 0}
+    run = config(tmp_path, "reward.function=judge", f"reward.kwargs={json.dumps(given)}")
+    file.write_text("Is {{ answer[0] }} right for {{ question }}? {{ ground_truth }}")
+    judgement = try_out(["reward"], run, [(0, ROW), (1, ROW)])
+    (line,) = judgement.refused
+    assert line.startswith("reward.kwargs.template: judge cannot be asked about 2 of 2 rows, row 0: ")
+    assert f"template {file} cannot be filled: 'question' is undefined; there are problem, answer, ground_truth" in line
+    judgement = try_out(["reward"], run, [(0, ROW), (1, ROW | {"question": "1+1"})])
+    assert judgement.refused == [] and "cannot be asked about 1 of 2 rows, row 0" in judgement.warnings[0]
+    file.write_text("{% if answer %}")
+    (line,) = try_out(["reward"], run, [(0, ROW)]).refused
+    assert line.startswith(f"reward.kwargs: template {file}, line 1: ")
+
+
+def test_the_template_of_the_runs_own_reward_model_is_tried_before_it_is_there(tmp_path: Path) -> None:
+    given = ["reward.function=reward_model", "reward.kwargs={template: '{{ solution }}'}", "reward.servers=1"]
+    (line,) = try_out(["reward"], config(tmp_path, *given, "reward.model=rm"), [(0, ROW)]).refused
+    assert "its template cannot be filled: 'solution' is undefined" in line
 
 
 def test_each_of_several_functions_is_tried_but_one_that_asks_the_runs_own_servers(tmp_path: Path) -> None:

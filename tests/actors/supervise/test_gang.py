@@ -139,7 +139,9 @@ async def test_a_rank_that_is_killed_ends_its_generation_and_the_next_one_meets(
     story = Story(tmp_path, STAYS)
     first = await story.met()
     os.kill(first[1], signal.SIGKILL)
-    assert (await story.until(lambda event: event.kind == "failed")).code == 137
+    failed = await story.until(lambda event: event.kind == "failed")
+    assert failed.code == 137
+    assert failed.text.startswith("node 1 (127.0.0.1) ended first and the others with it: exit code 137 after")
     second = await story.met()
     assert not {*first} & {*second} and not any(map(psutil.pid_exists, first))
     await story.gang.drain(60.0)

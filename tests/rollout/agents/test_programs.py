@@ -12,7 +12,7 @@ import pytest
 
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
-from rollout.cage.warden import below, children_of_all
+from rollout.cage.process_table import below, children_of_all
 
 LOADER = "tests.rollout.agents.user_agents:load"
 MEMORY = "rollout.task_memory_gib (1 GiB)"

@@ -205,6 +205,12 @@ async def test_memory_of_child_processes_counts():
         assert error.origin == "out_of_memory"
 
 
+async def test_memory_counts_while_processes_come_and_go():
+    async with cage("storms", memory_gib=0.3) as pool:
+        error = await error_of(pool.call())
+        assert error.origin == "out_of_memory"
+
+
 async def test_workers_are_recycled_after_max_calls():
     async with cage("pid", max_calls=3) as pool:
         pids = [await pool.call() for _ in range(9)]

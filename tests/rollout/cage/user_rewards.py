@@ -401,3 +401,20 @@ async def stops_waiting(problem, generate):
         await asyncio.wait_for(generate(problem["prompt"]), 0.05)
     except TimeoutError:
         return "stopped"
+
+
+def storms():
+    """Eight processes hold 64 MiB each, while others come and go without end: no two looks find the same ones."""
+    for _ in range(8):
+        if os.fork() == 0:
+            held = b"x" * 2**26
+            time.sleep(600)
+            print(len(held))
+    for _ in range(3):
+        os.fork()
+    while True:
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.05)
+            os._exit(0)
+        os.waitpid(child, 0)

@@ -83,7 +83,11 @@ async def test_verdicts(verdict: str, kwargs: dict, score: float):
         ((500, "it broke\nTraceback"), {}, r"status 500: it broke$"),
         ((503, ""), {}, r"status 503: nothing$"),
         ((200, says("[[nan]]")), {}, "judge returned nan; a finite number"),
-        ((200, says("[[1]]")), {"template": "{{ nothing }}"}, "its template cannot be filled: 'nothing' is undefined"),
+        (
+            (200, says("[[1]]")),
+            {"template": "{{ nothing }}"},
+            "its template cannot be filled: 'nothing' is undefined; there are ",
+        ),
     ],
 )
 async def test_what_is_no_score_is_an_error_in_one_line(reply: tuple[int, Any], kwargs: dict, words: str):

@@ -1,0 +1,97 @@
+"""The processes of this machine by their parents, from /proc: who is below whom, what they hold; to stop and kill them.
+
+Used by the warden of a worker and by the guards of its episodes, for processes below their own only. Waits for nothing
+but the kernel.
+"""
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+STOP_S = 1.0
+"""Longest time to stop all of a group that forks meanwhile."""
+
+
+def kill_below(root: int, children: dict[int, list[int]]) -> None:
+    """Kill `root`, unless it is this process, and all below it."""
+    for pid in {root, *below(root, children)} - {os.getpid()}:
+        with suppress(ProcessLookupError, PermissionError):  # one that has become another user's is left
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_of_all() -> dict[int, list[int]]:
+    """All processes by their parents, from /proc; those that ended but were not waited for do not count."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            state, parent = state_and_parent(int(name))
+            if state not in "Z":
+                children.setdefault(parent, []).append(int(name))
+    return children
+
+
+def below(root: int, children: dict[int, list[int]]) -> list[int]:
+    """The processes below `root`."""
+    found = list(children.get(root, []))
+    for pid in found:  # grows meanwhile
+        found += children.get(pid, [])
+    return found
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """State of a process as in proc(5), empty if it has ended, and its parent's id."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
+        state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
+        return state.decode(), int(parent)
+    return "", 0
+
+
+@contextmanager
+def stopped(root: int) -> Iterator[list[int]]:
+    """The processes below `root`, all of them stopped in the block, so that none is born: one after the other, until a
+    look finds no new one. Those that were stopped before stay so; those of another user are not touched.
+
+    Each is held by a descriptor before it is looked for again, so that no process that has its number later is meant.
+    """
+    held: dict[int, int] = {}
+    ours: list[int] = []
+    until, found = time.monotonic() + STOP_S, below(root, children_of_all())
+    try:
+        while (fresh := [pid for pid in found if pid not in held]) and time.monotonic() < until:
+            for pid in fresh:
+                with suppress(ProcessLookupError):
+                    held[pid] = os.pidfd_open(pid)
+            found = below(root, children_of_all())
+            for pid in {*fresh} & {*found} & held.keys():
+                if state_and_parent(pid)[0] != "T":
+                    with suppress(ProcessLookupError, PermissionError):
+                        signal.pidfd_send_signal(held[pid], signal.SIGSTOP)
+                        ours.append(pid)
+            found = below(root, children_of_all())
+        yield found
+    finally:
+        for pid in ours:
+            with suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(held[pid], signal.SIGCONT)
+        for descriptor in held.values():
+            os.close(descriptor)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that no file backs; 0 if it ended."""
+    with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
+        numbers = statm.read().split()
+        return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE
+    return 0
+
+
+def proportional_bytes(pid: int) -> int:
+    """The same, where each of n processes that share a page counts 1/n of it."""
+    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
+        for line in rollup:
+            if line.startswith(b"Pss_Anon:"):
+                return int(line.split()[1]) * 1024
+    return anonymous_bytes(pid)
