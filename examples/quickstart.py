@@ -1,8 +1,9 @@
 """`make quickstart`, `-vision` and `-calculator`: a toy's problems, model, training, evaluation and report, in turn.
 
 `python -m examples.quickstart countdown [--seed N] [--section.key=value ...]` (or `shapes`, `calculator`) runs the
-commands that a person would type and prints each before it runs. Data and model are kept in `runs/countdown` and
-reused; each call trains in a new folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
+commands that a person would type and prints each before it runs. `--lora` lays the toy's `lora.yaml` over its run
+file, and merges the last adapter to evaluate it. Data and model are kept in `runs/countdown` and reused; each call
+trains in a new folder. Waits for each command in turn; Ctrl-C goes to the one that is running.
 """
 
 import argparse
@@ -38,10 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quickstart", description=__doc__)
     parser.add_argument("toy", choices=NAMES, help="folder of the example")
     parser.add_argument("--seed", type=int, default=0, help="of problems, model and run")
+    parser.add_argument("--lora", action="store_true", help="train an adapter, by the lora.yaml of the example")
     args, overrides = parser.parse_known_args(argv)
+    folder = Path(__file__).parent / args.toy
+    files = [folder / "quickstart.yaml", *([folder / "lora.yaml"] if args.lora else [])]
+    if not files[-1].is_file():
+        parser.error(f"{args.toy} has no {files[-1].name}; --lora is for countdown")
     signal.signal(signal.SIGINT, lambda *_: None)  # the running command gets it too; its exit code ends this
     began = time.monotonic()
-    name = fresh(f"{NAMES[args.toy]}-seed{args.seed}" if args.seed else NAMES[args.toy])
+    stem = NAMES[args.toy] + ("-lora" if args.lora else "")
+    name = fresh(f"{stem}-seed{args.seed}" if args.seed else stem)
     data, model = (RUNS / args.toy / f"{what}-seed{args.seed}" for what in ("data", "model"))
     run = RUNS / name
     train, seed = data / "train.parquet", str(args.seed)
@@ -49,8 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     python(f"examples.{args.toy}.make_model", "--problems", train, "--out", model, "--seed", seed)
     places = [f"--model.path={model}", f"--data.train={train}", f"--data.eval={data / 'eval.parquet'}"]
     settings = [f"--run.name={name}", f"--run.seed={args.seed}", *places, *overrides]
-    python("actors", "launch", Path(__file__).parent / args.toy / "quickstart.yaml", "--no-report", *settings)
-    final = max((run / "checkpoints").glob("v*/huggingface"))
+    python("actors", "launch", *files, "--no-report", *settings)
+    last = max((run / "checkpoints").glob("v*"))
+    final = run / "merged" if args.lora else last / "huggingface"
+    if args.lora:
+        python("learner", "merge", last, final)
     python("rollout", "evaluate", run / "config.yaml", "--models", model, final, "--out", run / "evaluation.json")
     python("actors", "report", run)
     minutes = (time.monotonic() - began) / 60

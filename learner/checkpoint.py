@@ -112,7 +112,9 @@ class Checkpoints:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
-        self._check_adapter(policy, folder)
+        wanted = self._adapter(policy)
+        if self._writes:
+            _check_adapter(folder, self.model, wanted)
         state = self._state(policy, version)
         if self._writes:
             load(state, checkpoint_id=folder / "state", process_group=self._writers)
@@ -128,20 +130,6 @@ class Checkpoints:
         self._reward = reward_of(folder) if self._writes else None
         log.info("restored version %d from %s", version, folder)
         return version
-
-    def _check_adapter(self, policy: Policy, folder: Path) -> None:
-        """Raise ConfigError if the checkpoint in `folder` is of another adapter than this run trains, or of other
-        weights beneath it."""
-        wanted, found = self._adapter(policy), adapter_of(folder) if self._writes else None
-        if not self._writes:
-            return
-        was, now = found and found.model.lora, self.model.lora
-        if was != now:
-            said = [show(lora and lora.model_dump()) for lora in (now, was)]
-            raise ConfigError([f"model.lora: {said[0]}, but {folder} is of {said[1]}; undo that, or begin another run"])
-        if found and wanted and found.base != wanted.base:
-            problem = f"model.path: {self.model.path} has other weights, or model.dtype is another, than when {folder}"
-            raise ConfigError([f"{problem} was written; give it back what it had, or begin another run"])
 
     def _adapter(self, policy: Policy) -> AdapterOf | None:
         """What the adapter is of; None without one. A collective of all ranks the first time."""
@@ -270,6 +258,19 @@ class Checkpoints:
                 *(partial.stem, needed / 2**30, self.folder, free / 2**30, self.config.keep_checkpoints),
             )
         return free >= needed
+
+
+def _check_adapter(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> None:
+    """Raise ConfigError if the checkpoint in `folder` is of another adapter than `wanted`, or of other weights beneath
+    it."""
+    found = adapter_of(folder)
+    was, now = found and found.model.lora, model.lora
+    if was != now:
+        said = [show(lora and lora.model_dump()) for lora in (now, was)]
+        raise ConfigError([f"model.lora: {said[0]}, but {folder} is of {said[1]}; undo that, or begin another run"])
+    if found and wanted and found.base != wanted.base:
+        problem = f"model.path: {model.path} has other weights, or model.dtype is another, than when {folder}"
+        raise ConfigError([f"{problem} was written; give it back what it had, or begin another run"])
 
 
 def _seen(marker: Path) -> bool:

@@ -121,8 +121,11 @@ def outputs(run: Path) -> Iterator[str]:
     """Where the last checkpoint and the report are."""
     checkpoints = sorted(path for path in (run / "checkpoints").glob("v*") if path.is_dir())
     exported = [path / "huggingface" for path in checkpoints if (path / "huggingface" / "config.json").exists()]
+    adapters = [path / "adapter" for path in checkpoints if (path / "adapter" / "adapter_config.json").exists()]
     if checkpoints:
         yield f"checkpoint: {checkpoints[-1]}"
     if exported:
         yield f"serve it:   vllm serve {exported[-1]}"
+    if adapters:
+        yield f"adapter:    {adapters[-1]}; whole weights: python -m learner merge {adapters[-1].parent} OUT"
     yield f"report:     {run / 'report.html'}"

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.checks import check
 from configs.load import load
-from examples import warm_start
+from configs.schema import LoraConfig
+from examples import quickstart, warm_start
 from examples.countdown import make_model, make_problems
 from examples.countdown.solver import expressions, solutions
 from rollout.rewards.countdown import compute_score
@@ -161,3 +163,18 @@ def test_the_quickstart_s_run_file_fits_its_model_and_its_answers():
     assert len(longest) <= config.data.max_prompt_tokens
     assert len(tokenizer.encode("<answer>9+9+9</answer>")) < config.sampling.max_tokens
     assert config.rollout.engine["max_num_seqs"] == config.rollout.sequences
+
+
+def test_the_quickstart_of_an_adapter_differs_in_what_is_trained_only():
+    full, adapter = (load([str(QUICKSTART), *more]) for more in ([], [str(QUICKSTART.with_name("lora.yaml"))]))
+    check(adapter, files=())
+    assert adapter.model.lora == LoraConfig(rank=8) and adapter.learner.lr == 10 * full.learner.lr
+    same = {"model": full.model, "learner": full.learner}
+    assert adapter.model_copy(update=same) == full
+    assert adapter.model.model_copy(update={"lora": None}) == full.model
+
+
+def test_a_toy_without_an_adapter_says_so(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        quickstart.main(["shapes", "--lora"])
+    assert ended.value.code == 2 and "shapes has no lora.yaml; --lora is for countdown" in capsys.readouterr().err

@@ -48,6 +48,15 @@ def shown(run: Path) -> dict[str, Any]:
     return found
 
 
+def test_an_adapter_is_named_with_the_way_to_whole_weights(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "v000040"
+    (checkpoint / "huggingface").rename(checkpoint / "adapter")
+    (checkpoint / "adapter" / "config.json").rename(checkpoint / "adapter" / "adapter_config.json")
+    said = list(summary.outputs(run))
+    line = f"adapter:    {checkpoint / 'adapter'}; whole weights: python -m learner merge {checkpoint} OUT"
+    assert line in said and not any("vllm serve" in each for each in said)
+
+
 def test_report_writes_a_page_and_says_where_things_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store(run)
     assert summary.main([str(run)]) == 0
