@@ -25,7 +25,7 @@ UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_p
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Example: `AdapterFolder(Path("out"), 32, 0.5, "Qwen/Qwen2.5-7B", {"model.layers.0.mlp.up_proj": (18_944, 3584)})`"""
+    """Example: `AdapterFolder(Path("out"), 32, 0.5, "Qwen/Qwen3-8B", {"model.layers.0.mlp.up_proj": (12288, 4096)})`"""
 
     folder: Path
     rank: int

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from configs.schema import Config
 from learner.weights.receiver.follow import Receiver
@@ -173,14 +175,19 @@ async def folders(seen, engine, folder):
     with pytest.raises(EngineError) as caught:
         await engine.load_folder(folder / "other")
     seen.refused = str(caught.value)
+    theirs = LoRARequest("file", 2, str(folder / "seven"))  # as `vllm serve --lora-modules` makes of a folder
+    asked = engine._llm.generate({"prompt_token_ids": TEXT}, SamplingParams(max_tokens=1, prompt_logprobs=0), "theirs",
+                                 lora_request=theirs)  # fmt: skip
+    found = [output.prompt_logprobs async for output in asked][-1]
+    seen.theirs = [places[token].logprob for token, places in zip(TEXT[1:], found[1:], strict=True)]
 
 
 def played(scene):
     os.environ["VLLM_CPU_CI_ENV"] = "1"
-    happened = asyncio.run(scene)
-    gc.unfreeze()  # `Engine.launch` froze what it found
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
+        happened = asyncio.run(scene)
+        gc.unfreeze()  # `Engine.launch` froze what it found
         gc.collect()
     return happened
 
@@ -225,6 +232,10 @@ def test_folders_of_adapters_and_of_the_base_are_loaded(seen):
     assert worst(seen.base, seen.adapted.at(0).logprobs_of(TEXT)) < CLOSE
     assert worst(seen.folder, seen.base) > 0.1 and worst(seen.smaller, seen.base) > 0.01
     assert "other: whole weights, and this engine serves adapters of" in seen.refused
+
+
+def test_vllm_s_own_loader_makes_the_same_of_peft_s_folder(seen):
+    assert worst(seen.theirs, seen.folder) < CLOSE
 
 
 def test_a_newcomer_has_the_base_from_disk_and_the_adapter_from_the_wire(tmp_path):
