@@ -45,9 +45,9 @@ async def serve(args: argparse.Namespace, rank: int | None) -> dict[str, Any]:
     """Run one contender; tokens per second, and with an adapter its updates."""
     folder, log = folder_of(args.shape, args.work), args.work / f"{'adapter' if rank else 'whole'}.log"
     seen = torch.cuda.device_count()
-    shared = SHARED if seen == 1 else {}
+    hosts = {end: SHARED | {"NCCL_HOSTID": end} if seen == 1 else {} for end in ("server", "learner")}
     given = {"config": config_of(args, folder, rank), "running": args.running, "length": args.length}
-    ends = [await End.start("server", given, [0], log, ENDS, **shared, NCCL_HOSTID="server")]
+    ends = [await End.start("server", given, [0], log, ENDS, **hosts["server"])]
     try:
         await ends[0].answer("started", START_S)
         updates, events = [], []
@@ -55,9 +55,8 @@ async def serve(args: argparse.Namespace, rank: int | None) -> dict[str, Any]:
         rate = (await ends[0].answer("rate", START_S + args.seconds))["rate"]
         if rank:
             learner = {"config": given["config"]}
-            ends.append(
-                await End.start("learner", learner, [max(seen - 1, 0)], log, ENDS, **shared, NCCL_HOSTID="learner")
-            )
+            gpu = min(1, max(seen - 1, 0))
+            ends.append(await End.start("learner", learner, [gpu], log, ENDS, **hosts["learner"]))
             ends[0].tell("follow", (await ends[1].answer("address", START_S))["address"])
             ends[1].tell("updates", args.updates, args.gap)
             updates = (await ends[1].answer("updates", START_S + args.updates * (args.gap + 60)))["updates"]
