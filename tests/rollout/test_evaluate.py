@@ -1,9 +1,15 @@
 """`python -m rollout evaluate`: what it prints, what it writes, what it refuses."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from configs.entrypoint import split_flags
 from configs.load import ConfigError, load
@@ -16,6 +22,7 @@ from rollout.episodes.setup import RolloutSetup
 from rollout.evaluation.players import ProblemSet
 from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import single_turn
+from tests.harness.adapted import Adapted, make_base
 from tests.harness.fakes import FakeEngine
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
@@ -69,6 +76,92 @@ def test_missing_models_or_problems_are_refused(tmp_path: Path):
         evaluate.chosen_sets(config, [tmp_path])
     with pytest.raises(ConfigError, match=r"data.eval: null"):
         evaluate.chosen_sets(load([str(RUN), "--data.eval=null"]), [tmp_path])
+
+
+def save(folder: Path, **tensors: tuple[int, ...]) -> Path:
+    folder.mkdir()
+    weights = {name.replace("__", "."): torch.zeros(shape) for name, shape in tensors.items()}
+    adapter = any("lora" in name for name in weights)
+    save_file(weights, folder / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def adapter(folder: Path, rank: int = 4, out: int = 16, **settings: Any) -> Path:
+    tensors = {"base_model__model__layers__0__q__lora_A__weight": (rank, 8)}
+    save(folder, **tensors, base_model__model__layers__0__q__lora_B__weight=(out, rank))
+    keys = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "base_model_name_or_path": str(folder.parent / "base")}
+    (folder / "adapter_config.json").write_text(json.dumps(keys | settings))
+    return folder
+
+
+def test_an_engine_for_adapters_holds_those_that_are_evaluated(tmp_path: Path):
+    base = save(tmp_path / "base", layers__0__q__weight=(16, 8))
+    config = load([str(RUN), f"--model.path={base}", "--model.lora={rank: 32, targets: [q, o]}"])
+    models = [base, adapter(tmp_path / "one"), adapter(tmp_path / "two", rank=9)]
+    lora = evaluate.served(config, models).model.lora
+    assert lora and lora.rank == 9 and lora.targets == ["q"]
+    assert evaluate.served(load([str(RUN), f"--model.path={base}"]), models).model.lora == lora
+    assert evaluate.served(config, [base]).model.lora is None, "whole weights take no adapter, whatever the run trains"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"base_model_name_or_path": "org/Other-7B"},
+            r"wrong: an adapter of org/Other-7B; model.path is .*base",
+        ),
+        ({"out": 24}, r"wrong: an adapter of a model where layers.0.q is \(24, 8\), not \(16, 8\)"),
+        ({"use_dora": True}, r"adapter_config.json: use_dora; only plain LoRA is served"),
+        ({"peft_type": "IA3"}, r"adapter_config.json: peft_type IA3; only plain LoRA"),
+    ],
+)
+def test_an_adapter_of_another_base_or_kind_is_refused(tmp_path: Path, settings: dict[str, Any], words: str):
+    base = save(tmp_path / "base", layers__0__q__weight=(16, 8))
+    config = load([str(RUN), f"--model.path={base}"])
+    with pytest.raises(ValueError, match=words):
+        evaluate.served(config, [adapter(tmp_path / "right"), adapter(tmp_path / "wrong", **settings)])
+
+
+def test_the_base_is_known_by_where_it_is_or_by_its_name(tmp_path: Path):
+    base = save(tmp_path / "base", layers__0__q__weight=(16, 8))
+    moved = adapter(tmp_path / "moved", base_model_name_or_path="/elsewhere/base")
+    save(tmp_path / "other", layers__0__q__weight=(16, 8))
+    other = adapter(tmp_path / "another", base_model_name_or_path=str(tmp_path / "other"))
+    config = load([str(RUN), f"--model.path={base}"])
+    assert evaluate.served(config, [moved]).model.lora
+    with pytest.raises(ConfigError, match=r"another: an adapter of .*other; model.path is"):
+        evaluate.served(config, [other])
+    with pytest.raises(ConfigError, match=r"other: whole weights beside adapters of .*base.*; evaluate it by itself"):
+        evaluate.served(config, [moved, tmp_path / "other"])
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_base_and_its_adapter_answer_as_transformers_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The whole command, in a process of its own."""
+    write(parse(["--out", str(tmp_path), "--count", "30", "--eval", "7"]))
+    make_base(base := tmp_path / "base")
+    trained = Adapted(base)
+    models = [str(base), str(trained.save(tmp_path / "adapter", 1))]
+    keys = {"model.path": base, "data.eval": tmp_path / "eval.parquet", "data.train": tmp_path / "train.parquet"}
+    argv = [sys.executable, "-m", "rollout", "evaluate", str(RUN), *(f"--{key}={value}" for key, value in keys.items())]
+    argv += ["--rollout.engine.kv_cache_memory_bytes=67108864", "--sampling.stop=[]", "--rollout.sequences=8"]
+    argv += ["--rollout.engine.max_num_seqs=8", "--models", *models, "--out", str(tmp_path / "report.json")]
+    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"VLLM_CPU_CI_ENV": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    tokenizer = make_tokenizer()
+    for record, version in zip(report["models"], (0, 1), strict=True):
+        for example in record["examples"]:
+            prompt = tokenizer.apply_chat_template(example["problem"]["prompt"], return_dict=False)
+            tokens = trained.at(version).model.generate(
+                input_ids=torch.tensor([prompt]), max_new_tokens=19, do_sample=False, eos_token_id=[], pad_token_id=0
+            )
+            assert example["answer"] == tokenizer.decode(tokens[0, len(prompt) :]), record["model"]
+    answers = [[example["answer"] for example in record["examples"]] for record in report["models"]]
+    assert answers[0] != answers[1]
 
 
 def test_the_rows_are_the_eval_file_s(tmp_path: Path):

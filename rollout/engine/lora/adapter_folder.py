@@ -25,7 +25,7 @@ UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_p
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Example: `AdapterFolder(Path("out"), 32, 0.5, "Qwen/Qwen2.5-7B", {"model.layers.0.mlp.up_proj": (18_944, 3584)})`"""
+    """Example: `AdapterFolder(Path("out"), 32, 0.5, "Qwen/Qwen3-8B", {"model.layers.0.mlp.up_proj": (12288, 4096)})`"""
 
     folder: Path
     rank: int
@@ -40,9 +40,11 @@ class AdapterFolder:
     def read(cls, folder: Path) -> "AdapterFolder":
         """Read the settings and the names and shapes of the tensors. Raises ValueError if vLLM cannot serve them."""
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        more = [key for key in UNSERVED if settings.get(key)]
-        if settings.get("peft_type") != "LORA" or settings.get("bias", "none") != "none" or more:
-            what = ", ".join(more) or f"peft_type {settings.get('peft_type')}, bias {settings.get('bias')}"
+        unserved = [key for key in UNSERVED if settings.get(key)]
+        only = {"peft_type": "LORA", "bias": "none"}
+        unserved += [f"{key} {settings[key]}" for key, value in only.items() if settings.get(key, value) != value]
+        if unserved:
+            what = ", ".join(unserved)
             raise ValueError(
                 f"{folder / SETTINGS}: {what}; only plain LoRA is served, so merge it into its base by peft"
             )

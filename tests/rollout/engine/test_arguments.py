@@ -7,8 +7,8 @@ import torch
 
 from configs.checks import check
 from configs.load import ConfigError
-from configs.schema import Config, EvalSet
-from rollout.engine.arguments import can_fp8, cliffs, engine_arguments, on_cpu, problems, vllm_fields
+from configs.schema import Config, EvalSet, LoraConfig
+from rollout.engine.arguments import ADAPTER_RANKS, can_fp8, cliffs, engine_arguments, on_cpu, problems, vllm_fields
 
 UNKNOWN = "rollout.engine.{}: vLLM's AsyncEngineArgs has no such field"
 
@@ -33,6 +33,47 @@ def test_the_run_file_decides_and_defaults_give_way():
     assert engine_arguments(config(), 0, cpu=True)["max_model_len"] == 128
     whole = config().rollout.model_copy(update={"max_sample_tokens": 200})
     assert engine_arguments(config().model_copy(update={"rollout": whole}), 0, cpu=True)["max_model_len"] == 200
+
+
+def with_lora(given, **keys):
+    model = given.model.model_copy(update={"lora": LoraConfig(**keys)})
+    return given.model_copy(update={"model": model})
+
+
+def test_an_adapter_is_served_beside_the_base_on_disk():
+    arguments = engine_arguments(with_lora(config()), 0, cpu=True)
+    assert arguments["enable_lora"] and arguments["max_loras"] == 1 and arguments["max_lora_rank"] == 32
+    assert arguments["load_format"] == "auto", "the base is not pushed"
+    assert {"q_proj", "down_proj"} < set(arguments["lora_target_modules"])
+    assert not {"lm_head", "embed_tokens"} & set(arguments["lora_target_modules"])
+    assert set(arguments) <= set(vllm_fields())
+    some = engine_arguments(with_lora(config(), targets=["q_proj", "o_proj"]), 0, cpu=True)
+    assert some["lora_target_modules"] == ["q_proj", "o_proj"]
+    assert not {"enable_lora", "compilation_config"} & set(engine_arguments(config(), 0, cpu=True))
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (8, 8), (24, 32), (300, 320), (512, 512)])
+def test_the_slot_has_the_smallest_rank_of_vllm_s_that_holds_the_adapter(rank, slot):
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    assert engine_arguments(with_lora(config(), rank=rank), 0, cpu=True)["max_lora_rank"] == slot
+    assert get_args(MaxLoRARanks) == ADAPTER_RANKS
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        ({}, {"cudagraph_specialize_lora": False}),
+        ({"mode": 3}, {"mode": 3, "cudagraph_specialize_lora": False}),
+        ({"cudagraph_specialize_lora": True}, {"cudagraph_specialize_lora": True}),
+        (2, 2),
+    ],
+)
+def test_cuda_graphs_without_an_adapter_are_not_captured_unless_the_run_file_says_so(given, passed):
+    keys = {"compilation_config": given} if given else {}
+    assert engine_arguments(with_lora(config(**keys)), 0, cpu=False)["compilation_config"] == passed
 
 
 @pytest.mark.parametrize(("answers", "longest"), [([], 128), ([None], 128), ([9], 128), ([9, 300, None], 400)])
