@@ -36,8 +36,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as the files of models have it: those of experts, `layer.mlp.experts.down_proj` [experts, ...], expert by
-    expert."""
+    """A weight as the files of models have it: `layers.0.mlp.experts.down_proj` [experts, ...] expert by expert."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight

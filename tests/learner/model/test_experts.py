@@ -146,7 +146,9 @@ def test_other_mixtures_are_refused(config) -> None:
 def test_replay_without_experts_is_refused() -> None:
     check_experts(Qwen3MoeConfig(), "M", replay=True)
     check_experts(Qwen2Config(), "M", replay=False)
-    with pytest.raises(ConfigError, match="^rollout.routing_replay: true, and model.path M has no experts; set it to f"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout.routing_replay: true, and model.path M has no experts; set it to f"
+    ):
         check_experts(Qwen2Config(), "M", replay=True)
 
 
@@ -207,8 +209,8 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
 
 
 def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
-    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with and without routes, blocks
-    recomputed; the tallies too are those of the policy that is not compiled."""
+    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with and without routes,
+    blocks recomputed; the tallies too are those of the policy that is not compiled."""
     model = expert_model(tmp_path, dtype="bfloat16")
     entries, learner = make_groups(), LEARNER.model_copy(update={"activation_checkpointing": "block"})
     torch._dynamo.reset()
