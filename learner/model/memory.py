@@ -21,7 +21,7 @@ from configs.checks import max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
-from learner.model.experts.mixture import Mixture
+from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.loading import all_blocks, blocks, build_on_meta
 from learner.model.lora.adapter import adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
@@ -156,13 +156,17 @@ def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference:
 
 def _activations(empty: PreTrainedModel, model: ModelConfig, learner: LearnerConfig) -> tuple[int, int]:
     """Bytes per token kept for the backward pass, and bytes per token that one block's backward pass works with."""
-    empty.to(getattr(torch, model.dtype))
+    width = getattr(torch, model.dtype).itemsize
+    # on meta torch multiplies by experts in bfloat16 only; wider models keep about as many numbers
+    traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
+    empty.to(traced_in)
     tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     traced = _trace(empty, lambda: decoder(**embedded, cu_seq_lens_q=_meta_places(), max_length_q=META_TOKENS))
+    everything, matmuls, inputs = (size * width // traced_in.itemsize for size in traced)
     hidden: int = empty.config.get_text_config().hidden_size
-    return _saved(*traced, len(blocks(empty)), getattr(torch, model.dtype).itemsize * hidden, learner)
+    return _saved(everything, matmuls, inputs, len(blocks(empty)), width * hidden, learner)
 
 
 def _tower_activations(

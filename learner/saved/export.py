@@ -6,6 +6,7 @@ the checkpoint's thread and waits for the disk only.
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from learner.model.policy import Policy
 
 SHARD_BYTES = 5 << 30
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The weights of a block's experts, each one tensor in the policy, and what files have of each expert."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -30,7 +33,19 @@ def collect(policy: Policy) -> dict[str, Tensor]:
         return {}
     keep = dist.get_rank() == 0
     whole = policy.adapter() if policy.lora else policy.full_weights()
-    return {name: tensor.cpu().clone() for name, tensor in whole if keep}
+    named = (split for name, tensor in whole if keep for split in in_files(name, tensor))
+    return {name: tensor.cpu().clone() for name, tensor in named}
+
+
+def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A weight as the files of models have it: `layers.0.mlp.experts.down_proj` [experts, ...] expert by expert."""
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in FUSED or not layer:
+        yield name, weight
+        return
+    for number, expert in enumerate(weight):
+        for part, matrix in zip(FUSED[kind], expert.chunk(len(FUSED[kind])), strict=True):
+            yield f"{layer}.experts.{number}.{part}.weight", matrix
 
 
 def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:

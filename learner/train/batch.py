@@ -143,8 +143,8 @@ class Batch:
         version, digest = part.version, crc32(part.rows.item.data + part.rows.reward.data)
         segments = [len(sample.starts) for sample in samples]
         mine = (least, version, -version, digest, -digest, max(segments, default=0))
-        agreed = collectives.all_reduce_max(*mine, bool(problem), bool(misrouted))
-        number, newest, oldest, largest, smallest, most, unseen, unrouted = map(int, agreed)
+        agreed = collectives.all_reduce_max(*mine, bool(misrouted), bool(problem))
+        number, newest, oldest, largest, smallest, most, unrouted, unseen = map(int, agreed)
         if (newest, largest) != (-oldest, -smallest):
             raise RuntimeError(
                 f"not one batch: parts of versions {-oldest} to {newest}, of other samples if these agree"

@@ -1,6 +1,7 @@
 """The routes of samples: the experts that a server chose for each token, on their way to a microbatch.
 
-Consumes the samples of a rank's part where `rollout.routing_replay` is on. Pure functions of arrays; used by `batch.py`.
+Consumes the samples of a rank's part where `rollout.routing_replay` is on. Pure functions of arrays, used by
+`batch.py`.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,11 @@ def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) ->
     if sizes is None:
         return [None] * len(samples), ""
     opened = [sample.routes and sample.routes.numpy() for sample in samples]
-    items = part.rows.item.numpy()[part.positions.numpy()].tolist()
-    wrong = [_wrong(sample, routes, sizes) for sample, routes in zip(samples, opened, strict=True)]
-    named = (f"item {item}: sample {row} of batch {part.version} {problem}"
-             for item, row, problem in zip(items, part.positions.numpy().tolist(), wrong, strict=True) if problem)  # fmt: skip
-    return opened, next(named, "")
+    items, rows = part.rows.item.numpy(), part.positions.numpy().tolist()
+    for sample, routes, row in zip(samples, opened, rows, strict=True):
+        if problem := _wrong(sample, routes, sizes):
+            return [None] * len(samples), f"item {items[row]}: sample {row} of batch {part.version} {problem}"
+    return opened, ""
 
 
 def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
@@ -41,7 +42,8 @@ def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
         return f"has no routes; {remedy}"
     wanted = (sample.tokens.shape[0], sizes.layers, sizes.top_k)
     if routes.shape != wanted:
-        return f"has routes {list(routes.shape)}, and its tokens, layers with experts and experts a token are {list(wanted)}"
+        have = "and its tokens, layers with experts and experts a token are"
+        return f"has routes {list(routes.shape)}, {have} {list(wanted)}; {remedy}"
     if (largest := int(routes.max())) >= sizes.number:
         return f"has a route to expert {largest}, and there are {sizes.number}, counted from 0; {remedy}"
     return ""

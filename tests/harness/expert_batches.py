@@ -36,16 +36,19 @@ def random_routes(tokens: Sequence[int], sizes: Experts = SIZES, seed: int = 0) 
     return np.array(routes, np.uint8)
 
 
-def routed(entries: Sequence[Entry], routes_of: Callable[[np.ndarray], np.ndarray] = random_routes) -> list[Entry]:
-    """The batch with routes, those of `routes_of` for the tokens of each segment; zeros for its last token."""
-    return [entry._replace(sample=_with_routes(Sample.unpack(entry.sample), routes_of).pack()) for entry in entries]
+def routed(
+    entries: Sequence[Entry], routes_of: Callable[[np.ndarray], np.ndarray] = random_routes, last: bool = False
+) -> list[Entry]:
+    """The batch with routes, those of `routes_of` for the tokens of each segment; zeros for its last token, or not."""
+    samples = [_with_routes(Sample.unpack(entry.sample), routes_of, last) for entry in entries]
+    return [entry._replace(sample=sample.pack()) for entry, sample in zip(entries, samples, strict=True)]
 
 
-def _with_routes(sample: Sample, routes_of: Callable[[np.ndarray], np.ndarray]) -> Sample:
+def _with_routes(sample: Sample, routes_of: Callable[[np.ndarray], np.ndarray], last: bool) -> Sample:
     tokens, segments = sample.tokens.numpy(), []
     for start, stop in sample.bounds:
         segment = np.array(routes_of(tokens[start:stop]))
-        segment[-1] = 0
+        segment[-1] *= last
         segments.append(segment)
     return sample.model_copy(update={"routes": Array.of(np.concatenate(segments))})
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from configs.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from learner import watchdog
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
+from learner.model.experts.mixture import Experts
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
 from learner.train import collectives
 from learner.train.batch import Batch
+from learner.train.routes import RouteMismatch
 from learner.watchdog import Watchdog
 from tests.harness import world
 from tests.harness.adapters import stir
 from tests.harness.episodic import make_episodes
+from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.pictured import form_of, make_pictured
 
 
@@ -39,24 +43,29 @@ def gradients(
     long: int = 24,
     share: bool = False,
     episodes: bool = False,
+    routes: list[int] | None = None,
 ) -> None:
     """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`.
 
     `share`: the batch is one of groups with common prompts, and each prompt is computed once. `episodes`: one of
-    samples with several segments.
+    samples with several segments. `routes`: they are replayed, of a mixture of these sizes; the tallies are saved too.
     """
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
     entries = world.make_groups() if share else world.make_samples(long=long)
     entries = make_episodes() if episodes else entries
+    sizes = Experts(*routes) if routes else None
+    entries = routed(entries, partial(random_routes, sizes=sizes)) if sizes else entries
     for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
-        policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0)
+        policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0, replay=bool(sizes))
         for parts, budget in product(cuts, budgets):
             algorithm = world.algorithm_of(policy, budget, config)
             part = world.cut(entries, 3, parts, rank)
-            batch = Batch.from_part(part, budget, policy.attention_cost, share)
-            algorithm.backward(policy, batch)
+            batch = Batch.from_part(part, budget, policy.attention_cost, share, replayed=sizes)
+            sums = algorithm.backward(policy, batch)
             found[f"{parts} {budget} {number}"] = world.gradients(policy)
+            if sizes:
+                found[f"{parts} {budget} {number}"]["tally"] = collectives.all_reduce_sum(sums["moe"])
             algorithm.optimizer.adamw.zero_grad()
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
@@ -196,6 +205,16 @@ def run(
     return {"records": records, "weights": world.weights(policy)}
 
 
+def unrouted(folder: Path) -> None:
+    """A sample of rank 1 has no routes; what each rank says of it is saved as `FOLDER/unrouted-RANK.txt`."""
+    entries, rank = routed(world.make_samples()), dist.get_rank()
+    entries[20] = world.make_samples()[20]
+    try:
+        Batch.from_part(world.cut(entries, 3, [12, 12], rank), 64, replayed=SIZES)
+    except RouteMismatch as mismatch:
+        (folder / f"unrouted-{rank}.txt").write_text(str(mismatch))
+
+
 def late(folder: Path, timeout_s: float) -> None:
     """Rank 1 sleeps where the others reduce."""
     with Watchdog(timeout_s, folder / "logs"):
@@ -245,7 +264,7 @@ if __name__ == "__main__":
     )
     cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
     cases |= {"cut": cut, "absent": absent, "adapted": adapted}
-    cases |= {"replicas": replicas}
+    cases |= {"replicas": replicas, "unrouted": unrouted}
     cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
     os._exit(0)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down

@@ -30,6 +30,7 @@ from learner.saved.manifest import (
 )
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
+from tests.harness.expert_batches import expert_model
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
 
@@ -317,6 +318,22 @@ def test_export_loads(tmp_path: Path, mesh, tied: bool, monkeypatch) -> None:
     assert loaded.dtype == torch.bfloat16
     files = [load_file(path) for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(files) > 1 and ("lm_head.weight" in {name for file in files for name in file}) is not tied
+
+
+def test_export_of_experts_has_the_names_of_files(tmp_path: Path, mesh) -> None:
+    """Those of the initial model's, expert by expert, which every engine reads; transformers loads the same weights."""
+    model = expert_model(tmp_path / "model", num_experts=7)
+    policy = policy_of(model, mesh)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.5)
+    export.write(export.collect(policy), model, tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert {name: tensor.shape for name, tensor in after.items()} == {name: x.shape for name, x in before.items()}
+    name = "model.layers.1.mlp.experts.6.up_proj.weight"
+    torch.testing.assert_close(after[name], before[name] + 0.5)
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in policy.full_weights())
 
 
 def test_seal_and_fault(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def check_experts(config: Any, path: str, replay: bool) -> None:
     kind = config.get_text_config().model_type
     if has_experts(config) and kind not in TRAINED:
         known = f"of those only {', '.join(TRAINED)} is known to be trained right"
-        raise ConfigError([f"model.path: {path} is a mixture of experts of type {kind}, and {known}; take such a model"])
+        raise ConfigError(
+            [f"model.path: {path} is a mixture of experts of type {kind}, and {known}; take such a model"]
+        )
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
         raise ConfigError([f"{problem}; set it to false"])

@@ -20,8 +20,9 @@ class Routing:
     """What routers are given of a row: all of them, or with `layer` one of them, without the first dimension.
 
     `counted`: bool [tokens], those that the tally counts. `routes`: integers [layers, tokens, k], expert ids to take;
-    None: the router chooses. `tally`: float32 [layers, experts + FIGURES], written, not added to, so that a recomputation
-    changes nothing; None: nothing is counted. No dataclass: FSDP would cast copies of its tensors to the model's dtype.
+    None: the router chooses. `tally`: float32 [layers, experts + FIGURES], written, not added to, so that a
+    recomputation changes nothing; None: nothing is counted. No dataclass: of one FSDP would hand over a copy, with its
+    tensors in the model's dtype.
     """
 
     def __init__(self, counted: Tensor, routes: Tensor | None, tally: Tensor | None) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
@@ -25,7 +26,7 @@ from learner.model.experts.router import Router, Routing, tallied
 from learner.model.flops import Costs, active_parameters
 from learner.model.loading import build_on_meta
 from learner.model.memory import GIB, META_ATTENTION, estimate
-from learner.model.policy import SAVED_OPS
+from learner.model.microbatch import one_document
 from learner.train.batch import Batch
 from tests.harness.expert_batches import SIZES, expert_model, routed
 from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, plain, policy_of
@@ -145,7 +146,9 @@ def test_other_mixtures_are_refused(config) -> None:
 def test_replay_without_experts_is_refused() -> None:
     check_experts(Qwen3MoeConfig(), "M", replay=True)
     check_experts(Qwen2Config(), "M", replay=False)
-    with pytest.raises(ConfigError, match="^rollout.routing_replay: true, and model.path M has no experts; set it to f"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout.routing_replay: true, and model.path M has no experts; set it to f"
+    ):
         check_experts(Qwen2Config(), "M", replay=True)
 
 
@@ -175,27 +178,39 @@ def test_the_formula_counts_what_torch_multiplies(tmp_path: Path, mesh, shape: d
     assert counter.get_total_flops() == pytest.approx(want, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "off"), [("bfloat16", 0.25), ("float32", 0.6)])
 @pytest.mark.parametrize("saving", ["none", "block"])
-def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str, dtype: str) -> None:
+def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str, dtype: str, off: float) -> None:
+    """In float32 the estimate doubles what it is in bfloat16, where norms and routers keep float32 already."""
     model = expert_model(tmp_path, dtype=dtype)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
     ours = estimate(model, learner, 1).candidates[0].per_token["activations"]
-    assert ours == pytest.approx(kept_of(model, mesh, saving), rel=0.25)
+    kept = kept_of(model, mesh, saving)
+    assert 0.75 * kept < ours < (1 + off) * kept
 
 
-def test_selective_checkpointing_keeps_the_products_of_experts(tmp_path: Path, mesh) -> None:
-    assert torch.ops.aten._grouped_mm.default in SAVED_OPS
-    model = expert_model(tmp_path)
-    kept = {
-        saving: kept_of(model, mesh, saving) for saving in ("none", "selective", "block")
-    }
-    assert kept["none"] > kept["selective"] > kept["block"]
+def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, mesh) -> None:
+    model, counts = expert_model(tmp_path), {}
+
+    class GroupedCount(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func is torch.ops.aten._grouped_mm.default
+            return func(*args, **(kwargs or {}))
+
+    for saving in ("none", "selective", "block"):
+        policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
+        scores = policy(one_document([1, 2, 3, 4]))[0]
+        with GroupedCount() as count:
+            scores.sum().backward()
+        counts[saving] = count.number
+    assert counts["selective"] == counts["none"] == 8 and counts["block"] > 8
 
 
 def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
-    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with and without routes, blocks
-    recomputed; the tallies too are those of the policy that is not compiled."""
+    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with and without routes,
+    blocks recomputed; the tallies too are those of the policy that is not compiled."""
     model = expert_model(tmp_path, dtype="bfloat16")
     entries, learner = make_groups(), LEARNER.model_copy(update={"activation_checkpointing": "block"})
     torch._dynamo.reset()
