@@ -21,10 +21,13 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def test_a_mixture_of_experts_trains_and_every_server_computes_what_the_learner_does(toy: Toy) -> None:
+def test_a_mixture_of_experts_trains_and_every_server_computes_what_the_learner_does(tmp_path: Path) -> None:
     """Short answers pay. Were the experts of an earlier policy left in a server's kernels, probes would tell."""
-    run, model = toy.run("experts"), make_model(toy.folder / "experts-model")
-    settings = toy.settings("experts", f"--run.versions={VERSIONS}", f"--model.path={model}", "--learner.lr=5e-3")
+    toy, model = Toy(tmp_path), make_model(tmp_path / "model")
+    made = python("examples.countdown.make_problems", "--out", tmp_path / "data", "--eval", "12")
+    assert made.returncode == 0, made.stderr
+    run = toy.run("experts")
+    settings = toy.settings("experts", f"--run.versions={VERSIONS}", "--learner.lr=5e-3")
     reward = ["--reward.function=length", "--reward.kwargs={free: 0, cap: 19}", "--sampling.stop=[]"]
     launched = python("actors", "launch", *settings, *reward, "--weights.probe_tolerance=1e-4", timeout_s=800.0)
     assert launched.returncode == 0, launched.stdout[-4000:] + launched.stderr[-2000:]
