@@ -237,8 +237,8 @@ def _experts(config: Config) -> Iterator[str]:
         return
     what = f"policies cannot be loaded into the {facts.experts} experts of {config.model.path}"
     if facts.kind not in EXPERT_MODELS:
-        kinds = ", ".join(EXPERT_MODELS)
-        yield f"model.path: {config.model.path} is a {facts.kind} with experts; of those servers load {kinds} only"
+        rule = f"servers load policies into the experts of {', '.join(EXPERT_MODELS)} only; use such a model"
+        yield f"model.path: {config.model.path} is of type {facts.kind}, and {rule}"
     for key in SPREAD:
         if given.get(key):
             yield f"rollout.engine.{key}: {given[key]}, with which {what}; remove the key"

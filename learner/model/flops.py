@@ -7,8 +7,8 @@ answer; V: parameters of the output embedding; s: trainable tokens; L: blocks; a
 squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens each share
 counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass; 4 in all for a
 frozen matrix, which has no gradient of its own. Recomputation (checkpointing, some losses' logits), padding and
-embedding look-ups do not count. The tower of a vision-language model adds c p + d p² for each image of p patches that it
-encodes (`TowerCosts`). Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
+embedding look-ups do not count. The tower of a vision-language model adds c p + d p² for each image of p patches that
+it encodes (`TowerCosts`). Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
 """
 
 from collections.abc import Callable, Iterable

@@ -94,7 +94,7 @@ async def play(folder) -> SimpleNamespace:
         parameter.data.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
     two.save_pretrained(folder / "two")
     seen = SimpleNamespace()
-    engine = await launch(make_config(folder, max_num_seqs=32, num_gpu_blocks_override=40))
+    engine = await launch(make_config(folder, max_num_seqs=32, block_size=32, num_gpu_blocks_override=40))
     try:
         await engine.load_folder(folder)
         seen.turns = [await episode(engine, model, prompt) for prompt in PROMPTS[:3]]
@@ -173,7 +173,7 @@ def test_a_vllm_that_returns_no_routes_is_refused_before_anything_is_generated(t
     """0.26 returns zeros without a word, later ones say that they cannot."""
     words = "zeros as the routes of token 0 of 4; .* set rollout.routing_replay to false"
     with nothing_left(), pytest.raises(ValueError, match=words if returns_routes() else "requires Model Runner V2"):
-        asyncio.run(launch(make_config(tiny_experts(tmp_path)), told=False))
+        asyncio.run(launch(make_config(tiny_experts(tmp_path, **SHAPE)), told=False))
 
 
 @only_told

@@ -1,0 +1,93 @@
+"""What a run file may ask of a model with experts, known from its config.json; and what its routes take."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.checks import check, max_group_bytes
+from configs.load import ConfigError, load
+from configs.model_facts import expert_layers, model_facts
+from configs.schema import Config
+
+REPLAY = "rollout.routing_replay=true"
+QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 4}
+
+
+def config(folder: Path, model: dict[str, object], *overrides: str) -> Config:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model))
+    needed = [f"--model.path={folder}", "--data.train=d.parquet", "--reward.function=countdown"]
+    return load([*needed, *(f"--{one}" for one in overrides)])
+
+
+RULE = "servers load policies into the experts of qwen3_moe only; use such a model"
+CANNOT = "with which policies cannot be loaded into the 128 experts of MODEL;"
+ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "line"),
+    [
+        ({**QWEN, "model_type": "olmoe"}, [], f"model.path: MODEL is of type olmoe, and {RULE}"),
+        ({"model_type": "dbrx", "n_routed_experts": 64}, [], f"model.path: MODEL is of type dbrx, and {RULE}"),
+        (QWEN, [f"{ENGINE}.quantization=fp8"], f"{ENGINE}.quantization: fp8, {CANNOT} remove the key"),
+        (
+            QWEN,
+            [f"{ENGINE}.enable_expert_parallel=true"],
+            f"{ENGINE}.enable_expert_parallel: True, {CANNOT} remove the key",
+        ),
+        (QWEN, [f"{ENGINE}.enable_eplb=true"], f"{ENGINE}.enable_eplb: True, {CANNOT} remove the key"),
+        (QWEN, [f"{ENGINE}.moe_backend=aiter"], f"{ENGINE}.moe_backend: aiter, {CANNOT} set one of auto, triton"),
+        (DENSE, [REPLAY], f"{TRUE}, but MODEL (qwen3) has no experts; set it to false"),
+        (
+            QWEN,
+            [REPLAY, "rollout.device=cpu"],
+            f"{TRUE} needs a GPU, but rollout.device is cpu, where vLLM returns no routes; set it to false",
+        ),
+        (
+            QWEN,
+            [REPLAY, f"{ENGINE}.enable_prefix_caching=false"],
+            f"{TRUE} needs vLLM's prefix cache; remove {ENGINE}.enable_prefix_caching, or set it to false",
+        ),
+        (
+            QWEN,
+            [REPLAY, f"{ENGINE}.decode_context_parallel_size=2"],
+            f"{TRUE}, and with {ENGINE}.decode_context_parallel_size 2 vLLM returns no routes; remove one of them",
+        ),
+        (
+            QWEN,
+            [f"{ENGINE}.enable_return_routed_experts=true"],
+            f"{ENGINE}.enable_return_routed_experts: True contradicts rollout.routing_replay False; remove it and set "
+            "rollout.routing_replay",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, model, overrides, line):
+    with pytest.raises(ConfigError) as caught:
+        check(config(tmp_path / "m", model, *overrides), files=())
+    assert list(caught.value.problems) == [line.replace("MODEL", str(tmp_path / "m"))]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        (QWEN, [REPLAY, "rollout.engine.moe_backend=triton"]),
+        (DENSE, ["rollout.engine.enable_expert_parallel=true", "rollout.engine.quantization=fp8"]),
+        ({}, [REPLAY]),
+    ],
+)
+def test_what_can_be_is_not(tmp_path, model, overrides):
+    check(config(tmp_path / "m", model, *overrides), files=())
+
+
+def test_a_sample_grows_by_its_routes(tmp_path):
+    tokens = 1024 + 1024
+    plain = config(tmp_path / "m", QWEN, "batch.samples=4")
+    replayed = config(tmp_path / "m", QWEN, "batch.samples=4", REPLAY)
+    assert max_group_bytes(plain) == 4 * tokens * 13 and max_group_bytes(replayed) == 4 * tokens * (13 + 48 * 8)
+    many = {**QWEN, "num_experts": 257, "mlp_only_layers": [0, 3], "decoder_sparse_step": 2}
+    assert expert_layers(many) == [layer for layer in range(1, 48, 2) if layer != 3]
+    config(tmp_path / "m", many)
+    assert model_facts(str(tmp_path / "m")).route_bytes == 23 * 8 * 2

@@ -1,0 +1,102 @@
+"""Which of vLLM's models with experts are given policies, and under which names their parameters are told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from rollout.engine.experts.expert_kernels import packed_anew, parameter_name, refusal
+
+CPU = torch.device("cpu")
+
+
+class UnquantizedFusedMoEMethod:
+    """Stands for vLLM's."""
+
+    def __init__(self, backend: str = "CPU") -> None:
+        self.unquantized_backend, self.moe_kernel = SimpleNamespace(name=backend), object()
+
+
+class Fp8MoEMethod(UnquantizedFusedMoEMethod):
+    """Stands for vLLM's."""
+
+
+class Qwen3MoeForCausalLM(torch.nn.Module):
+    """Stands for vLLM's, with one layer of experts."""
+
+    def __init__(self, method: Any = None) -> None:
+        super().__init__()
+        self.experts = RoutedExperts.__new__(RoutedExperts)
+        torch.nn.Module.__init__(self.experts)
+        self.experts.quant_method = method or UnquantizedFusedMoEMethod()
+
+
+class OlmoeForCausalLM(Qwen3MoeForCausalLM):
+    """Stands for vLLM's."""
+
+
+def vllm_config(is_moe: bool = True, lora: object = None, **parallel: bool) -> SimpleNamespace:
+    known = {"enable_expert_parallel": False, "enable_eplb": False} | parallel
+    model = SimpleNamespace(is_moe=is_moe)
+    return SimpleNamespace(lora_config=lora, model_config=model, parallel_config=SimpleNamespace(**known))
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        (
+            OlmoeForCausalLM(),
+            vllm_config(),
+            "model.path: vLLM's OlmoeForCausalLM has experts, and policies",
+        ),
+        (torch.nn.Linear(1, 1), vllm_config(), "model.path: vLLM's Linear has experts"),
+        (
+            Qwen3MoeForCausalLM(Fp8MoEMethod()),
+            vllm_config(),
+            "rollout.engine.quantization: experts are held by vLLM's",
+        ),
+        (
+            Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("FLASHINFER_TRTLLM")),
+            vllm_config(),
+            "rollout.engine.moe_backend: vLLM chose FLASHINFER_TRTLLM for the experts",
+        ),
+        (Qwen3MoeForCausalLM(), vllm_config(enable_eplb=True), "rollout.engine.enable_eplb: "),
+        (Qwen3MoeForCausalLM(), vllm_config(enable_expert_parallel=True), "rollout.engine.enable_expert_parallel: "),
+    ],
+)
+def test_what_was_never_tried_is_refused(model, config, words):
+    assert refusal(model, config).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (Qwen3MoeForCausalLM(), vllm_config()),
+        (Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
+        (torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
+        (OlmoeForCausalLM(), vllm_config(lora=object())),  # only an adapter is loaded
+    ],
+)
+def test_what_was_is_not(model, config):
+    assert refusal(model, config) == ""
+
+
+def test_only_a_cpu_has_its_kernels_made_anew_and_those_that_were_not_loaded_stay():
+    model = Qwen3MoeForCausalLM()
+    method, before = model.experts.quant_method, model.experts.quant_method.moe_kernel
+    with packed_anew(model, torch.device("cuda")):
+        assert method.moe_kernel is before
+    with packed_anew(model, CPU):
+        assert method.moe_kernel is None
+    assert method.moe_kernel is before
+    with packed_anew(model, CPU):
+        method.moe_kernel = after = object()
+    assert method.moe_kernel is after
+
+
+def test_experts_have_one_name_in_every_vllm():
+    now = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+    assert parameter_name("model.layers.0.mlp.experts.w13_weight") == parameter_name(now) == now
+    assert parameter_name("model.layers.0.mlp.gate.weight") == "model.layers.0.mlp.gate.weight"
