@@ -1,11 +1,13 @@
 """For all tests: one CPU thread per process, because many tests start several processes on few cores; the same cases of
 each property in every run, `--hypothesis-profile explore` draws others; no process that makes entries of
 reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left; and a
-command that a test calls here quietens no logger for the tests after it.
+command that a test calls here quietens no logger for the tests after it. Whoever starts the tests in the background
+may have SIGINT, SIGQUIT and SIGHUP ignored, which children inherit: here they do what they do in a terminal.
 """
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same")
