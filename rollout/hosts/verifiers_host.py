@@ -82,6 +82,7 @@ class ClassicEnvironment:
 
         config = ClientConfig(client_type="openai_chat_completions", api_base_url=url, api_key_var=KEY)
         client, raised = resolve_client(config), list[str]()
+        take_empty_answers(client)
         _raised.set(raised)
         try:
             out = await self.environment.run_rollout(row, client, MODEL, sampling)
@@ -159,6 +160,23 @@ class TasksetEnvironment:
         for task in self.environment.taskset:
             row = task.data.model_dump(mode="json", exclude_none=True)
             yield {"problem": shown(row.get("prompt")), "answer": row.get("answer", ""), "row": row}
+
+
+def take_empty_answers(client: Any) -> None:
+    """Have an answer without a word go on to be scored: it is the policy's own, and verifiers 0.2 takes it for a
+    failure of the model's server."""
+    from verifiers.errors import EmptyModelResponseError
+
+    check = client.raise_from_native_response
+
+    async def check_but_for_words(response: Any) -> None:
+        try:
+            await check(response)
+        except EmptyModelResponseError:
+            if not getattr(response, "choices", None):
+                raise
+
+    client.raise_from_native_response = check_but_for_words
 
 
 def note_errors(rubric: Any) -> None:

@@ -124,6 +124,18 @@ async def test_an_evaluation_set_asks_for_its_own_length(name: str, answer: int,
 
 
 @BOTH
+async def test_an_empty_answer_is_scored(name: str, python: Any, tmp_path: Path):
+    own = python(name)
+    (row, *_) = rows_of(own, name, tmp_path)
+    setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name))
+    engine.answer = lambda prompt: [engine.tokenizer.eos_token_id]
+    async with setup:
+        group = await episodes.attempt(row)
+    assert isinstance(group, Group), group
+    assert [sample.reward for sample in group.samples] == [0.0, 0.0]
+
+
+@BOTH
 async def test_an_episode_that_is_not_ok_is_no_reward(name: str, python: Any, tmp_path: Path):
     own = python(name)
     (row, *_) = rows_of(own, name, tmp_path, **how(name, "fail"))
