@@ -30,11 +30,13 @@ from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
-from rollout.engine.lora.adapter_load import ADAPTER
+from rollout.engine.lora.adapter_folder import NUMBER
 from rollout.engine.scheduler import Reports, unpack
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
+ADAPTER = LoRARequest("policy", NUMBER, "/pushed by the learner")
+"""What all requests name with `model.lora`. Nothing is read from the path while an adapter of the number is there."""
 CLOSE_S = 0.5
 LOAD_FOLDER_S = 3600.0
 DEAD = "vLLM's engine process died; its last log lines are above"

@@ -159,7 +159,8 @@ def test_a_base_and_its_adapter_answer_as_transformers_does(tmp_path: Path, caps
             tokens = trained.at(version).model.generate(
                 input_ids=torch.tensor([prompt]), max_new_tokens=19, do_sample=False, eos_token_id=[], pad_token_id=0
             )
-            assert example["answer"] == tokenizer.decode(tokens[0, len(prompt) :]), record["model"]
+            answer = tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)
+            assert example["answer"] == answer, record["model"]
     answers = [[example["answer"] for example in record["examples"]] for record in report["models"]]
     assert answers[0] != answers[1]
 

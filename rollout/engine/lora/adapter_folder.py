@@ -16,6 +16,8 @@ from configs.load import ConfigError
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
 
+NUMBER = 1
+"""Of a server's adapter: requests name it, and workers hold it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""

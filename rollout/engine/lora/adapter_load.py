@@ -12,16 +12,11 @@ from typing import Any
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
 
 from learner.weights.plan import LORA_A, LORA_B
-from rollout.engine.lora.adapter_folder import WEIGHTS, AdapterFolder, is_adapter, same_model
+from rollout.engine.lora.adapter_folder import NUMBER, WEIGHTS, AdapterFolder, is_adapter, same_model
 from rollout.engine.model_load import tensors_in
 from rollout.engine.recorded_copies import RecordedCopies
-
-NUMBER = 1
-ADAPTER = LoRARequest("policy", NUMBER, "/pushed by the learner")
-"""What each request names. Nothing is ever read from the path, as long as an adapter of that number is registered."""
 
 
 class AdapterLoad:

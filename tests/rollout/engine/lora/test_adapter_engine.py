@@ -25,7 +25,7 @@ from rollout.errors import EngineError
 from tests.harness.adapted import Adapted, make_base
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-LENGTH, TEMPERATURE, UPDATES, CLOSE = 400, 0.7, 5, 1e-4
+LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
 KV_BYTES = 64 << 20

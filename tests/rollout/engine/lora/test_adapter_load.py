@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from learner.weights.buckets import Buckets
 from learner.weights.plan import LORA_A, LORA_B, Plan, Spec
-from rollout.engine.lora.adapter_load import NUMBER, AdapterLoad
+from rollout.engine.lora.adapter_folder import NUMBER
+from rollout.engine.lora.adapter_load import AdapterLoad
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 CPU, RANK, SLOT_RANK, BLOCK = torch.device("cpu"), 6, 8, "model.layers.{}."
