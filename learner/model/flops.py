@@ -3,11 +3,12 @@
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
 B: parameters of all blocks' matrices, k / E of those of E experts where a token takes k; t: real tokens, prompt and
-answer; V: parameters of the output embedding; s: trainable tokens; L: blocks; a: heads x head dimension; q: sum of the
-squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens each share
-counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass. Recomputation
-(checkpointing, some losses' logits), padding and embedding look-ups do not count. The tower of a vision-language model adds c p + d p² for each image of p patches that
-it encodes (`TowerCosts`). Pure; used by `learner/train/step.py` and `learner/record/metrics.py`.
+answer; V: parameters of the output embedding; s: trainable tokens; L: blocks; a: heads x head dimension; q: sum of
+the squared document lengths (causal attention: half of all pairs). A prompt of P tokens that answers of R tokens each
+share counts once: t = P + sum R, q = P² + sum R (R + 2 P). 6 = 2 in the forward and 4 in the backward pass.
+Recomputation (checkpointing, some losses' logits), padding and embedding look-ups do not count. The tower of a
+vision-language model adds c p + d p² for each image of p patches that it encodes (`TowerCosts`). Pure; used by
+`learner/train/step.py` and `learner/record/metrics.py`.
 """
 
 from collections.abc import Iterable
