@@ -209,8 +209,8 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
 
 
 def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
-    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with routes, blocks recomputed;
-    the tallies too are those of the policy that is not compiled."""
+    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with routes, blocks
+    recomputed; the tallies too are those of the policy that is not compiled."""
     model, entries = expert_model(tmp_path, dtype="bfloat16"), routed(make_groups())
     learner = LEARNER.model_copy(update={"activation_checkpointing": "block"})
     torch._dynamo.reset()
