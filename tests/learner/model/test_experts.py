@@ -209,10 +209,10 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
 
 
 def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
-    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with and without routes,
-    blocks recomputed; the tallies too are those of the policy that is not compiled."""
-    model = expert_model(tmp_path, dtype="bfloat16")
-    entries, learner = make_groups(), LEARNER.model_copy(update={"activation_checkpointing": "block"})
+    """In bfloat16, whose products of experts the compiler takes: rows of several lengths with routes, blocks
+    recomputed; the tallies too are those of the policy that is not compiled."""
+    model, entries = expert_model(tmp_path, dtype="bfloat16"), routed(make_groups())
+    learner = LEARNER.model_copy(update={"activation_checkpointing": "block"})
     torch._dynamo.reset()
     counters.clear()
     found = []
@@ -221,20 +221,16 @@ def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, 
         for layer in policy.model.model.layers if compiled else ():
             layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend="aot_eager")
         algorithm = algorithm_of(policy, 150)
-        for kind in (routed(entries), entries):
-            replayed = SIZES if kind is not entries else None
-            part = cut(kind, 3, [len(kind)], 0)
-            batch = Batch.from_part(part, 150, policy.attention_cost, True, replayed=replayed)
-            assert all(row.shared for row in batch.microbatches) and len(batch.microbatches) > 2
-            sums = algorithm.backward(policy, batch)
-            gradients = [p.grad.full_tensor().clone() for p in policy.model.parameters()]
-            algorithm.optimizer.adamw.zero_grad()
-            found.append((sums, gradients))
-    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] <= 4
-    for (sums, gradients), (others, compiled_gradients) in zip(found[:2], found[2:], strict=True):
-        assert torch.allclose(sums["moe"], others["moe"], rtol=1e-3)
-        for ours, theirs in zip(gradients, compiled_gradients, strict=True):
-            assert (ours - theirs).norm() <= 1e-2 * ours.norm()
+        part = cut(entries, 3, [len(entries)], 0)
+        batch = Batch.from_part(part, 150, policy.attention_cost, True, replayed=SIZES)
+        assert all(row.shared for row in batch.microbatches) and len(batch.microbatches) > 2
+        sums = algorithm.backward(policy, batch)
+        found.append((sums["moe"], [p.grad.full_tensor() for p in policy.model.parameters()]))
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] <= 2
+    (tally, gradients), (compiled_tally, compiled_gradients) = found
+    torch.testing.assert_close(tally, compiled_tally, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(gradients, compiled_gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-2 * ours.norm()
 
 
 def test_a_dense_model_has_no_mixture() -> None:
