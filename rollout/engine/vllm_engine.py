@@ -82,20 +82,26 @@ class Engine:
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
         engine = cls(llm, reports, ADAPTER if arguments.get("enable_lora") else None)
-        if problem := max(await engine.collective("rl_refusal", timeout_s=START_S)):
+        try:
+            await engine._check(bool(arguments.get("enable_return_routed_experts")))
+        except BaseException:
             await engine.close()
-            raise ConfigError([problem])
-        await engine.collective("rl_stamp", 0, timeout_s=START_S)
-        if engine._adapter:  # vLLM would look for an adapter that is named and not there on the hub, and die
-            await engine.collective("rl_register", timeout_s=START_S)
-        if arguments.get("enable_return_routed_experts"):
-            engine.routes = ReturnedRoutes(llm.model_config.hf_text_config.to_dict())
-            try:
-                await engine.generate([0, 1, 2], 2, 1.0)
-            except EngineDead as error:
-                await engine.close()
-                raise ConfigError([str(error)]) from None
+            raise
         return engine
+
+    async def _check(self, routed: bool) -> None:
+        """Raises ConfigError if no policy can be loaded into this model or, `routed`, no routes come back; EngineDead."""
+        if problem := max(await self.collective("rl_refusal", timeout_s=START_S)):
+            raise ConfigError([problem])
+        await self.collective("rl_stamp", 0, timeout_s=START_S)
+        if self._adapter:  # vLLM would look for an adapter that is named and not there on the hub, and die
+            await self.collective("rl_register", timeout_s=START_S)
+        if routed:
+            self.routes = ReturnedRoutes(self._llm.model_config.hf_text_config.to_dict())
+            try:
+                await self.generate([0, 1, 2], 2, 1.0)
+            except EngineDead as error:
+                raise ConfigError([str(error)]) from None
 
     async def generate(
         self,
