@@ -62,7 +62,7 @@ def run_file(case: Case, folder: Path) -> Config:
         "run": {"name": "run", "folder": str(folder), "versions": 4},
         "model": {"path": "none"},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 24},
-        "reward": {"function": f"{folder / 'user.py'}:score", "timeout_s": 3.0},
+        "reward": {"function": f"{folder / 'user.py'}:score", "timeout_s": 60.0},
         "sampling": {"max_tokens": 8},
         "batch": {"groups": 8, "samples": 2},
         "learner": {"device": "cpu"},
