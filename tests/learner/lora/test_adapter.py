@@ -151,8 +151,9 @@ def test_compiled_is_eager(tmp_path: Path, mesh) -> None:
     """An adapted part of a block in one piece, with the adapter and, as the reference runs it, without."""
     policy, compiled = policy_of(adapted_model(tmp_path), mesh), CompileCounterWithBackend("aot_eager")
     stir(policy)
-    policy.unshard()
-    mlp = blocks(policy.model)[0].mlp
+    block = blocks(policy.model)[0]
+    block.unshard()
+    mlp = block.mlp
     faster = torch.compile(mlp.forward, dynamic=True, fullgraph=True, backend=compiled)
     for tokens in (5, 9):
         x = torch.randn(tokens, 64)
