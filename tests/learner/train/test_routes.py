@@ -98,7 +98,7 @@ def test_loads_are_counted_once(tmp_path: Path, mesh) -> None:
     for entry in entries:
         for chosen in own_routes(own, Sample.unpack(entry.sample).tokens.numpy())[:-1]:
             for layer, ids in enumerate(chosen):
-                want[layer, ids] += 1
+                want[layer, ids.astype(np.int64)] += 1
     for saving in ("none", "selective", "block"):
         learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
         _, sums = found(policy_of(model, mesh, learner), entries)
