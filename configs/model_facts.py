@@ -21,7 +21,7 @@ LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)
 """The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Keys of a config that count the experts of a layer."""
+"""Keys of a config that count the experts of a layer: transformers writes Qwen3-MoE's under the last one."""
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what checkpoints take."""
 
@@ -82,7 +82,7 @@ def model_facts(path: str) -> ModelFacts:
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     parameters = sum(prod(shape) for _, shape in shapes)
-    experts = next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
+    experts = num_experts(config)
     routes = len(expert_layers(config)) * config.get("num_experts_per_tok", 0) if experts else 0
     return ModelFacts(
         parameters or None,
@@ -94,6 +94,11 @@ def model_facts(path: str) -> ModelFacts:
         experts,
         routes * (1 if experts <= 256 else 2),
     )
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer, of a text config; 0 for a dense model."""
+    return next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:

@@ -90,7 +90,7 @@ class Engine:
         return engine
 
     async def _check(self, routed: bool) -> None:
-        """Raises ConfigError if no policy can be loaded into this model or, `routed`, no routes come back; EngineDead."""
+        """Raises ConfigError if no policy can be loaded into this model, or no routes come if `routed`; EngineDead."""
         if problem := max(await self.collective("rl_refusal", timeout_s=START_S)):
             raise ConfigError([problem])
         await self.collective("rl_stamp", 0, timeout_s=START_S)

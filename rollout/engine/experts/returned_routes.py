@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.model_facts import expert_layers
+from configs.model_facts import expert_layers, num_experts
 from rollout.errors import EngineDead
 
 CHECKED_TOKENS = 64
@@ -39,7 +39,7 @@ class ReturnedRoutes:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])
-        self._experts, self._k = int(config["num_experts"]), int(config["num_experts_per_tok"])
+        self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])
 
     def checked(self, rows: np.ndarray | None, tokens: int) -> np.ndarray:
         """The rows of `tokens` tokens in the layers that have experts: [tokens, layers, k], a copy. Raises EngineDead

@@ -6,7 +6,7 @@ import pytest
 from rollout.engine.experts.returned_routes import ReturnedRoutes, RowsKept
 from rollout.errors import EngineDead
 
-CONFIG = {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2}
+CONFIG = {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_local_experts": 8, "num_experts_per_tok": 2}
 ROUTES = ReturnedRoutes(CONFIG)
 
 
@@ -21,7 +21,7 @@ def rows(tokens: int, experts: int = 8, k: int = 2, layers: int = 3, dtype: str 
 def test_rows_are_those_of_the_layers_with_experts():
     given = rows(300)
     assert np.array_equal(ROUTES.checked(given, 300), given[:, [0, 2]])
-    many = ReturnedRoutes(CONFIG | {"num_experts": 300})
+    many = ReturnedRoutes(CONFIG | {"num_local_experts": 300})
     assert many.checked(rows(5, 300, dtype="uint16"), 5).dtype == np.uint16
     one = ReturnedRoutes(CONFIG | {"num_experts_per_tok": 1})
     assert not one.checked(rows(50, k=1), 50).all(), "expert 0 alone is a choice where k is 1"
