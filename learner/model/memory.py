@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -159,7 +159,7 @@ def _activations(empty: PreTrainedModel, model: ModelConfig, learner: LearnerCon
     width = getattr(torch, model.dtype).itemsize
     # on meta torch multiplies by experts in bfloat16 only; wider models keep about as many numbers
     traced_in = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
-    empty.to(traced_in)
+    nn.Module.to(empty, traced_in)
     tokens = torch.zeros(1, META_TOKENS, dtype=torch.int64, device="meta")
     decoder = empty.get_decoder()  # type: ignore[no-untyped-call]
     embedded = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}

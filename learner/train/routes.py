@@ -27,7 +27,7 @@ def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) ->
     """
     if sizes is None:
         return [None] * len(samples), ""
-    opened = [sample.routes and sample.routes.numpy() for sample in samples]
+    opened = [None if sample.routes is None else sample.routes.numpy() for sample in samples]
     items, rows = part.rows.item.numpy(), part.positions.numpy().tolist()
     for sample, routes, row in zip(samples, opened, rows, strict=True):
         if problem := _wrong(sample, routes, sizes):

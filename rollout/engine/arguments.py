@@ -254,7 +254,7 @@ def adapter_arguments(lora: LoraConfig, given: Mapping[str, Any]) -> dict[str, A
     }
     graphs = given.get("compilation_config", {})
     if isinstance(graphs, Mapping):  # else a level, or JSON, which stays as it is
-        arguments["compilation_config"] = {"cudagraph_specialize_lora": False} | graphs
+        arguments["compilation_config"] = {"cudagraph_specialize_lora": False, **graphs}
     return arguments
 
 

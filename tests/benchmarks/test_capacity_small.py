@@ -58,9 +58,8 @@ async def test_a_crowd_whose_requests_were_lost_with_the_buffer_gets_its_answers
     async with buffer(make_requests(path, groups=1), it.address) as again, rollout(again.address) as samples:
         (item,) = await samples.ask(1) or []
         assert (await samples.put(item, group(item.item))).accepted
-        await asyncio.wait_for(
-            asyncio.wait({asyncio.ensure_future(heard.wait()), crowd.failed}, return_when="FIRST_COMPLETED"), 60
-        )
+        ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(heard.wait()), crowd.failed]
+        await asyncio.wait(ends, timeout=60, return_when="FIRST_COMPLETED")
         assert sorted(parts) == [0, 1, 2]
         crowd.close()
 
@@ -118,7 +117,8 @@ async def test_settled_is_when_no_put_is_under_way_and_no_batch_is_left(tmp_path
 
     async def answer() -> None:
         while True:
-            state = State.model_construct(counts=next(counts))
+            made: Any = State.model_construct
+            state = made(counts=next(counts))
             for _ in range(2):
                 while it.awaited is None or it.awaited.done():
                     await asyncio.sleep(0)

@@ -83,6 +83,7 @@ class RoutedLayer(Qwen3MoeDecoderLayer):
 
     def forward(self, *args: Any, routing: Routing | None = None, **kwargs: Any) -> Tensor:
         """As in `Qwen3MoeDecoderLayer`; `routing` is this block's own."""
-        self.mlp.gate.routing = routing
+        router: Any = self.mlp.gate
+        router.routing = routing
         hidden: Tensor = super().forward(*args, **kwargs)
         return hidden

@@ -2,6 +2,7 @@
 active experts, what is refused, one graph for a compiled block."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ SHAPES = [{}, {"norm_topk_prob": False}, {"mlp_only_layers": [0], "num_experts":
 
 def qwen3_30b_a3b(folder: Path) -> ModelConfig:
     """The config of Qwen3-30B-A3B, without weights."""
-    config = Qwen3MoeConfig(
+    shape: Any = Qwen3MoeConfig
+    config = shape(
         vocab_size=151_936,
         hidden_size=2048,
         intermediate_size=6144,

@@ -16,7 +16,8 @@ HEAD = """# What a person sees when something fails
 
 Each row was produced by real processes: buffer, rollout server, learner, keepers and display, with an engine that
 answers at once and a learner that trains nothing. The words are those of `python -m actors status`; `reward.timeout_s`
-is 2 s or less where time runs out, a batch has 8 groups. Times are from the launch and contain the start of all processes.
+is 2 s or less where time runs out, a batch has 8 groups. Times are from the launch and contain the start of all
+processes.
 `python -m tests.system.failures` writes this page. What ends a run, and the exit codes: [operations](operations.md).
 
 | what fails | what a person sees | where, after how many seconds | how the run ends | after |
