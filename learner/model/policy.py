@@ -191,8 +191,9 @@ class Policy(nn.Module):
         """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
         likewise."""
         for name, parameter, _ in factors(self.model):
-            assert isinstance(parameter, DTensor)
-            yield name, parameter.detach().to(self.device).full_tensor()
+            shard = parameter.detach().to(self.device)
+            assert isinstance(shard, DTensor)
+            yield name, shard.full_tensor()
 
     def frozen_names(self) -> frozenset[str]:
         """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules."""

@@ -59,7 +59,7 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
             raise ConfigError([f"model.lora.targets: {target}: {has}; name some of these, or set all"])
     if not known:
         raise ConfigError([f"model.lora: the blocks of {type(model).__name__} have no linear layers; set it to null"])
-    model.requires_grad_(False).to(dtype)
+    nn.Module.to(model.requires_grad_(False), dtype)
     for name, layer in layers.items():
         if lora.targets == "all" or _last_word(name) in lora.targets:
             layer.__class__ = Adapted
@@ -91,7 +91,8 @@ def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {parameter}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5
+    bound: float = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 @contextmanager
