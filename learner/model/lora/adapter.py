@@ -91,8 +91,8 @@ def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed} {parameter}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    drawn: Tensor = torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5
-    return drawn
+    bound: float = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 @contextmanager
