@@ -51,7 +51,7 @@ class AdapterFolder:
                 f"{folder / SETTINGS}: {what}; only plain LoRA is served, so merge it into its base by peft"
             )
         shapes = {name.removeprefix(PREFIX): shape for name, shape in shapes_in(folder / WEIGHTS)}
-        layers = dict[str, tuple[int, ...]]()
+        layers: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
             if not {layer + LORA_A, layer + LORA_B} <= set(shapes):
