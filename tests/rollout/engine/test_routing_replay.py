@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 PROMPTS = [[3 + (i + 5 * n) % 60 for n in range(40)] for i in range(6)]
 GIVEN = [7, 9, 11]
 TELLING = {"worker_extension_cls": "tests.harness.told_routes.TellingWorker"}
-SHAPE = {"num_hidden_layers": 3, "mlp_only_layers": [1], "max_position_embeddings": 512}
+SHAPE = {"eos_token_id": None, "num_hidden_layers": 3, "mlp_only_layers": [1], "max_position_embeddings": 512}
 
 
 def returns_routes() -> bool:
