@@ -15,7 +15,8 @@ from buffer.images import ImageFormat
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
 from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
-from configs.schema import Config, LoraConfig
+from configs.model_facts import model_facts
+from configs.schema import Config, ModelConfig
 
 CPU_KV_BYTES = 256 << 20
 CPU_STEP_TOKENS = 2048
@@ -36,6 +37,8 @@ LINEAR_LAYERS = (
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
 """Layers of attention and MLP that vLLM adapts, where a model has them, for `model.lora.targets: all`."""
+PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
+"""Of layers that vLLM joins: a part of each."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` may be; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
@@ -234,7 +237,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         "disable_log_stats": True,  # vLLM's own; `rollout.engine.scheduler.Reports` takes their place
     }
     images = image_arguments(config, form) if form else {}
-    return defaults | given | ours | images | (adapter_arguments(config.model.lora, given) if config.model.lora else {})
+    return defaults | given | ours | images | (adapter_arguments(config.model, given) if config.model.lora else {})
 
 
 def longest_sample(config: Config) -> int:
@@ -243,9 +246,13 @@ def longest_sample(config: Config) -> int:
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
 
-def adapter_arguments(lora: LoraConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """For an adapter beside the base. Every request names it, so CUDA graphs without one are not captured."""
-    layers = LINEAR_LAYERS if lora.targets == "all" else lora.targets
+    lora, known = model.lora, model_facts(model.path).linear
+    assert lora is not None
+    layers: Iterable[str] = lora.targets
+    if lora.targets == "all":  # experts are no linear layers in the learner, and vLLM would adapt theirs too
+        layers = [name for name in LINEAR_LAYERS if not known or name in known or PARTS.get(name) in known]
     arguments = {
         "enable_lora": True,
         "max_loras": 1,

@@ -8,7 +8,17 @@ import torch
 from configs.checks import check
 from configs.load import ConfigError
 from configs.schema import Config, EvalSet, LoraConfig
-from rollout.engine.arguments import ADAPTER_RANKS, can_fp8, cliffs, engine_arguments, on_cpu, problems, vllm_fields
+from rollout.engine.arguments import (
+    ADAPTER_RANKS,
+    LINEAR_LAYERS,
+    can_fp8,
+    cliffs,
+    engine_arguments,
+    on_cpu,
+    problems,
+    vllm_fields,
+)
+from tests.harness.tiny_experts import tiny_experts
 
 UNKNOWN = "rollout.engine.{}: vLLM's AsyncEngineArgs has no such field"
 
@@ -50,6 +60,15 @@ def test_an_adapter_is_served_beside_the_base_on_disk():
     some = engine_arguments(with_lora(config(), targets=["q_proj", "o_proj"]), 0, cpu=True)
     assert some["lora_target_modules"] == ["q_proj", "o_proj"]
     assert not {"enable_lora", "compilation_config"} & set(engine_arguments(config(), 0, cpu=True))
+
+
+def test_all_layers_of_a_mixture_are_those_of_its_attention(tmp_path):
+    experts, dense = tiny_experts(tmp_path / "a"), tiny_experts(tmp_path / "b", mlp_only_layers=[0])
+    attention = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
+    for path, layers in (experts, attention), (dense, set(LINEAR_LAYERS)):
+        given = with_lora(config())
+        there = given.model_copy(update={"model": given.model.model_copy(update={"path": str(path)})})
+        assert set(engine_arguments(there, 0, cpu=True)["lora_target_modules"]) == layers
 
 
 @pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (8, 8), (24, 32), (300, 320), (512, 512)])
