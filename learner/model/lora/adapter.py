@@ -59,7 +59,8 @@ def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
             raise ConfigError([f"model.lora.targets: {target}: {has}; name some of these, or set all"])
     if not known:
         raise ConfigError([f"model.lora: the blocks of {type(model).__name__} have no linear layers; set it to null"])
-    nn.Module.to(model.requires_grad_(False), dtype)
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(dtype)  # and no buffer: rotary frequencies are float32 in any model
     for name, layer in layers.items():
         if lora.targets == "all" or _last_word(name) in lora.targets:
             layer.__class__ = Adapted

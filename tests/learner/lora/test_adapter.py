@@ -79,6 +79,14 @@ def test_the_base_is_held_as_it_computes_and_the_adapter_in_float32(tmp_path: Pa
     assert (half - fine).abs().mean() < 0.05
 
 
+def test_version_0_is_the_full_run_s_to_the_bit_however_far_a_token_lies(tmp_path: Path, mesh) -> None:
+    """Rotary frequencies rounded to bfloat16 would turn a token at 500 by half a radian too much or too little."""
+    model, tokens = adapted_model(tmp_path, dtype=torch.bfloat16), [1 + i % 60 for i in range(500)]
+    adapted, full = (policy_of(m, mesh) for m in (model, model.model_copy(update={"lora": None})))
+    assert adapted.logprobs_of(tokens) == full.logprobs_of(tokens)
+    assert {x.dtype for x in adapted.model.buffers()} == {torch.float32}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_are_pefts(tmp_path: Path, mesh, tied: bool) -> None:
     model = adapted_model(tmp_path, tied)
