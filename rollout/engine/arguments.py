@@ -250,7 +250,7 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
     """For an adapter beside the base. Every request names it, so CUDA graphs without one are not captured."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
-    layers: Iterable[str] = lora.targets
+    layers = list(lora.targets)
     if lora.targets == "all":  # experts are no linear layers in the learner, and vLLM would adapt theirs too
         layers = [name for name in LINEAR_LAYERS if not known or name in known or PARTS.get(name) in known]
     arguments = {
