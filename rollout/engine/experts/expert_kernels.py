@@ -21,7 +21,7 @@ blocks of it, as FlashInfer's do."""
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     """Why no policy may be loaded into the experts of this model, with the remedy; "" if it may, or there are none."""
-    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None or not (layers or vllm_config.model_config.is_moe):
         return ""  # with an adapter the base is never loaded again
     parallel = vllm_config.parallel_config
