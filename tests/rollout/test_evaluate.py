@@ -17,9 +17,9 @@ from configs.schema import EvalSet
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
 from rollout import evaluate
-from rollout.episodes.prompts import Prompts
 from rollout.engine.arguments import engine_arguments
 from rollout.engine.lora.adapter_folder import shapes_in
+from rollout.episodes.prompts import Prompts
 from rollout.episodes.setup import RolloutSetup
 from rollout.evaluation.players import ProblemSet
 from rollout.rewards.workers import RewardPool
