@@ -66,15 +66,22 @@ def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = (
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if not config.data.eval:
         raise ConfigError(["data.eval: null; name a file of problems that are kept out of training"])
-    problem = "no config.json there; name a folder in Hugging Face format, or an adapter's in PEFT's"
-    files = ("config.json", "adapter_config.json")
-    if absent := [model for model in models if not any((model / file).is_file() for file in files)]:
-        raise ConfigError([f"--models {model}: {problem}" for model in absent])
+    if problems := [f"--models {model}: {why}" for model in models if (why := absence(model))]:
+        raise ConfigError(problems)
     known = ", ".join(config.data.eval)
     if unknown := [f"--sets {name}: data.eval has {known}" for name in names if name not in config.data.eval]:
         raise ConfigError(unknown)
     wanted = {name: given for name, given in config.data.eval.items() if name in names or not names}
     return load_sets(config.model_copy(update={"data": config.data.model_copy(update={"eval": wanted})}))
+
+
+def absence(folder: Path) -> str:
+    """Why `folder` is none that can be evaluated; empty if it is one."""
+    if any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        return ""
+    if inside := [folder / name for name in ("adapter", "huggingface") if (folder / name).is_dir()]:
+        return f"a checkpoint; name {inside[0]}"
+    return "no config.json there; name a folder in Hugging Face format, or an adapter's in PEFT's"
 
 
 def served(config: Config, models: Sequence[Path]) -> Config:

@@ -54,7 +54,8 @@ def merge(checkpoint: Path, out: Path) -> None:
     if digest(model) != adapter.base:
         raise ValueError(f"model.path: {path} has other weights than when {checkpoint} was saved; give them back")
     add(model, adapter_files.read(checkpoint / "adapter"), lora.scale)
-    export.write(dict(model.named_parameters()), adapter.model, out)
+    named = [(name, part) for name, x in model.named_parameters() for name, part in export.in_files(name, x)]
+    export.write({name: part.clone() if ".experts." in name else part for name, part in named}, adapter.model, out)
 
 
 def add(model: PreTrainedModel, adapter: dict[str, Tensor], scale: float) -> None:

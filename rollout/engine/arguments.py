@@ -211,7 +211,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     """
     given = config.rollout.engine
     defaults: dict[str, Any] = {
-        "load_format": "auto" if config.model.lora else "dummy",  # weights come from the learner, but an adapter's base
+        "load_format": "dummy",  # weights come from the learner
         "max_model_len": longest_sample(config),
         "generation_config": "vllm",  # the run file decides how to sample, not the model's folder
         "enable_prefix_caching": True,
@@ -254,6 +254,7 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
     if lora.targets == "all":  # experts are no linear layers in the learner, and vLLM would adapt theirs too
         layers = [name for name in LINEAR_LAYERS if not known or name in known or PARTS.get(name) in known]
     arguments = {
+        "load_format": "auto",  # of the base; a run whose own weights are pushed may say `dummy`, and evaluate adapters
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),

@@ -17,6 +17,8 @@ from configs.schema import EvalSet
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
 from rollout import evaluate
+from rollout.engine.arguments import engine_arguments
+from rollout.engine.lora.adapter_folder import shapes_in
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.setup import RolloutSetup
 from rollout.evaluation.players import ProblemSet
@@ -24,6 +26,7 @@ from rollout.rewards.workers import RewardPool
 from rollout.tasks.trajectory import single_turn
 from tests.harness.adapted import Adapted, make_base
 from tests.harness.fakes import FakeEngine
+from tests.harness.pictured import seeing_model
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
 
@@ -78,6 +81,14 @@ def test_missing_models_or_problems_are_refused(tmp_path: Path):
         evaluate.chosen_sets(load([str(RUN), "--data.eval=null"]), [tmp_path])
 
 
+@pytest.mark.parametrize("inside", ["adapter", "huggingface"])
+def test_a_checkpoint_is_refused_with_the_folder_in_it(tmp_path: Path, inside: str):
+    config = load([str(RUN), f"--data.eval={tmp_path / 'eval.parquet'}"])
+    (tmp_path / "v000100" / inside).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=rf"v000100: a checkpoint; name .*/v000100/{inside}$"):
+        evaluate.chosen_sets(config, [tmp_path / "v000100"])
+
+
 def save(folder: Path, **tensors: tuple[int, ...]) -> Path:
     folder.mkdir()
     weights = {name.replace("__", "."): torch.zeros(shape) for name, shape in tensors.items()}
@@ -115,6 +126,7 @@ def test_an_engine_for_adapters_holds_those_that_are_evaluated(tmp_path: Path):
         ({"out": 24}, r"wrong: an adapter of a model where layers.0.q is \(24, 8\), not \(16, 8\)"),
         ({"use_dora": True}, r"adapter_config.json: use_dora; only plain LoRA is served"),
         ({"peft_type": "IA3"}, r"adapter_config.json: peft_type IA3; only plain LoRA"),
+        ({"r": None}, r"adapter_config.json: r is missing"),
     ],
 )
 def test_an_adapter_of_another_base_or_kind_is_refused(tmp_path: Path, settings: dict[str, Any], words: str):
@@ -122,6 +134,37 @@ def test_an_adapter_of_another_base_or_kind_is_refused(tmp_path: Path, settings:
     config = load([str(RUN), f"--model.path={base}"])
     with pytest.raises(ValueError, match=words):
         evaluate.served(config, [adapter(tmp_path / "right"), adapter(tmp_path / "wrong", **settings)])
+
+
+def test_an_adapter_without_its_tensors_is_refused(tmp_path: Path):
+    folder = adapter(tmp_path / "one")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"one: no adapter_model.safetensors there"):
+        evaluate.served(load([str(RUN), f"--model.path={tmp_path}"]), [folder])
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_adapter_of_a_vision_language_model_fits_its_base(tmp_path: Path, kind: str):
+    """Files of Qwen2.5-VL have other names for layers than transformers has."""
+    base = seeing_model(tmp_path / "base", kind)
+    shape = [s for file in Path(base.path).glob("*.safetensors") for n, s in shapes_in(file) if "layers.1.mlp.up_" in n]
+    layer = "base_model.model.model.language_model.layers.1.mlp.up_proj"
+    config = load([str(RUN), f"--model.path={base.path}"])
+    for name, out in (("right", shape[0][0]), ("wrong", shape[0][0] + 1)):
+        folder = adapter(tmp_path / name)
+        weights = {f"{layer}.lora_A.weight": torch.zeros(4, shape[0][1]), f"{layer}.lora_B.weight": torch.zeros(out, 4)}
+        save_file(weights, folder / "adapter_model.safetensors")
+    assert evaluate.served(config, [tmp_path / "right"]).model.lora
+    with pytest.raises(ConfigError, match=r"wrong: an adapter of a model where model.language_model.layers.1.mlp.up"):
+        evaluate.served(config, [tmp_path / "wrong"])
+
+
+def test_the_base_of_an_adapter_is_read_whatever_a_run_of_whole_weights_says(tmp_path: Path):
+    base = save(tmp_path / "base", layers__0__q__weight=(16, 8))
+    config = load([str(RUN), f"--model.path={base}", "--rollout.engine.load_format=dummy"])
+    assert engine_arguments(config, 0, cpu=True)["load_format"] == "dummy"
+    adapted = evaluate.served(config, [adapter(tmp_path / "one")])
+    assert engine_arguments(adapted, 0, cpu=True)["load_format"] == "auto"
 
 
 def test_the_base_is_known_by_where_it_is_or_by_its_name(tmp_path: Path):

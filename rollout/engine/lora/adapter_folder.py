@@ -50,6 +50,10 @@ class AdapterFolder:
             raise ValueError(
                 f"{folder / SETTINGS}: {what}; only plain LoRA is served, so merge it into its base by peft"
             )
+        if lacking := [key for key in ("r", "lora_alpha") if not settings.get(key)]:
+            raise ValueError(f"{folder / SETTINGS}: {lacking[0]} is missing; save the adapter by peft")
+        if not (folder / WEIGHTS).is_file():
+            raise ValueError(f"{folder}: no {WEIGHTS} there; save the adapter as safetensors")
         shapes = {name.removeprefix(PREFIX): shape for name, shape in shapes_in(folder / WEIGHTS)}
         layers: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
@@ -68,10 +72,10 @@ class AdapterFolder:
         if self.base and not same_model(self.base, path):
             return f"an adapter of {self.base}"
         files = sorted(Path(path).glob("*.safetensors"))
-        base = {name.removesuffix(".weight"): shape for file in files for name, shape in shapes_in(file)}
+        base = {without_part(name.removesuffix(".weight")): shape for file in files for name, shape in shapes_in(file)}
         for layer, shape in self.layers.items() if base else ():
-            if base.get(layer) != shape:
-                return f"an adapter of a model where {layer} is {shape}, not {base.get(layer, 'missing')}"
+            if (found := base.get(without_part(layer), "missing")) != shape:
+                return f"an adapter of a model where {layer} is {shape}, not {found}"
         return ""
 
 
@@ -80,6 +84,12 @@ def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a dict
             yield name, tuple(tensors.get_slice(name).get_shape())
+
+
+def without_part(name: str) -> str:
+    """The name of a layer, as `model.layers.0.mlp.up_proj`, without the word for the text model of one that sees: files
+    of Qwen2.5-VL lack it, and transformers and peft do not."""
+    return name.replace("language_model.", "")
 
 
 def is_adapter(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.adapters import LORA, adapted_model, peft_model, stir
 from tests.harness.pictured import seeing_model
+from tests.harness.tiny_experts import tiny_experts
 from tests.harness.world import LEARNER, plain, policy_of, tiny_model
 
 IDS = torch.arange(40).reshape(2, 20)
@@ -184,6 +185,24 @@ def test_merged_is_the_model_with_its_adapter(tmp_path: Path, mesh, tied: bool, 
     names = {name for file in out.glob("*.safetensors") for name in load_file(file)}
     assert names == plain(model).state_dict().keys() - ({"lm_head.weight"} if tied else set())
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) is tied
+
+
+def test_merged_experts_are_files_as_other_models_have_them(tmp_path: Path, mesh) -> None:
+    """An adapter of attention: experts one by one, unchanged, as a full run exports them and vLLM knows them."""
+    path = tiny_experts(tmp_path / "model")
+    model = ModelConfig(path=str(path), dtype="float32", lora=LORA)
+    policy, checkpoints = checkpoints_of(tmp_path, model, mesh)
+    stir(policy)
+    checkpoints.save(policy, 2)
+    checkpoints.close()
+    assert main(["merge", str(folder_of(tmp_path / "checkpoints", 2)), str(tmp_path / "merged")]) == 0
+    ours, theirs = (
+        {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+        for folder in (tmp_path / "merged", path)
+    )
+    assert ours.keys() == theirs.keys()
+    changed = {name.split(".")[-3] for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert changed == {"self_attn"}
 
 
 def test_merging_rounds_once(tmp_path: Path, mesh) -> None:
