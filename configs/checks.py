@@ -72,7 +72,7 @@ REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
 """Arguments of a reward server's engine that have a key of their own, or that Headrace sets itself."""
 
 EXPERT_MODELS = ("qwen3_moe",)
-"""Kinds of models with experts whose policies servers are known to load right."""
+"""Kinds of models with experts that the learner is known to train right, and servers to load right."""
 EXPERT_KERNELS = ("auto", "triton")
 """Values of `rollout.engine.moe_backend` with which they are."""
 SPREAD = ("enable_expert_parallel", "enable_eplb")

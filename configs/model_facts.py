@@ -78,19 +78,19 @@ def model_facts(path: str) -> ModelFacts:
     for name, shape in shapes:
         if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
             linear[found[1]] += sum(shape)
-    config = config.get("text_config", config)
+    kind, config = config.get("model_type"), config.get("text_config") or config
     # with scaled rotary embeddings the usable context is not max_position_embeddings
     positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
     parameters = sum(prod(shape) for _, shape in shapes)
     experts = num_experts(config)
-    routes = len(expert_layers(config)) * config.get("num_experts_per_tok", 0) if experts else 0
+    routes = len(expert_layers(config)) * (config.get("num_experts_per_tok") or 0) if experts else 0
     return ModelFacts(
         parameters or None,
         config.get("num_attention_heads"),
         positions,
         tower or None,
         linear,
-        config.get("model_type"),
+        config.get("model_type") or kind,
         experts,
         routes * (1 if experts <= 256 else 2),
     )
@@ -98,7 +98,8 @@ def model_facts(path: str) -> ModelFacts:
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Experts of a layer, of a text config; 0 for a dense model."""
-    return next((int(config[key]) for key in EXPERTS if config.get(key)), 0)
+    counts = (config.get(key) for key in EXPERTS)
+    return next((number for number in counts if isinstance(number, int) and number), 0)
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:

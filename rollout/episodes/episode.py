@@ -181,7 +181,7 @@ class Episodes:
         raise AssertionError("unreachable")
 
     async def _try_once(self, problem: Problem, salt: str) -> Recorded:
-        routes = RecordedRoutes()
+        routes = RecordedRoutes(wanted=bool(self.sampler.engine.routes))
         try:
             with self.stages("task"):
                 generate = self.sampler.generate_for(problem, salt, routes)

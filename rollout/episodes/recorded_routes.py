@@ -44,9 +44,10 @@ class RoutedAnswer:
 
 
 class RecordedRoutes:
-    """Those of one sample."""
+    """Those of one sample. `wanted`: it is of no use without."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = False) -> None:
+        self.wanted = wanted
         self._answers: list[RoutedAnswer] = []
         self._ends: dict[bytes, int] = {}
 
@@ -68,8 +69,10 @@ class RecordedRoutes:
 
     def of(self, trajectory: Trajectory) -> np.ndarray | None:
         """[tokens, layers, k]; zeros where no answer reads a token. None if there were no routes at all. Raises
-        EpisodeError for a sampled token that no answer sampled there."""
+        EpisodeError for a sampled token that no answer sampled there, and without routes if they are `wanted`."""
         if not self._answers:
+            if self.wanted:
+                raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")
             return None
         tokens, logprobs = np.array(trajectory.tokens, np.int32), np.array(trajectory.logprobs)
         lacking, like = np.array(trajectory.sampled, bool), self._answers[0].rows

@@ -32,6 +32,11 @@ ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
     [
         ({**QWEN, "model_type": "olmoe"}, [], f"model.path: MODEL is of type olmoe, and {RULE}"),
         ({"model_type": "dbrx", "n_routed_experts": 64}, [], f"model.path: MODEL is of type dbrx, and {RULE}"),
+        (
+            {"model_type": "gemma4", "text_config": {"num_experts": 128, "num_experts_per_tok": None}},
+            [],
+            f"model.path: MODEL is of type gemma4, and {RULE}",
+        ),
         (QWEN, [f"{ENGINE}.quantization=fp8"], f"{ENGINE}.quantization: fp8, {CANNOT} remove the key"),
         (
             QWEN,
@@ -91,3 +96,10 @@ def test_a_sample_grows_by_its_routes(tmp_path):
     assert expert_layers(many) == [layer for layer in range(1, 48, 2) if layer != 3]
     config(tmp_path / "m", many)
     assert model_facts(str(tmp_path / "m")).route_bytes == 23 * 8 * 2
+
+
+@pytest.mark.parametrize("model", [{"num_experts": [4, 8]}, {"num_experts": None}, {"text_config": None}])
+def test_a_number_that_is_none_is_no_fact(tmp_path: Path, model: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "num_hidden_layers": 2} | model))
+    facts = model_facts(str(tmp_path))
+    assert (facts.kind, facts.experts, facts.route_bytes) == ("odd", 0, 0)

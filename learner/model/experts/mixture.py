@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from configs.checks import EXPERT_MODELS
 from configs.load import ConfigError
 from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
 from learner.model.microbatch import Microbatch
 
-TRAINED = ("qwen3_moe",)
-"""Model types with experts that tests have shown to be trained right."""
 IMPLEMENTATION = "grouped_mm"
 """How transformers multiplies by the experts: all of a block's in one product, whatever tokens they get."""
 
@@ -41,8 +40,8 @@ def has_experts(config: Any) -> bool:
 def check_experts(config: Any, path: str, replay: bool) -> None:
     """Raise ConfigError for a mixture of experts that is not known to be trained right; `replay`: routes are wanted."""
     kind = config.get_text_config().model_type
-    if has_experts(config) and kind not in TRAINED:
-        known = f"of those only {', '.join(TRAINED)} is known to be trained right"
+    if has_experts(config) and kind not in EXPERT_MODELS:
+        known = f"of those only {', '.join(EXPERT_MODELS)} is known to be trained right"
         raise ConfigError(
             [f"model.path: {path} is a mixture of experts of type {kind}, and {known}; take such a model"]
         )

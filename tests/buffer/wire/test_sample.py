@@ -187,3 +187,12 @@ def test_what_are_no_routes_of_a_sample_is_told(dtype, shape, words):
 def test_only_samples_without_routes_take_the_short_way():
     assert parsing._parse_fast(msgpack.packb(routed())) is None
     assert parsing._parse_fast(sample(tokens=6).pack()) is not None
+
+
+def test_a_sample_from_before_there_were_routes_is_read_from_a_file_of_then():
+    new = sample(tokens=6)
+    fields = new.model_dump()
+    assert fields.pop("routes") is None
+    data = bytes(msgpack.packb(fields))
+    assert parsing._parse_fast(data) is None and sample_stats(data) == sample_stats(new.pack())
+    assert Sample.unpack(data) == new

@@ -62,6 +62,20 @@ async def test_a_reward_that_fails_fails_the_group_and_is_no_zero():
     assert outcome.kind == "reward" and outcome.reason.startswith("fake took longer")
 
 
+async def test_a_sample_that_no_call_of_generate_made_is_an_error_of_the_task_where_routes_are_replayed():
+    async def remembered(problem: Problem, generate: Generate) -> Trajectory:
+        trajectory = Trajectory(problem.prompt)
+        trajectory.take(Completion([ord("2"), STOP], [-0.5, -0.5], [3, 3], "stop"))
+        return trajectory
+
+    engine = answering("2.")
+    assert isinstance(await episodes(engine, remembered).run(item()), Group)
+    engine.routes = True
+    outcome = await episodes(engine, remembered).run(item())
+    assert isinstance(outcome, Failure) and outcome.kind == "task"
+    assert outcome.reason.startswith("the task never called generate; with rollout.routing_replay")
+
+
 async def test_a_refused_prompt_is_a_permanent_failure():
     def refuse(prompt: list[int]) -> list[int]:
         raise EpisodeError("vLLM refuses 4 tokens", permanent=True)
