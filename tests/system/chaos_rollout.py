@@ -47,7 +47,7 @@ class Engine:
         self.run, self.version, self.first, self.vocabulary = run, 0, asyncio.Event(), 128
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self.salt = ""
+        self.salt, self.routes = "", None
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
