@@ -40,9 +40,6 @@ COPY_BELOW = 2**16
 TURN_S = 0.005, 0.02
 """How long parts are made for Takes before messages are looked at again: as long as all else took in this turn, within
 these bounds."""
-RENAMED = b"\0"
-"""How ZeroMQ's own names begin. A connection that broke gets one when its process has another and messages of it are
-still unread: they are sent again, and a Hello among them would make two peers of a process, of which one has ended."""
 DEAF_S = 0.5
 """A turn of the event loop, or a wait beyond its time, that took longer is time in which nobody could be heard."""
 RETRY_S = 1.0, 15.0
@@ -234,19 +231,17 @@ class BufferServer:
         """All messages that are there, up to what one commit gathers; and whether there may be more."""
         received: list[list[Frame]] = []
         gathered = 0
-        for _ in range(MAX_MESSAGES):
+        while len(received) < MAX_MESSAGES and gathered < COMMIT_BYTES:
             try:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
             descriptor, speaker = int(identity.get(zmq.SRCFD)), identity.bytes
-            if not speaker.startswith(RENAMED):
-                if (before := self._speakers.get(descriptor, speaker)) != speaker:
-                    self._reused.append((descriptor, before))
-                self._speakers[descriptor] = speaker
-                received.append([speaker, *(frame.buffer for frame in rest)])
-            if (gathered := gathered + sum(map(len, rest))) >= COMMIT_BYTES:
-                break
+            if (before := self._speakers.get(descriptor, speaker)) != speaker:
+                self._reused.append((descriptor, before))
+            self._speakers[descriptor] = speaker
+            received.append([identity.bytes, *(frame.buffer for frame in rest)])
+            gathered += sum(map(len, rest))
         return received, True
 
     async def _commit(self, requests: PendingRequests) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import zmq
 
 from buffer.store.segments import GroupCache
 from buffer.wire import server as wire
@@ -149,33 +148,3 @@ async def test_as_many_may_connect_at_once_as_the_kernel_allows() -> None:
     async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
         queues = dict(listening())
         assert queues[int(server.address.rpartition(":")[2])] == int(Path("/proc/sys/net/core/somaxconn").read_text())
-
-
-@in_loop
-async def test_what_a_connection_said_that_broke_and_was_replaced_is_heard_by_nobody() -> None:
-    """ZeroMQ names the older connection anew as the newer one comes. That the loop reads nothing meanwhile is as if a
-    commit took long."""
-    context = zmq.Context()
-
-    def connected(*said: str) -> "zmq.Socket[bytes]":
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, b"a")
-        dealer.setsockopt(zmq.LINGER, 10_000)
-        dealer.connect(server.address)
-        for word in said:
-            dealer.send_string(word)
-        return dealer
-
-    async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
-        heard: list[tuple[bytes, bytes]] = []
-        with server._plain.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ends:
-            connected("first", "late", "later").close()
-            assert server._plain.poll(60_000) and ends.poll(60_000)
-            server._plain.disable_monitor()
-        with connected("new"):
-            while b"new" not in [said for _, said in heard]:
-                assert server._plain.poll(60_000)
-                heard += [(bytes(who), bytes(said)) for who, said in server._receive()[0]]
-            heard += [(bytes(who), bytes(said)) for who, said in server._receive()[0]]
-    context.term()
-    assert {who for who, _ in heard} == {b"a"} and {*server._speakers.values()} == {b"a"}
