@@ -68,7 +68,10 @@ class Scripted(BufferServer):
 
 
 @in_loop
-async def test_what_was_put_is_answered_before_a_batch_is_cut_and_its_parts_are_made() -> None:
+async def test_what_was_put_is_answered_before_a_batch_is_cut_and_its_parts_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "TURN_S", (60.0, 60.0))  # all parts in one turn, however busy the machine
     requests = make_requests(groups=1, max_staleness=4)
     async with Scripted(requests) as server:
         await server.turn(("a", hello("a")), *((f"l{rank}", hello(f"l{rank}", "learner")) for rank in range(RANKS)))
