@@ -15,6 +15,7 @@ import sys
 import time
 import venv
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,16 @@ def keys(python: Path, name: str, args: dict[str, Any] | None = None) -> list[st
 
 
 def hosts() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if str(HOST) in each.cmdline()]
+    return below(psutil.Process(), str(HOST))
+
+
+def below(process: psutil.Process, word: str) -> list[psutil.Process]:
+    """What runs below `process` with `word` in its command line; one that has ended has none."""
+    found = []
+    for each in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [each] if word in " ".join(each.cmdline()) else []
+    return found
 
 
 def how(name: str, what: str) -> dict[str, Any]:
@@ -191,7 +201,7 @@ async def test_a_lost_lease_ends_the_episodes_in_the_host(name: str, python: Any
         (host,) = hosts()
         playing.cancel()
         await until(lambda: engine.aborted == 2 and not setup.task._by_url.server._doors)
-        await until(lambda: not [each for each in host.children(recursive=True) if "program" in str(each.cmdline())])
+        await until(lambda: not below(host, "program"))
         engine.gate.set()
         assert isinstance(await episodes.attempt(row), Group) and hosts() == [host]
 
