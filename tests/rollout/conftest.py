@@ -1,7 +1,11 @@
-"""Coroutine tests run in an event loop of their own."""
+"""Coroutine tests run in an event loop of their own. What vLLM's engines leave behind is gone with their module."""
 
 import asyncio
+import gc
 import inspect
+import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,3 +18,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_engine_left() -> Iterator[None]:
+    """vLLM leaves ZeroMQ contexts to the garbage collector, which may come to them in the middle of any later test and
+    warn; and `Engine.launch` takes what was there before from its sight."""
+    yield
+    if "vllm" in sys.modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.unfreeze()
+            gc.collect()
