@@ -106,13 +106,15 @@ def die_with_parent() -> None:
     """Have the kernel send SIGKILL to this process when the one that started it dies, for whatever reason.
 
     Does nothing unless the parent has set PARENT. The kernel means the thread that started this process, so a thread
-    that starts processes must last.
+    that starts processes must last. Ends the process (FAILED), in words, if PARENT is not its parent.
     """
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or prctl is None:
         return
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before the line above
+    if (now := os.getppid()) != int(parent):  # it died before the line above, or never was our parent
+        words = f"{PARENT}: {parent} has ended or is not the parent of {os.getpid()}, {now} is; unset it\n"
+        os.write(2, words.encode())
         os._exit(FAILED)
 
 

@@ -1,7 +1,8 @@
 """For all tests: one CPU thread per process, because many tests start several processes on few cores; the same cases of
 each property in every run, `--hypothesis-profile explore` draws others; no process that makes entries of
 reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left; and a
-command that a test calls here quietens no logger for the tests after it. Whoever starts the tests in the background
+command that a test calls here quietens no logger for the tests after it, nor does a file of tests leave a variable of
+ours in the environment of those that follow. Whoever starts the tests in the background
 may have SIGINT, SIGQUIT and SIGHUP ignored, which children inherit: here they do what they do in a terminal.
 """
 
@@ -37,3 +38,13 @@ def entries_are_made_no_more() -> Iterator[None]:
     yield
     if (made := sys.modules.get("buffer.data.entry_maker")) is not None:
         made.entry_maker().close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_variable_of_ours_is_left() -> Iterator[None]:
+    def ours() -> dict[str, str]:
+        return {key: value for key, value in os.environ.items() if key.startswith("HEADRACE_")}
+
+    before = ours()
+    yield
+    assert ours() == before

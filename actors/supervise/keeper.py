@@ -19,7 +19,7 @@ from itertools import pairwise
 from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
-from configs.entrypoint import BAD_INPUT, DONE, ENDINGS
+from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, PARENT
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -27,7 +27,7 @@ LOG_BYTES, LOG_FILES = 64 << 20, 3
 """A log of this size becomes `NAME.log.1`, that one `NAME.log.2`, and so on: so many files are kept."""
 SHOWN_LINES, SHOWN_EVERY_S, SHOWN_CHARACTERS = 300, 30.0, 2000
 """Lines, and characters of each, that a process may have reported in so many seconds. The log has all of them."""
-SET_BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
+SET_BY_RAY = {"OMP_NUM_THREADS", "PYTHONBREAKPOINT"}
 """Ray changes these in its workers; a process must get them from the launcher only."""
 
 
@@ -209,6 +209,8 @@ def last_words(lines: Sequence[str]) -> Sequence[str]:
 
 
 def environment(process: Process) -> dict[str, str]:
-    """The environment of a process started by hand, plus the accelerators that Ray assigned to this keeper."""
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in SET_BY_RAY}
+    """The environment of a process started by hand, plus the accelerators that Ray assigned to this keeper. A process
+    that the launcher dies with is not the parent of what it starts."""
+    left_out = SET_BY_RAY | {PARENT}
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in left_out}
     return {**ours, **process.env, "PYTHONUNBUFFERED": "1"}

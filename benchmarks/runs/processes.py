@@ -121,12 +121,17 @@ class Processes:
         """Start `python -m module FILE WORDS` under a name."""
         gpu = self.gpus.get(name)
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + gpu)}
-        log, os.environ[PARENT] = self.folder / f"{name}.log", str(os.getpid())
+        log, tie = self.folder / f"{name}.log", {PARENT: str(os.getpid())}
+
+        def tied() -> None:
+            os.environ.update(tie)  # of the fork: whatever else this process starts may outlive it
+            die_with_parent()
+
         with log.open("ab") as out:
             self._running[name] = subprocess.Popen(
                 [sys.executable, "-m", module, str(self.file), *words],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=die_with_parent,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **seen, **env},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=tied,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **tie, **seen, **env},
 
             )  # fmt: skip
         progress(f"{self.config.run.name}: {name} started, log in {log}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.entrypoint import StopSignals, split_flags
+from configs.entrypoint import FAILED, PARENT, StopSignals, split_flags
 
 IMPORTS = "import asyncio, logging, os, signal, sys, threading, time\nfrom configs.entrypoint import *\n"
 LOOP = """
@@ -236,3 +236,10 @@ def test_children_and_their_children_die_with_a_killed_process(tmp_path: Path, m
         top.kill()
         top.wait()
         assert not psutil.wait_procs(family, timeout=120)[1]
+
+
+def test_a_process_with_another_parent_than_it_is_told_says_so() -> None:
+    line = [sys.executable, "-c", "from configs.entrypoint import die_with_parent; die_with_parent()"]
+    end = subprocess.run(line, env=os.environ | {PARENT: "1"}, capture_output=True, text=True)
+    assert end.returncode == FAILED
+    assert end.stderr.startswith(f"{PARENT}: 1 has ended or is not the parent of ")

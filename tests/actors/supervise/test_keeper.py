@@ -12,6 +12,7 @@ import pytest
 
 from actors.process import FINAL, Event, Process, Restarts
 from actors.supervise.keeper import LOG_BYTES, SHOWN_LINES, Keeper
+from configs.entrypoint import PARENT
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, failures=3)
 FAMILY = """
@@ -69,6 +70,13 @@ def test_output_is_reported_and_logged(keep: Callable[..., Keeper], tmp_path: Pa
     assert events[-1].code == 0
     log = (tmp_path / "logs" / "it.log").read_text()
     assert "one\n" in log and "two\n" in log and "--- it ended" in log
+
+
+def test_what_it_starts_has_its_own_parent(keep: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper that a benchmark started, and that dies with it, passes that on to nobody."""
+    monkeypatch.setenv(PARENT, "1")
+    events = until(keep(f"import os; print(os.environ.get({PARENT!r}))"), lambda event: event.kind in FINAL)
+    assert [event.text for event in events if event.kind == "line"] == ["None"]
 
 
 def test_a_flood_of_lines_fills_neither_disk_nor_terminal(keep: Callable[..., Keeper], tmp_path: Path) -> None:
