@@ -21,7 +21,13 @@ from configs.schema import Config
 from tests.system.chaos_learner import digest_of, following
 from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row
 
-LOST = ("was restarted", "was not heard of for", "lost: its server does not know", "could not be trained within")
+LOST = (
+    "was restarted",
+    "its server ended",
+    "was not heard of for",
+    "lost: its server does not know",
+    "could not be trained within",
+)
 """Reasons for the end of a lease that are not the fault of its problem."""
 ZERO_VARIANCE = "zero variance"
 
