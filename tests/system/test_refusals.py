@@ -9,7 +9,9 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -131,10 +133,17 @@ def test_refused_by_the_list_of_checks(
     with socket.create_server(("127.0.0.1", 0)) as busy:
         wrong = wrong.format(folder=tmp_path, busy=busy.getsockname()[1])
         words = words.format(folder=tmp_path, address=address)
-        for command in commands:
+
+        def run(command: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
             begin = time.monotonic()
-            ended = python(*command, *given, wrong, timeout_s=240.0)
+            own = () if len(commands) == 1 else (f"--buffer.address=tcp://127.0.0.1:{free_port()}",)  # each tries it
+            ended = python(*command, *given, wrong, *own, timeout_s=240.0)
             print(f"{command[-2]:<8} {time.monotonic() - begin:5.1f} s  {wrong.replace(str(tmp_path), '')}")
+            return ended
+
+        with ThreadPoolExecutor(len(commands)) as pool:
+            done = pool.map(run, commands)
+        for command, ended in zip(commands, done, strict=True):
             assert ended.returncode == 2, ended.stdout + ended.stderr
             lines = ended.stderr.splitlines()
             if "doctor" in command:

@@ -12,10 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ def install(*words: str | Path) -> None:
 @pytest.fixture(scope="session")
 def python() -> Callable[[str], Path]:
     """The Python that has the environment, from its name."""
+    loaded: set[str] = set()
 
     def made(name: str) -> Path:
         folder = INSTALLED / f"verifiers-{RELEASES[name]}"
@@ -63,15 +66,25 @@ def python() -> Callable[[str], Path]:
                 done.touch()
         (packages,) = (folder / "lib").glob("python*/site-packages")
         (packages / "headrace_tests.pth").write_text(f"{HERE}\n")
+        if name not in loaded:  # compiled once for all hosts, also where Python is told to keep no bytecode
+            compiled = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+            subprocess.run([own, HOST, "check", name], check=True, capture_output=True, env=compiled)
+            loaded.add(name)
         return own
 
     return made
 
 
-def rows_of(python: Path, name: str, folder: Path, **args: Any) -> list[dict[str, Any]]:
-    file = folder / "rows.jsonl"
-    subprocess.run([python, HOST, "export", name, file, json.dumps(args)], check=True, capture_output=True)
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def rows_of(python: Path, name: str, **args: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in exported(python, name, json.dumps(args)).splitlines()]
+
+
+@cache
+def exported(python: Path, name: str, args: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.jsonl")
+        subprocess.run([python, HOST, "export", name, file, args], check=True, capture_output=True)
+        return file.read_text()
 
 
 def keys(python: Path, name: str, args: dict[str, Any] | None = None) -> list[str]:
@@ -104,7 +117,7 @@ def how(name: str, what: str) -> dict[str, Any]:
 @BOTH
 async def test_the_same_rewards_as_those_of_an_agent(name: str, python: Any, tmp_path: Path):
     own = python(name)
-    rows = rows_of(own, name, tmp_path)
+    rows = rows_of(own, name)
     assert [(row["problem"], row["answer"]) for row in rows] == [(row["problem"], row["answer"]) for row in ROWS]
     setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name))
     async with setup:
@@ -124,7 +137,7 @@ async def test_the_same_rewards_as_those_of_an_agent(name: str, python: Any, tmp
 @pytest.mark.parametrize("answer", [9, 150])
 async def test_an_evaluation_set_asks_for_its_own_length(name: str, answer: int, python: Any, tmp_path: Path):
     own = python(name)
-    (row, *_) = rows_of(own, name, tmp_path)
+    (row, *_) = rows_of(own, name)
     config = calculator_config(tmp_path, "environment", *keys(own, name))
     engine, setup = CalculatingEngine(), RolloutSetup.load(config, "rollout-0")
     episodes = setup.episodes(config, engine, 1.0, samples=1, max_tokens=answer)  # type: ignore[arg-type]
@@ -136,7 +149,7 @@ async def test_an_evaluation_set_asks_for_its_own_length(name: str, answer: int,
 @BOTH
 async def test_an_empty_answer_is_scored(name: str, python: Any, tmp_path: Path):
     own = python(name)
-    (row, *_) = rows_of(own, name, tmp_path)
+    (row, *_) = rows_of(own, name)
     setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name))
     engine.answer = lambda prompt: [engine.tokenizer.eos_token_id]
     async with setup:
@@ -148,7 +161,7 @@ async def test_an_empty_answer_is_scored(name: str, python: Any, tmp_path: Path)
 @BOTH
 async def test_an_episode_that_is_not_ok_is_no_reward(name: str, python: Any, tmp_path: Path):
     own = python(name)
-    (row, *_) = rows_of(own, name, tmp_path, **how(name, "fail"))
+    (row, *_) = rows_of(own, name, **how(name, "fail"))
     setup, episodes, _ = calculator(tmp_path, "environment", *keys(own, name, how(name, "fail")))
     async with setup:
         failure = await episodes.attempt(row)
@@ -158,7 +171,7 @@ async def test_an_episode_that_is_not_ok_is_no_reward(name: str, python: Any, tm
 
 async def test_a_task_set_that_cannot_score_gives_no_zero(python: Any, tmp_path: Path):
     own, name = python("calculator_tasks"), "calculator_tasks"
-    (row, *_) = rows_of(own, name, tmp_path, **how(name, "unscored"))
+    (row, *_) = rows_of(own, name, **how(name, "unscored"))
     setup, episodes, _ = calculator(tmp_path, "environment", *keys(own, name))
     async with setup:
         failure = await episodes.attempt(row)
@@ -170,7 +183,7 @@ async def test_a_host_that_dies_is_started_again_and_its_episodes_are_the_infras
     name: str, python: Any, tmp_path: Path
 ):
     own = python(name)
-    (row, *_) = rows_of(own, name, tmp_path)
+    (row, *_) = rows_of(own, name)
     limits = ["--rollout.sample_attempts=1"]
     setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name), *limits)
     async with setup:
@@ -192,7 +205,7 @@ async def test_a_host_that_dies_is_started_again_and_its_episodes_are_the_infras
 @BOTH
 async def test_a_lost_lease_ends_the_episodes_in_the_host(name: str, python: Any, tmp_path: Path):
     own = python(name)
-    (row, *_) = rows_of(own, name, tmp_path)
+    (row, *_) = rows_of(own, name)
     setup, episodes, engine = calculator(tmp_path, "environment", *keys(own, name))
     async with setup:
         engine.gate.clear()
