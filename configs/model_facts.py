@@ -20,8 +20,8 @@ TOWER = ".visual."
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """The name of a block's weight, and the last word of its layer's; routers and experts are no linear layers here."""
 BYTES = {"bfloat16": 2, "float32": 4}
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Keys of a config that count the experts of a layer: transformers writes Qwen3-MoE's under the last one."""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys of a config that count the experts of a layer: transformers writes Qwen3-MoE's under the third."""
 SPARE_BYTES = 64 << 20
 """Disk space to leave free besides what checkpoints take."""
 
@@ -97,7 +97,10 @@ def model_facts(path: str) -> ModelFacts:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer, of a text config; 0 for a dense model."""
+    """Experts of a layer, of a text config; 0 for a dense model. Those of doge and nemotron_h may count experts too."""
+    blocks = config.get("layers_block_type") or ()
+    if config.get("is_moe") is False or ("mlp" in blocks and "moe" not in blocks):
+        return 0
     counts = (config.get(key) for key in EXPERTS)
     return next((number for number in counts if isinstance(number, int) and number), 0)
 

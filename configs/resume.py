@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from configs.help import FACTORS, RENAMED_KEYS, keys, show
 from configs.load import ConfigError, load
-from configs.schema import Config
+from configs.schema import Config, LoraConfig
 
 CHANGEABLE = (
     *("run.versions", "run.folder"),
@@ -88,6 +88,8 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
     }
     sections = {name: section.annotation.model_construct() for name, section in Config.model_fields.items()}  # type: ignore[union-attr]
     known = dict(_flat({name: section.model_dump(mode="json") for name, section in sections.items()})) | renamed
+    if lora := known["model.lora"]:  # the store has it as it was written
+        known["model.lora"] = LoraConfig.model_validate(lora).model_dump(mode="json")
     found = [Change(key, known.get(key), value) for key, value in settings(config).items() if known.get(key) != value]
     remedy = "it may not change while the run goes on: undo that, or begin another run with run.name and --fork-from"
     if fixed := [change for change in found if not is_changeable(change.key)]:

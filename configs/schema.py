@@ -7,7 +7,7 @@ sections. Models are frozen and refuse unknown keys. This package imports no oth
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -51,6 +51,12 @@ class LoraConfig(Section):
     targets: Literal["all"] | list[str] = "all"
     """Linear layers of the text model's blocks that get an adapter, by the last word of their names, as `[q_proj,
     k_proj, v_proj, o_proj]`; `all` of them."""
+
+    @field_validator("alpha")
+    @classmethod
+    def _null_for_one(cls, alpha: float | None, known: ValidationInfo) -> float | None:
+        """One value where two mean the same, so that a run may write either."""
+        return None if alpha == known.data.get("rank") else alpha
 
     @property
     def scale(self) -> float:

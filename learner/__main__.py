@@ -1,5 +1,6 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`. `python -m
-learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`).
+learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`), `digest
+CHECKPOINT MODEL` tells whether its base is MODEL (`base_digest.py`).
 
 Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
 `loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after
@@ -56,7 +57,7 @@ from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
-from learner.saved import merge
+from learner.saved import base_digest, merge
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.routes import RouteMismatch
@@ -73,8 +74,8 @@ LAST_PUBLISH_S = 10.0
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
-    if argv[:1] == ["merge"]:
-        return merge.main(argv[1:])
+    if command := {"merge": merge.main, "digest": base_digest.main}.get(argv[0] if argv else ""):
+        return command(argv[1:])
     config = read(argv, PROG, lambda config: check(config, files=("model.path",)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))

@@ -112,9 +112,7 @@ class Checkpoints:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
             return 0
         folder = folder_of(self.folder, version)
-        wanted = self._adapter(policy)
-        if self._writes:
-            _check_adapter(folder, self.model, wanted)
+        self._check_adapter(folder, self._adapter(policy))
         state = self._state(policy, version)
         if self._writes:
             load(state, checkpoint_id=folder / "state", process_group=self._writers)
@@ -137,6 +135,13 @@ class Checkpoints:
             return None
         self._base = self._base or digest(policy.model, policy.mesh)
         return AdapterOf(model=self.model, base=self._base)
+
+    def _check_adapter(self, folder: Path, wanted: AdapterOf | None) -> None:
+        """Raise ConfigError, on every rank, if the checkpoint that rank 0 sees is not of this adapter."""
+        judged = [_refusal(folder, self.model, wanted) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(judged, src=0, group=self._group)
+        if judged[0]:
+            raise ConfigError([judged[0]])
 
     def _newest(self) -> int:
         """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,
@@ -260,17 +265,18 @@ class Checkpoints:
         return free >= needed
 
 
-def _check_adapter(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> None:
-    """Raise ConfigError if the checkpoint in `folder` is of another adapter than `wanted`, or of other weights beneath
-    it."""
+def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
+    """What is wrong if the checkpoint in `folder` is of another adapter than `wanted`, or of other weights beneath it;
+    None if nothing is."""
     found = adapter_of(folder)
     was, now = found and found.model.lora, model.lora
     if was != now:
         said = [show(lora and lora.model_dump()) for lora in (now, was)]
-        raise ConfigError([f"model.lora: {said[0]}, but {folder} is of {said[1]}; undo that, or begin another run"])
+        return f"model.lora: {said[0]}, but {folder} is of {said[1]}; undo that, or begin another run"
     if found and wanted and found.base != wanted.base:
         problem = f"model.path: {model.path} has other weights, or model.dtype is another, than when {folder}"
-        raise ConfigError([f"{problem} was written; give it back what it had, or begin another run"])
+        return f"{problem} was written; give it back what it had, or begin another run"
+    return None
 
 
 def _seen(marker: Path) -> bool:

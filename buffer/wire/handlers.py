@@ -46,6 +46,9 @@ OBSERVER_S = 60
 BACK = 0.25
 """Time to come back after a connection broke, as a share of a lease: more than a heartbeat, so a server that lives is
 heard of by then. A network that fails breaks no connection before the lease ends."""
+MADE = b"\0"
+"""How the identities begin that ZeroMQ makes: for a client that sets none, and for a connection whose client has made
+another one under the same identity, of which messages may be still unread."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +214,13 @@ class Handlers:
             raise ValueError(
                 f"another process has taken over the name {hello.name}: stop one of the two, or rename one of them"
             )
+        welcome, twins = protocol.Welcome(max_message=limits.max_message), self._twins(identity, hello)
+        if identity.startswith(MADE) and not all(twin.startswith(MADE) for twin in twins):
+            return welcome  # a late word of a connection that this process has replaced
         if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
             raise ValueError(refusal)
+        for twin in twins:
+            self._drop(twin)  # a process has one connection, and the end of an earlier one ends nothing
         self._replace(hello, now)
         if hello.role == "learner" and hello.token not in self._starts:  # a new start: all ranks end and start together
             self._starts[hello.token]
@@ -224,7 +232,7 @@ class Handlers:
         if hello.serves:
             self.weights = hello.serves
         self._revision += 1
-        return protocol.Welcome(max_message=limits.max_message)
+        return welcome
 
     def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
         """The answer to a request of `peer`, or None: not yet."""
@@ -377,6 +385,11 @@ class Handlers:
         silent_s, gone_s = now - peer.heard, None if peer.broke is None else round(now - peer.broke, 1)
         found = {"version": version, "leases": leases, "silent_s": round(silent_s, 1), "stats": peer.stats}
         return found if gone_s is None else found | {"gone_s": gone_s}
+
+    def _twins(self, identity: bytes, hello: protocol.Hello) -> list[bytes]:
+        """Other identities of the same process."""
+        same = self._named[hello.name, hello.role] - {identity}
+        return [who for who in same if self.peers[who].hello.token == hello.token]
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
         """Forget who had this name and role before, and observers that are gone."""

@@ -95,12 +95,13 @@ class Sampler:
         except ValueError as error:
             raise EpisodeError(f"generate: {error}") from None
         room = self.longest - len(tokens)
-        routes = routes or RecordedRoutes()
-        at = routes.continued(tokens)
+        # Only where they return: the prompt is hashed for them, in the process that has to answer everybody.
+        at = routes.continued(tokens) if routes and self.engine.routes else None
+        routed = at.routed if at else 0
         completion = await self.engine.generate(
-            tokens, min(wanted, room), self.temperature, stops, images, salt, at.routed
+            tokens, min(wanted, room), self.temperature, stops, images, salt, routed
         )
-        if completion.routes is not None:
+        if routes and at:
             routes.add(at, completion)
         return replace(completion, routes=None)
 

@@ -98,6 +98,23 @@ def test_a_sample_grows_by_its_routes(tmp_path):
     assert model_facts(str(tmp_path / "m")).route_bytes == 23 * 8 * 2
 
 
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, 64),
+        ({"model_type": "doge", "num_experts": 16384, "is_moe": True}, 16384),
+        ({"model_type": "doge", "num_experts": 16384, "is_moe": False}, 0),
+        ({"model_type": "nemotron_h", "n_routed_experts": 8, "layers_block_type": ["mlp", "moe"]}, 8),
+        ({"model_type": "nemotron_h", "n_routed_experts": 8, "layers_block_type": ["mamba", "mlp"]}, 0),
+        ({"model_type": "granitemoehybrid", "num_local_experts": 8, "layers_block_type": ["mamba"]}, 8),
+        ({"model_type": "granitemoehybrid", "num_local_experts": 0}, 0),
+    ],
+)
+def test_which_models_are_mixtures(tmp_path: Path, model: dict[str, object], experts: int) -> None:
+    config(tmp_path, model)
+    assert model_facts(str(tmp_path)).experts == experts
+
+
 @pytest.mark.parametrize("model", [{"num_experts": [4, 8]}, {"num_experts": None}, {"text_config": None}])
 def test_a_number_that_is_none_is_no_fact(tmp_path: Path, model: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "odd", "num_hidden_layers": 2} | model))

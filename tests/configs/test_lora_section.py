@@ -38,6 +38,17 @@ def test_the_scale_is_alpha_over_rank() -> None:
     assert config("model.lora={rank: 8}").model.lora.scale == 1.0
 
 
+def test_an_alpha_of_the_rank_is_no_other_setting_than_none() -> None:
+    said, unsaid = config("model.lora={rank: 8, alpha: 8}"), config("model.lora={rank: 8}")
+    assert said.model.lora == unsaid.model.lora and said.model.lora.scale == 1.0
+    assert fingerprint(said) == fingerprint(unsaid)
+    assert changes(settings(said), unsaid) == changes(settings(unsaid), said) == []
+    written = {"rank": 8, "alpha": 8.0, "targets": "all"}
+    assert changes(settings(unsaid) | {"model.lora": written}, said) == []
+    with pytest.raises(ConfigError, match=r"model.lora: .*alpha.*4.* -> "):
+        changes(settings(unsaid) | {"model.lora": written | {"alpha": 4.0}}, said)
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -9,31 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from examples.countdown.make_model import make_tokenizer
 from learner.weights.plan import LORA_A, LORA_B, Spec
+from tests.harness.published import tiny_qwen2
 
-VOCABULARY, LINEAR = 128, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def make_base(folder: Path, seed: int = 0, hidden: int = 64) -> None:
     """Write a random base model."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    tiny_qwen2(seed=seed, hidden=hidden).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 

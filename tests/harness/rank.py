@@ -124,6 +124,16 @@ def refused(folder: Path) -> None:
     (folder / f"refused-{rank}.json").write_text(json.dumps(said))
 
 
+def other_base(folder: Path, lora: dict[str, Any]) -> None:
+    """What two nodes of a rank each, of which the first alone has checkpoints, say of one that is refused: saved as
+    `FOLDER/refused-RANK.txt`."""
+    rank, options = dist.get_rank(), {"checkpoint_on": "first_node"}
+    try:
+        run(folder, make_mesh("cpu", 1), rank, 2, 2, [], folder / "node1" if rank else None, options, lora)
+    except ConfigError as error:
+        (folder / f"refused-{rank}.txt").write_text(str(error))
+
+
 def replicated(folder: Path, copies: list[int], cuts: list[int], budget: int) -> None:
     """For each number of ranks that share a copy, of `copies`: one batch's gradient, its reductions between copies, and
     the weights after a step, saved as `FOLDER/replicated.pt`."""
@@ -264,7 +274,7 @@ if __name__ == "__main__":
     )
     cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
     cases |= {"cut": cut, "absent": absent, "adapted": adapted}
-    cases |= {"replicas": replicas, "unrouted": unrouted}
+    cases |= {"replicas": replicas, "unrouted": unrouted, "other_base": other_base}
     cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()
     os._exit(0)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down

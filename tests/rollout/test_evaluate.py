@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from configs.entrypoint import split_flags
 from configs.load import ConfigError, load
-from configs.schema import EvalSet
+from configs.schema import EvalSet, LoraConfig, ModelConfig
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import parse, write
+from learner.model.lora.base import digest
+from learner.saved.manifest import AdapterOf, seal
 from rollout import evaluate
 from rollout.engine.arguments import engine_arguments
 from rollout.engine.lora.adapter_folder import shapes_in
@@ -27,6 +29,7 @@ from rollout.tasks.trajectory import single_turn
 from tests.harness.adapted import Adapted, make_base
 from tests.harness.fakes import FakeEngine
 from tests.harness.pictured import seeing_model
+from tests.harness.world import plain
 
 RUN = Path(__file__).parents[2] / "examples/countdown/quickstart.yaml"
 
@@ -178,6 +181,24 @@ def test_the_base_is_known_by_where_it_is_or_by_its_name(tmp_path: Path):
         evaluate.served(config, [other])
     with pytest.raises(ConfigError, match=r"other: whole weights beside adapters of .*base.*; evaluate it by itself"):
         evaluate.served(config, [moved, tmp_path / "other"])
+
+
+def test_a_base_that_was_renamed_is_known_by_its_digest(tmp_path: Path):
+    make_base(base := tmp_path / "base")
+    model = ModelConfig(path=str(base), dtype="float32", lora=LoraConfig())
+    Adapted(base).save(tmp_path / "v000001.tmp" / "adapter", 1)
+    known = digest(plain(model).requires_grad_(False))
+    seal(tmp_path / "v000001.tmp", None, AdapterOf(model=model, base=known))
+    adapters, renamed = [tmp_path / "v000001" / "adapter"], base.rename(tmp_path / "renamed")
+    assert evaluate.served(load([str(RUN), f"--model.path={renamed}"]), adapters).model.lora
+    make_base(tmp_path / "other", seed=1)
+    line = (
+        rf"adapter: an adapter of {base} \(digest {known}\), not of weights whose digest is (?!{known})\w{{16}}; model"
+    )
+    with pytest.raises(ConfigError, match=line):
+        evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'other'}"]), adapters)
+    with pytest.raises(ValueError, match=r"^python -m learner digest: .*nowhere"):
+        evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'nowhere'}"]), adapters)
 
 
 @pytest.mark.vllm

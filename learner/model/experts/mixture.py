@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from configs.checks import EXPERT_MODELS
 from configs.load import ConfigError
+from configs.model_facts import num_experts
 from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
 from learner.model.microbatch import Microbatch
 
@@ -32,9 +33,8 @@ class Experts(NamedTuple):
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a model's config is of a mixture of experts, whatever it calls their number."""
-    fields = config.get_text_config().to_dict().items()
-    return any("expert" in name and isinstance(value, int) and value > 1 for name, value in fields)
+    """Whether a model's config, as transformers has it, is of a mixture of experts."""
+    return num_experts(config.get_text_config().to_dict()) > 0
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:

@@ -5,6 +5,8 @@ finds there what to multiply the files' `lora_B` by (`adapter_load.py`).
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -19,6 +21,8 @@ from learner.weights.plan import LORA_A, LORA_B
 NUMBER = 1
 """Of a server's adapter: requests name it, and workers hold it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MANIFEST = "manifest.json"
+"""Of a checkpoint of the learner, whose folder `adapter` is one of these."""
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
@@ -67,10 +71,13 @@ class AdapterFolder:
         return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
 
     def problem(self, path: str) -> str:
-        """Why the model at `path` is not this adapter's base, by its name and by its layers' shapes; empty if it may
-        be."""
+        """Why the model at `path` is not this adapter's base, by its name or its digest, and by its layers' shapes;
+        empty if it may be. Raises ValueError if the digest is needed and the model cannot be read."""
         if self.base and not same_model(self.base, path):
-            return f"an adapter of {self.base}"
+            if not (known := base_digest(self.folder.parent)):
+                return f"an adapter of {self.base}"
+            if (read := digest_like(self.folder.parent, path)) != known:
+                return f"an adapter of {self.base} (digest {known}), not of weights whose digest is {read}"
         files = sorted(Path(path).glob("*.safetensors"))
         base = {without_part(name.removesuffix(".weight")): shape for file in files for name, shape in shapes_in(file)}
         for layer, shape in self.layers.items() if base else ():
@@ -102,6 +109,22 @@ def same_model(one: str, other: str) -> bool:
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
+
+
+def base_digest(checkpoint: Path) -> str:
+    """What the learner says in a checkpoint of the weights beneath its adapter; empty where it has not."""
+    manifest = checkpoint / MANIFEST
+    found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
+    return found["base"] if found else ""
+
+
+def digest_like(checkpoint: Path, path: str) -> str:
+    """The same of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
+    command = [sys.executable, "-m", "learner", "digest", str(checkpoint), path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError((done.stderr.splitlines() or [f"{' '.join(command)}: exit code {done.returncode}"])[-1])
+    return done.stdout.split()[-1]
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:

@@ -317,6 +317,73 @@ def test_a_server_that_connects_again_keeps_its_leases():
     assert "gone_s" not in handlers.state([], 0, 15.0).servers["rollout-0"]
 
 
+@pytest.mark.parametrize("role", ["rollout", "learner", "observer"])
+def test_a_late_hello_of_a_connection_that_was_replaced_makes_no_second_peer(role):
+    """ZeroMQ names the older connection anew, with a zero byte first, when its process makes another one."""
+    handlers = make_requests(lease_s=10.0).handlers
+    for identity in (b"\0late", b"a", b"\0late"):  # the late one is read before the other's Hello, and after it
+        assert isinstance(handlers.hello(identity, hello("0", "a", role), 0.0), Welcome)
+    assert [*handlers.peers] == [b"a"]
+    handlers.hello(b"b", hello("1", "b", role), 0.0)
+    assert {*handlers.peers} == {b"a", b"b"}
+
+
+@pytest.mark.parametrize("late_first", [True, False])
+def test_the_end_of_a_connection_that_was_replaced_ends_no_lease(late_first):
+    handlers = make_requests(lease_s=10.0).handlers
+    identities = [b"\0late", b"a"] if late_first else [b"a", b"\0late"]
+    for identity in identities:
+        handlers.hello(identity, hello("rollout-0", "a"), 0.0)
+    assert handlers.answer(handlers.peers[b"a"], 1, Ask(request=1, version=0, room=2), 0.0).items
+    handlers.heard(b"\0late", 0.0)
+    handlers.disconnected(b"\0late", 0.0)
+    handlers.expire(5.0)
+    assert handlers.state([], 0, 5.0).servers["rollout-0"]["leases"] == 2
+
+
+def test_a_client_without_an_identity_of_its_own_is_known_by_its_latest_connection():
+    handlers = make_requests(lease_s=10.0).handlers
+    for identity in (b"\0first", b"\0second"):
+        handlers.hello(identity, hello("rollout-0", "a"), 0.0)
+    assert [*handlers.peers] == [b"\0second"] and handlers.left == [b"\0first"]
+
+
+@in_loop
+async def test_what_a_connection_left_unread_makes_no_second_peer_of_its_process():
+    """The loop reads nothing while a process connects, breaks off and connects again, as while a commit takes long."""
+    context, requests = zmq.Context(), make_requests()
+
+    def connect(*messages: Message) -> "zmq.Socket[bytes]":
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, b"t")
+        dealer.setsockopt(zmq.LINGER, 10_000)
+        dealer.connect(server.address)
+        for number, message in enumerate(messages, start=1):
+            dealer.send(pack(number, message))
+        return dealer
+
+    speakers: list[bytes] = []
+    async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
+        with server._plain.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            connections: zmq.Socket[bytes] = zmq.Socket.shadow(monitor)
+            connect(Status(), hello()).close()
+            assert server._plain.poll(60_000)
+            assert connections.poll(60_000) and connections.recv_multipart()
+            assert connections.poll(60_000) and connections.recv_multipart()
+            again = connect(hello())
+            assert connections.poll(60_000)
+            server._plain.disable_monitor()
+        with again:
+            while len(speakers) < 3:
+                assert server._plain.poll(60_000)
+                for frames in server._receive()[0]:
+                    speakers.append(bytes(frames[0]))
+                    requests.receive(frames, 0.0)
+    context.term()
+    assert len({*speakers}) == 2
+    assert [*requests.handlers.peers] == [b"t"]
+
+
 @in_loop
 async def test_where_waits_for_a_learner_and_for_its_next_address():
     async with buffer() as it, rollout(it.address) as samples:

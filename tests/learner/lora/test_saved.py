@@ -105,6 +105,18 @@ def test_another_base_is_refused(tmp_path: Path, mesh) -> None:
     other.close()
 
 
+def test_another_base_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
+    """Also by those that read nothing, which would wait for what the others restore."""
+    model, checkpoint, _ = saved(tmp_path, mesh)
+    changed = plain(model)
+    with torch.no_grad():
+        changed.model.norm.weight[3] += 0.01
+    changed.save_pretrained(model.path)
+    world.together("other_base", 2, tmp_path, lora=LORA.model_dump())
+    said = {(tmp_path / f"refused-{number}.txt").read_text() for number in range(2)}
+    assert len(said) == 1 and f"has other weights, or model.dtype is another, than when {checkpoint}" in said.pop()
+
+
 @pytest.mark.parametrize(
     "lora", [None, LoraConfig(rank=2), LoraConfig(rank=4, alpha=4), {"targets": ["q_proj"]}], ids=str
 )

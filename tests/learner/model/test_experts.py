@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
+    DogeConfig,
     GptOssConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -137,12 +139,30 @@ def test_a_tally_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [MixtralConfig(), GptOssConfig(), DeepseekV3Config(), Qwen3NextConfig()], ids=lambda c: c.model_type
+    "config",
+    [
+        MixtralConfig(),
+        GptOssConfig(),
+        DeepseekV3Config(),
+        Qwen3NextConfig(),
+        DogeConfig(is_moe=True),
+        NemotronHConfig(),
+    ],
+    ids=lambda c: c.model_type,
 )
 def test_other_mixtures_are_refused(config) -> None:
     problem = rf"^model.path: M is a mixture of experts of type {config.model_type}, and of those only qwen3_moe is"
     with pytest.raises(ConfigError, match=problem):
         check_experts(config, "M", replay=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DogeConfig(), NemotronHConfig(layers_block_type=["mamba", "attention", "mlp"])],
+    ids=lambda c: c.model_type,
+)
+def test_a_dense_model_whose_config_counts_experts_is_no_mixture(config) -> None:
+    check_experts(config, "M", replay=False)
 
 
 def test_replay_without_experts_is_refused() -> None:

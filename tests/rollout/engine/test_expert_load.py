@@ -22,43 +22,11 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineError
+from tests.harness.published import TorchPolicy, difference, scores, step
 from tests.harness.tiny_experts import tiny_experts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = [3 + 7 * position % 60 for position in range(64)]
-
-
-class PublishedExperts:
-    """A transformers model as the learner would publish it."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def full_weights(self, without=()):
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
-
-    def logprobs_of(self, tokens):
-        return scores(self.model, tokens)
-
-
-@torch.no_grad()
-def step(model, version):
-    """Other weights, as after an optimizer's step (a large one)."""
-    draw = torch.Generator().manual_seed(version)
-    for parameter in model.parameters():
-        parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
-
-
-@torch.no_grad()
-def scores(model, tokens):
-    """Log-probabilities of `tokens[1:]` by transformers."""
-    logits = model(torch.tensor([tokens])).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
-
-
-def difference(ours, theirs):
-    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def make_config(folder, staging="full", **engine: Any):
@@ -138,7 +106,7 @@ async def pushed(seen, model, engine, config, staging, first):
         for version in range(3):
             before = scores(model, TOKENS)
             step(model, first + version)
-            sender.publish(PublishedExperts(model), version)
+            sender.publish(TorchPolicy(model), version)
             assert await held.get() == version
             await compare(seen, f"{staging} {version}", model, engine, before)
         await asyncio.to_thread(sender.close, 10.0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from configs.schema import Config
 from learner.weights.plan import Spec
@@ -25,64 +25,16 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead, EngineError, EpisodeError
+from tests.harness.published import VOCABULARY, TorchPolicy, difference, scores, step, tiny_qwen2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-VOCABULARY, LENGTH, TEMPERATURE = 128, 600, 0.7
+LENGTH, TEMPERATURE = 600, 0.7
 STOPS = list(range(10, 60, 2))
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 
 
-class TorchPolicy:
-    """A transformers model as the learner would publish it."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def full_weights(self, without=()):
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
-
-    def logprobs_of(self, tokens):
-        return scores(self.model, tokens)
-
-
-@torch.no_grad()
-def step(model, version):
-    """Other weights, as after an optimizer's step (a large one)."""
-    draw = torch.Generator().manual_seed(version)
-    for parameter in model.parameters():
-        parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
-
-
-@torch.no_grad()
-def scores(model, tokens, temperature=1.0):
-    """Log-probabilities of `tokens[1:]` by transformers."""
-    logits = model(torch.tensor([tokens])).logits[0, :-1].float() / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
-
-
-def difference(ours, theirs):
-    """Mean absolute difference."""
-    return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
-
-
 def make_model(folder, tied):
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=1024,
-            initializer_range=0.2,
-            tie_word_embeddings=tied,
-            bos_token_id=0,
-            eos_token_id=None,
-        )
-    ).float()
+    model = tiny_qwen2(tied)
     model.save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCABULARY)}
     PreTrainedTokenizerFast(

@@ -1,5 +1,6 @@
 """The routes of a trajectory: of each sampled token, those of the call that sampled it."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.chat.conversation import Conversation, RecordedTurn
-from rollout.episodes.recorded_routes import RecordedRoutes
+from rollout.episodes.recorded_routes import Continued, RecordedRoutes
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import Score
 from rollout.tasks import Completion, Trajectory
@@ -88,6 +89,25 @@ def test_a_token_that_no_answer_has_is_an_error_of_the_task():
     with pytest.raises(EpisodeError, match="token 3 of the trajectory is sampled, and no answer of generate has it"):
         calls.routes.of(trajectory)
     assert RecordedRoutes().of(trajectory) is None
+
+
+class CountedLooks(RecordedRoutes):
+    looks = 0
+
+    def continued(self, prompt: Sequence[int]) -> Continued:
+        self.looks += 1
+        return super().continued(prompt)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+async def test_prompts_are_hashed_only_where_routes_are_returned(returned):
+    sampler = fake_sampler(engine := FakeEngine(lambda prompt: [ord(".")]), longest=40)
+    engine.routes = returned
+    routes = CountedLooks()
+    generate = sampler.generate_for(sampler.problem({"problem": "1+", "answer": "2."}), None, routes)
+    for _ in range(2):
+        await generate([1, 2, 3])
+    assert routes.looks == 2 * returned
 
 
 async def test_a_task_gets_no_routes_and_its_sample_has_them():

@@ -1,0 +1,34 @@
+"""`python -m learner digest CHECKPOINT MODEL`: prints the digest of the model MODEL, as CHECKPOINT has that of the base
+which its adapter was trained beside.
+
+Run by `python -m rollout evaluate` where an adapter's base has another name than before: as a process, because rollout
+does not import this package. Reads the whole model, in `model.dtype` into host memory. Exit 2: one of the two cannot be
+read.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from configs.entrypoint import BAD_INPUT, DONE
+from learner.model.loading import read_whole
+from learner.model.lora.base import digest
+from learner.saved.manifest import adapter_of
+
+PROG = "python -m learner digest"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`, without `digest`; returns the exit code."""
+    try:
+        checkpoint, path = argv
+        if (adapter := adapter_of(Path(checkpoint))) is None:
+            raise ValueError(f"{checkpoint}: has no adapter")
+        model = adapter.model.model_copy(update={"path": path})
+        print(digest(read_whole(model, getattr(torch, model.dtype)).requires_grad_(False)))
+    except (ValueError, OSError) as error:
+        print(f"{PROG}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return BAD_INPUT
+    return DONE
