@@ -20,26 +20,29 @@ from vllm.lora.request import LoRARequest
 from configs.schema import Config
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
-from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineError
 from tests.harness.adapted import Adapted, make_base
+from tests.harness.one_gpu import GPU_ENGINE, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
 KV_BYTES = 64 << 20
+ON_CPU = SimpleNamespace(device="cpu", dtype="float32", engine={}, length=LENGTH, close=CLOSE)
+ON_GPU = SimpleNamespace(device="cuda", dtype="bfloat16", engine=GPU_ENGINE, length=750, close=0.1)
+"""`close`: mean difference of a probe, in nats."""
 
 
-def make_config(base, **weights):
+def make_config(base, where=ON_CPU, **weights):
     return Config.model_validate(
         {
-            "model": {"path": str(base), "dtype": "float32", "lora": {"rank": 6, "alpha": 12}},
+            "model": {"path": str(base), "dtype": where.dtype, "lora": {"rank": 6, "alpha": 12}},
             "data": {"train": "train.parquet", "max_prompt_tokens": 100},
             "reward": {"function": "countdown"},
             "sampling": {"max_tokens": 800},
-            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": CLOSE, "timeout_s": 120, **weights},
-            "rollout": {"device": "cpu", "engine": {"kv_cache_memory_bytes": KV_BYTES}},
+            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": where.close, "timeout_s": 120, **weights},
+            "rollout": {"device": where.device, "engine": {"kv_cache_memory_bytes": KV_BYTES, **where.engine}},
         }
     )
 
@@ -54,7 +57,12 @@ class Learner:
     def __init__(self, adapted, config):
         self.adapted, self.config = adapted, config
         self.sender = Sender(
-            adapted.specs(), config.weights, 0, torch.device("cpu"), TEXT, folder=Path(config.model.path) / "policies"
+            adapted.specs(),
+            config.weights,
+            0,
+            torch.device(config.rollout.device),
+            TEXT,
+            folder=Path(config.model.path) / "policies",
         )
 
     def follow(self, engine, name="rollout-0"):
@@ -84,7 +92,7 @@ class Learner:
 @asynccontextmanager
 async def server(config):
     """An engine, of which vLLM's process ends with the block."""
-    engine = await Engine.start(config, seed=1)
+    engine = await start(config)
     try:
         yield engine
     finally:
@@ -144,10 +152,20 @@ async def play_newcomer(folder):
     return SimpleNamespace(version=version, probe=probe, theirs=ours.logprobs_of(TEXT), refused=refused)
 
 
-async def updates(seen, learner, engine, held):
+async def play_updates(folder, where):
+    """Updates alone."""
+    dtype = getattr(torch, where.dtype)
+    make_base(base := folder / "base", dtype=dtype)
+    seen = SimpleNamespace(adapted=Adapted(base, dtype=dtype), config=make_config(base, where))
+    async with server(seen.config) as engine, learning(seen.adapted, seen.config, engine) as (learner, held):
+        await updates(seen, learner, engine, held, where.length)
+    return seen
+
+
+async def updates(seen, learner, engine, held, length=LENGTH):
     learner.publish(0)
     assert await held.get() == 0
-    running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
+    running = [asyncio.create_task(engine.generate(p, length, TEMPERATURE)) for p in PROMPTS]
     seen.pauses, seen.probes = [], []
     for version in range(1, UPDATES + 1):
         while engine.tokens < 45 * version * len(PROMPTS):
