@@ -2,7 +2,7 @@
 
 `python -m benchmarks.experts` needs one H200: 8 layers of the shape of Qwen3-30B-A3B, random weights in bfloat16. A
 second GPU gets the learner of the first part; on one both ends share it, through sockets, and seconds from published to
-swapped are bounds. `--shape tiny` runs on a CPU in two minutes, the learner not compiled.
+swapped are bounds. `--shape tiny` runs on a CPU in a few minutes, the learner not compiled.
 `server`: the real engine and, in place of the learner, its policy and sender without an optimizer publish `--updates`
 versions: seconds of the first load and of later ones; the probe after each, beside how far a policy that had stayed
 would be off; then, for the same prompts and samples, the difference of log-probabilities between server and learner
@@ -88,8 +88,8 @@ async def serve(args: argparse.Namespace, case: MixtureCase) -> dict[str, Any]:
         ends[0].tell("sample", file)
         await ends[0].answer("sampled", START_S)
         ends[1].tell("compare", file)
-        mismatch = (await ends[1].answer("mismatch", START_S))["mismatch"]
-        return {"bytes": hello["bytes"], "no_routes": no_routes, "updates": updates, "events": events} | mismatch
+        mismatch: dict[str, Any] = (await ends[1].answer("mismatch", START_S))["mismatch"]
+        return {"bytes": hello["bytes"], "no_routes": no_routes, "updates": updates, "events": events, **mismatch}
     finally:
         for end in ends:
             await end.end()
@@ -108,8 +108,8 @@ def server_rows(found: dict[str, Any], label: str) -> Iterator[ResultRow]:
         yield ResultRow(f"the call that loads, later ones, {word}", of(loads), "s", case=label)
         yield ResultRow(f"published to swapped, {word}", of(lags), "s", case=label)
     for version, update in updates.items():
-        stayed = ("had the weights before stayed", update["stale"]) if version else ("", None)
-        yield ResultRow(f"probe of version {version}", update["weights/probe"], "nat", *stayed, label)
+        stayed, stale = ("had the weights before stayed", update["stale"]) if version else ("", None)
+        yield ResultRow(f"probe of version {version}", update["weights/probe"], "nat", stayed, stale, label)
     replayed = "replayed/dlogp" in found
     against = (
         "with routing replay" if replayed else f"with routing replay: NOT MEASURED, {vllm_here()} returns no routes"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import ModelConfig
 from learner.train.batch import Batch
@@ -41,8 +42,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def returned(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     with nothing_left():
-        folder = tmp_path_factory.mktemp("routes")
-        return asyncio.run(test_routing_replay.play(folder, ON_GPU.device, ON_GPU.dtype, FAR, **ON_GPU.engine))
+        folder, long = tmp_path_factory.mktemp("routes"), 350  # so that it lasts until it is swapped under
+        return asyncio.run(test_routing_replay.play(folder, ON_GPU.device, ON_GPU.dtype, FAR, long, **ON_GPU.engine))
 
 
 @pytest.mark.vllm
@@ -74,7 +75,7 @@ def test_each_token_in_flight_has_the_routes_of_the_policy_that_read_it(returned
     assert swapped.switch > 0 and swapped.before > ALIKE and swapped.behind < OTHER, swapped
 
 
-def gradients(model: ModelConfig, mesh: torch.distributed.DeviceMesh, **changes) -> dict[str, torch.Tensor]:
+def gradients(model: ModelConfig, mesh: DeviceMesh, **changes) -> dict[str, torch.Tensor]:
     """With experts that are given, because bfloat16 chooses others here and there."""
     policy = policy_of(model, mesh, LEARNER.model_copy(update=changes), replay=True)
     entries = routed(make_groups())
@@ -83,9 +84,9 @@ def gradients(model: ModelConfig, mesh: torch.distributed.DeviceMesh, **changes)
     return {name: gradient.float().cpu() for name, gradient in world.gradients(policy).items()}
 
 
-def compared(model: ModelConfig, mesh: torch.distributed.DeviceMesh, **changes) -> dict[str, float]:
+def compared(model: ModelConfig, mesh: DeviceMesh, **changes) -> dict[str, float]:
     """Relative differences, weight by weight, in bfloat16 on `mesh` from float32 on a CPU."""
-    exact = gradients(model.model_copy(update={"dtype": "float32"}), torch.distributed.init_device_mesh("cpu", (1,)))
+    exact = gradients(model.model_copy(update={"dtype": "float32"}), init_device_mesh("cpu", (1,)))
     found = gradients(model, mesh, **changes)
     assert exact.keys() == found.keys() and all(x.isfinite().all() for x in found.values())
     return {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}

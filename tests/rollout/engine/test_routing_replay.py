@@ -84,9 +84,9 @@ def alike(routes: np.ndarray, ids: np.ndarray) -> float:
     return float((np.sort(routes, -1) == ids).all(-1).mean())
 
 
-async def play(folder, device="cpu", dtype="float32", far=1e-2, **more: Any) -> SimpleNamespace:
+async def play(folder, device="cpu", dtype="float32", far=1e-2, length=200, **more: Any) -> SimpleNamespace:
     """Turns, another policy in flight, preemptions; returns what transformers says of each. `far`: nats by which a
-    token's log-probability tells another policy."""
+    token's log-probability tells another policy; `length`: of the sequence that is swapped under."""
     tiny_experts(folder, **SHAPE, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     two = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -110,7 +110,7 @@ async def play(folder, device="cpu", dtype="float32", far=1e-2, **more: Any) -> 
             for prompt, made in zip(PROMPTS * 2, many, strict=True)
         ]
         started = engine.tokens
-        running = asyncio.create_task(engine.generate(PROMPTS[0], 200, 1.0))
+        running = asyncio.create_task(engine.generate(PROMPTS[0], length, 1.0))
         while engine.tokens < started + 40:
             await asyncio.sleep(0.001)
         await engine.load_folder(folder / "two")

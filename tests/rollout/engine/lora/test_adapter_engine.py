@@ -30,7 +30,7 @@ PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
 KV_BYTES = 64 << 20
 ON_CPU = SimpleNamespace(device="cpu", dtype="float32", engine={}, length=LENGTH, close=CLOSE)
-ON_GPU = SimpleNamespace(device="cuda", dtype="bfloat16", engine=GPU_ENGINE, length=750, close=0.1)
+ON_GPU = SimpleNamespace(device="cuda", dtype="bfloat16", engine=GPU_ENGINE, length=400, close=0.1)
 """`close`: mean difference of a probe, in nats."""
 
 
@@ -153,20 +153,38 @@ async def play_newcomer(folder):
 
 
 async def play_updates(folder, where):
-    """Updates alone."""
+    """Updates under sequences of which each that ends is replaced until the last version is in use; `in_flight` has
+    pairs of prompt and completion."""
     dtype = getattr(torch, where.dtype)
     make_base(base := folder / "base", dtype=dtype)
-    seen = SimpleNamespace(adapted=Adapted(base, dtype=dtype), config=make_config(base, where))
+    seen = SimpleNamespace(adapted=Adapted(base, dtype=dtype), config=make_config(base, where), in_flight=[])
+
+    async def keep_asking(prompt):
+        while len(seen.probes) < UPDATES:
+            seen.in_flight.append((prompt, await engine.generate(prompt, where.length, TEMPERATURE)))
+
     async with server(seen.config) as engine, learning(seen.adapted, seen.config, engine) as (learner, held):
-        await updates(seen, learner, engine, held, where.length)
+        learner.publish(0)
+        assert await held.get() == 0
+        seen.pauses, seen.probes = [], []
+        asking = [asyncio.create_task(keep_asking(prompt)) for prompt in PROMPTS]
+        await publish_all(seen, learner, engine, held)
+        await asyncio.gather(*asking)
     return seen
 
 
-async def updates(seen, learner, engine, held, length=LENGTH):
+async def updates(seen, learner, engine, held):
     learner.publish(0)
     assert await held.get() == 0
-    running = [asyncio.create_task(engine.generate(p, length, TEMPERATURE)) for p in PROMPTS]
+    running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
     seen.pauses, seen.probes = [], []
+    await publish_all(seen, learner, engine, held)
+    seen.unfinished = sum(not task.done() for task in running)
+    seen.in_flight = await asyncio.gather(*running)
+
+
+async def publish_all(seen, learner, engine, held):
+    """Each version once more tokens of the version before have been sampled."""
     for version in range(1, UPDATES + 1):
         while engine.tokens < 45 * version * len(PROMPTS):
             await asyncio.sleep(0.005)
@@ -175,8 +193,6 @@ async def updates(seen, learner, engine, held, length=LENGTH):
         stats = learner.sender.stats()
         seen.pauses.append(stats["weights/pause_s"])
         seen.probes.append(stats["weights/probe"])
-    seen.unfinished = sum(not task.done() for task in running)
-    seen.in_flight = await asyncio.gather(*running)
 
 
 async def folders(seen, engine, folder):
