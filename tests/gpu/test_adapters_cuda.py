@@ -41,7 +41,8 @@ def differences(seen: SimpleNamespace) -> tuple[np.ndarray, np.ndarray]:
     first token of each version from what the version before it gives."""
     right, shifted = [], []
     for prompt, completion in seen.in_flight:
-        versions, tokens = [0] * (len(prompt) - 1) + completion.versions, prompt + completion.tokens
+        first = completion.versions[0]  # which has read the prompt, too short for the prefix cache
+        versions, tokens = [first] * (len(prompt) - 1) + completion.versions, prompt + completion.tokens
         switches = np.flatnonzero(np.diff(completion.versions)) + 1
         for into, stamps, places in (
             (right, versions, slice(None)),
