@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.weights.shapes import EXPERTS, text_config
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
@@ -23,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
                     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
     "tiny": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
                       "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": True},
+    **{shape: text_config(shape) for shape in EXPERTS},
 }  # fmt: skip
 
 
@@ -37,6 +39,7 @@ class Case:
     steps: int = 2
     learner: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
     layers: int = 28
     profile: bool = False
 
@@ -46,6 +49,7 @@ CASES = {
     "naive-1.5b": Case("naive", samples=64, steps=1),
     "ours-7b-2": Case("ours", "7b", 2),
     "ours-7b-4": Case("ours", "7b", 4),
+    "ours-7b-lora": Case("ours", "7b", lora={"rank": 32}),
     "naive-7b-4": Case("naive", "7b", 4, samples=128, steps=1),
     "head": Case("head"),
 }

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.learner.cases import LONGEST, Case, documents, part_of
 from buffer.wire.protocol import Part
-from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
+from configs.schema import AlgorithmConfig, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
 from learner.model.memory import GIB, SHARE, Estimate, estimate
 from learner.model.policy import Policy
@@ -30,7 +30,8 @@ H200 = 989e12
 def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     """Results of the measured steps together, and one row per step."""
     gpu = mesh.device_type == "cuda"
-    model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32")
+    lora = None if case.lora is None else LoraConfig(**case.lora)
+    model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32", lora=lora)
     learner = LearnerConfig(**(OURS | case.learner))
     expected = estimate(model, learner, mesh.size())
     started = time.perf_counter()

@@ -33,6 +33,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "vocab_size": 512, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B-8": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    },
+    "tiny-experts": {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
+        "num_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2,
+    },
+}  # fmt: skip
+"""Mixtures of experts, which `known.py` does not silence: the first has 8 of the 48 layers of Qwen3-30B-A3B."""
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 COMMON = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "rope_theta": 1e6, "max_position_embeddings": 32768, "torch_dtype": "bfloat16", "initializer_range": 0.02,
@@ -74,9 +91,15 @@ def folder_of(shape: str, work: Path) -> Path:
     if shape in SEEING:
         write_seeing(shape, folder)
     else:
-        write_tokenizer(folder, SHAPES[shape]["vocab_size"])
-        (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+        config = text_config(shape)
+        write_tokenizer(folder, config["vocab_size"])
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def text_config(shape: str) -> dict[str, Any]:
+    """`config.json` of a text model."""
+    return COMMON | (MIXTURE | EXPERTS[shape] if shape in EXPERTS else SHAPES[shape])
 
 
 def write_tokenizer(folder: Path, vocabulary: int, special: dict[int, str] | None = None) -> None:

@@ -18,26 +18,44 @@ from tests.harness.published import tiny_qwen2
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def make_base(folder: Path, seed: int = 0, hidden: int = 64) -> None:
+def make_base(folder: Path, seed: int = 0, hidden: int = 64, dtype: torch.dtype = torch.float32) -> None:
     """Write a random base model."""
-    tiny_qwen2(seed=seed, hidden=hidden).save_pretrained(folder)
+    tiny_qwen2(seed=seed, hidden=hidden).to(dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
 class Adapted:
-    """Versions of an adapter of the model in `base`. Version 0 does nothing."""
+    """Versions of an adapter of the model in `base`. Version 0 does nothing.
 
-    def __init__(self, base: Path, rank: int = 6, alpha: float = 12.0, targets: Sequence[str] = LINEAR) -> None:
+    They are computed in float32 of numbers of `dtype`, in which they travel, so that no version is rounded on its way.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        rank: int = 6,
+        alpha: float = 12.0,
+        targets: Sequence[str] = LINEAR,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(1)
+        self.dtype = dtype
         model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model: Any = get_peft_model(
                 model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), task_type="CAUSAL_LM")
             )
+        self._round()
         self.scale, self._versions = alpha / rank, {0: self._adapter()}
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(parameter.to(self.dtype))
 
     def _adapter(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters() if "lora_" in name}
@@ -52,6 +70,7 @@ class Adapted:
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
                 elif "lora_A" in name:
                     parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+            self._round()
             self._versions[version] = self._adapter()
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
@@ -64,7 +83,8 @@ class Adapted:
             if "lora_" in name:
                 wire = name.removeprefix("base_model.model.").replace(".default.", ".")
                 assert wire.endswith((LORA_A, LORA_B))
-                yield wire, parameter.detach() * (self.scale if wire.endswith(LORA_B) else 1.0)
+                scaled = parameter.detach() * (self.scale if wire.endswith(LORA_B) else 1.0)
+                yield wire, scaled.to(self.dtype)
 
     def specs(self) -> list[Spec]:
         return [Spec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.full_weights()]

@@ -10,25 +10,26 @@ VOCABULARY = 128
 
 
 class TorchPolicy:
-    """A transformers model as the learner would publish it."""
+    """A transformers model as the learner would publish it; its float32 weights are numbers of `dtype`."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.model, self.dtype, self.device = model, dtype, device
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            yield name, parameter.detach().to(self.device, self.dtype)
 
     def logprobs_of(self, tokens: list[int]) -> list[float]:
         return scores(self.model, tokens)
 
 
 @torch.no_grad()
-def step(model: Any, version: int) -> None:
-    """Other weights, as after an optimizer's step (a large one)."""
+def step(model: Any, version: int, dtype: torch.dtype = torch.float32) -> None:
+    """Other weights, as after an optimizer's step (a large one), that are numbers of `dtype`."""
     draw = torch.Generator().manual_seed(version)
     for parameter in model.parameters():
         parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
+        parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()

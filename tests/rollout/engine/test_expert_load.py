@@ -22,43 +22,51 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineError
+from tests.harness.one_gpu import GPU_ENGINE, start
 from tests.harness.published import TorchPolicy, difference, scores, step
 from tests.harness.tiny_experts import tiny_experts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = [3 + 7 * position % 60 for position in range(64)]
+CLOSE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Mean differences of equal policies, in nats."""
+ON_CPU = SimpleNamespace(device="cpu", dtype="float32", engine={})
+ON_GPU = SimpleNamespace(device="cuda", dtype="bfloat16", engine={**GPU_ENGINE, "moe_backend": "triton"})
 
 
-def make_config(folder, staging="full", **engine: Any):
+def make_config(folder, staging="full", where=ON_CPU, **engine: Any):
     return Config.model_validate(
         {
-            "model": {"path": str(folder), "dtype": "float32"},
+            "model": {"path": str(folder), "dtype": where.dtype},
             "data": {"train": "train.parquet", "max_prompt_tokens": 100},
             "reward": {"function": "countdown"},
             "sampling": {"max_tokens": 100},
             "weights": {
                 "bucket_mib": 1,
                 "probe_every": 1,
-                "probe_tolerance": 1e-4,
+                "probe_tolerance": CLOSE[where.dtype],
                 "timeout_s": 120,
                 "staging": staging,
             },
-            "rollout": {"device": "cpu", "engine": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16, **engine}},
+            "rollout": {
+                "device": where.device,
+                "engine": {"kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 16, **where.engine, **engine},
+            },
         }
     )
 
 
-async def play(folder):
+async def play(folder, where=ON_CPU):
     """The scenario; returns the mean differences from transformers, and what was said."""
-    tiny_experts(folder)
+    tiny_experts(folder, dtype=where.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     seen = SimpleNamespace(probes={}, off={}, old={})
-    engine = await Engine.start(make_config(folder), seed=1)
+    engine = await start(make_config(folder, where=where))
     try:
         for number, staging in enumerate(("full", "bucket")):
-            await pushed(seen, model, engine, make_config(folder, staging), staging, 10 * number)
+            await pushed(seen, model, engine, make_config(folder, staging, where), staging, 10 * number)
         before = scores(model, TOKENS)
-        step(model, 30)
+        step(model, 30, getattr(torch, where.dtype))
         model.save_pretrained(folder / "two")
         await engine.load_folder(folder / "two")
         await compare(seen, "folder", model, engine, before)
@@ -85,8 +93,9 @@ async def compare(seen, how, model, engine, before):
 
 async def pushed(seen, model, engine, config, staging, first):
     """Three policies over the weights wire."""
-    specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-    sender, held = Sender(specs, config.weights, 0, torch.device("cpu")), asyncio.Queue()
+    dtype, device = getattr(torch, config.model.dtype), torch.device(config.rollout.device)
+    specs = [Spec(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
+    sender, held = Sender(specs, config.weights, 0, device), asyncio.Queue()
 
     async def where(known):
         if known:
@@ -105,8 +114,8 @@ async def pushed(seen, model, engine, config, staging, first):
     try:
         for version in range(3):
             before = scores(model, TOKENS)
-            step(model, first + version)
-            sender.publish(TorchPolicy(model), version)
+            step(model, first + version, dtype)
+            sender.publish(TorchPolicy(model, dtype, device), version)
             assert await held.get() == version
             await compare(seen, f"{staging} {version}", model, engine, before)
         await asyncio.to_thread(sender.close, 10.0)

@@ -45,23 +45,25 @@ only_told = pytest.mark.skipif(
 )
 
 
-def make_config(folder, **changes: Any) -> Config:
+def make_config(folder, device="cpu", **changes: Any) -> Config:
     values = {
         "model": {"path": str(folder), "dtype": changes.pop("dtype", "float32")},
         "data": {"train": "train.parquet", "max_prompt_tokens": 200},
         "reward": {"function": "countdown"},
         "sampling": {"max_tokens": 200},
-        "rollout": {"device": "cpu", "routing_replay": True, "engine": {"kv_cache_memory_bytes": 4 << 20, **changes}},
+        "rollout": {"device": device, "routing_replay": True, "engine": {"kv_cache_memory_bytes": 4 << 20, **changes}},
     }
     return Config.model_validate(values)
 
 
 async def launch(config: Config, told: bool = True) -> Engine:
-    """An engine whose routes are told; `Engine.start` would refuse the CPU."""
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
-    for key, value in environment(cpu=True).items():
+    """An engine whose routes are told on a CPU; `Engine.start` would refuse that."""
+    cpu = config.rollout.device == "cpu"
+    if cpu:
+        os.environ["VLLM_CPU_CI_ENV"] = "1"
+    for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
-    return await Engine.launch(engine_arguments(config, 1, cpu=True) | (TELLING if told else {}))
+    return await Engine.launch(engine_arguments(config, 1, cpu) | (TELLING if told and cpu else {}))
 
 
 @torch.no_grad()
@@ -82,9 +84,10 @@ def alike(routes: np.ndarray, ids: np.ndarray) -> float:
     return float((np.sort(routes, -1) == ids).all(-1).mean())
 
 
-async def play(folder) -> SimpleNamespace:
-    """Turns, another policy in flight, preemptions; returns what transformers says of each."""
-    tiny_experts(folder, **SHAPE)
+async def play(folder, device="cpu", dtype="float32", far=1e-2, length=200, **more: Any) -> SimpleNamespace:
+    """Turns, another policy in flight, preemptions; returns what transformers says of each. `far`: nats by which a
+    token's log-probability tells another policy; `length`: of the sequence that is swapped under."""
+    tiny_experts(folder, **SHAPE, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     two = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     draw = torch.Generator().manual_seed(1)
@@ -92,7 +95,10 @@ async def play(folder) -> SimpleNamespace:
         parameter.data.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=draw))
     two.save_pretrained(folder / "two")
     seen = SimpleNamespace()
-    engine = await launch(make_config(folder, max_num_seqs=32, block_size=32, num_gpu_blocks_override=40))
+    config = make_config(
+        folder, device, dtype=dtype, max_num_seqs=32, block_size=32, num_gpu_blocks_override=40, **more
+    )
+    engine = await launch(config)
     try:
         await engine.load_folder(folder)
         seen.turns = [await episode(engine, model, prompt) for prompt in PROMPTS[:3]]
@@ -104,11 +110,11 @@ async def play(folder) -> SimpleNamespace:
             for prompt, made in zip(PROMPTS * 2, many, strict=True)
         ]
         started = engine.tokens
-        running = asyncio.create_task(engine.generate(PROMPTS[0], 200, 1.0))
+        running = asyncio.create_task(engine.generate(PROMPTS[0], length, 1.0))
         while engine.tokens < started + 40:
             await asyncio.sleep(0.001)
         await engine.load_folder(folder / "two")
-        seen.swapped = in_flight(model, PROMPTS[0], await running)
+        seen.swapped = in_flight(model, PROMPTS[0], await running, far)
     finally:
         await engine.close()
     return seen
@@ -134,11 +140,11 @@ async def episode(engine, model, prompt) -> SimpleNamespace:
     )
 
 
-def in_flight(model, prompt, made) -> SimpleNamespace:
+def in_flight(model, prompt, made, far) -> SimpleNamespace:
     """Of a sequence that another policy went on with: rows before and behind the first token that it sampled."""
     ids, logprobs = chosen(model, prompt + made.tokens)
     off = np.abs(logprobs[len(prompt) - 1 :] - np.array(made.logprobs))
-    switch = int((off > 1e-2).argmax())
+    switch = int((off > far).argmax())
     first = len(prompt) + switch - 1  # the row that this token was sampled from
     before, behind = slice(0, first), slice(first, len(made.routes))
     return SimpleNamespace(

@@ -20,26 +20,29 @@ from vllm.lora.request import LoRARequest
 from configs.schema import Config
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
-from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineError
 from tests.harness.adapted import Adapted, make_base
+from tests.harness.one_gpu import GPU_ENGINE, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
 KV_BYTES = 64 << 20
+ON_CPU = SimpleNamespace(device="cpu", dtype="float32", engine={}, length=LENGTH, close=CLOSE)
+ON_GPU = SimpleNamespace(device="cuda", dtype="bfloat16", engine=GPU_ENGINE, length=400, close=0.1)
+"""`close`: mean difference of a probe, in nats."""
 
 
-def make_config(base, **weights):
+def make_config(base, where=ON_CPU, **weights):
     return Config.model_validate(
         {
-            "model": {"path": str(base), "dtype": "float32", "lora": {"rank": 6, "alpha": 12}},
+            "model": {"path": str(base), "dtype": where.dtype, "lora": {"rank": 6, "alpha": 12}},
             "data": {"train": "train.parquet", "max_prompt_tokens": 100},
             "reward": {"function": "countdown"},
             "sampling": {"max_tokens": 800},
-            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": CLOSE, "timeout_s": 120, **weights},
-            "rollout": {"device": "cpu", "engine": {"kv_cache_memory_bytes": KV_BYTES}},
+            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": where.close, "timeout_s": 120, **weights},
+            "rollout": {"device": where.device, "engine": {"kv_cache_memory_bytes": KV_BYTES, **where.engine}},
         }
     )
 
@@ -54,7 +57,12 @@ class Learner:
     def __init__(self, adapted, config):
         self.adapted, self.config = adapted, config
         self.sender = Sender(
-            adapted.specs(), config.weights, 0, torch.device("cpu"), TEXT, folder=Path(config.model.path) / "policies"
+            adapted.specs(),
+            config.weights,
+            0,
+            torch.device(config.rollout.device),
+            TEXT,
+            folder=Path(config.model.path) / "policies",
         )
 
     def follow(self, engine, name="rollout-0"):
@@ -84,7 +92,7 @@ class Learner:
 @asynccontextmanager
 async def server(config):
     """An engine, of which vLLM's process ends with the block."""
-    engine = await Engine.start(config, seed=1)
+    engine = await start(config)
     try:
         yield engine
     finally:
@@ -144,11 +152,39 @@ async def play_newcomer(folder):
     return SimpleNamespace(version=version, probe=probe, theirs=ours.logprobs_of(TEXT), refused=refused)
 
 
+async def play_updates(folder, where):
+    """Updates under sequences of which each that ends is replaced until the last version is in use; `in_flight` has
+    pairs of prompt and completion."""
+    dtype = getattr(torch, where.dtype)
+    make_base(base := folder / "base", dtype=dtype)
+    seen = SimpleNamespace(adapted=Adapted(base, dtype=dtype), config=make_config(base, where), in_flight=[])
+
+    async def keep_asking(prompt):
+        while len(seen.probes) < UPDATES:
+            seen.in_flight.append((prompt, await engine.generate(prompt, where.length, TEMPERATURE)))
+
+    async with server(seen.config) as engine, learning(seen.adapted, seen.config, engine) as (learner, held):
+        learner.publish(0)
+        assert await held.get() == 0
+        seen.pauses, seen.probes = [], []
+        asking = [asyncio.create_task(keep_asking(prompt)) for prompt in PROMPTS]
+        await publish_all(seen, learner, engine, held)
+        await asyncio.gather(*asking)
+    return seen
+
+
 async def updates(seen, learner, engine, held):
     learner.publish(0)
     assert await held.get() == 0
     running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
     seen.pauses, seen.probes = [], []
+    await publish_all(seen, learner, engine, held)
+    seen.unfinished = sum(not task.done() for task in running)
+    seen.in_flight = await asyncio.gather(*running)
+
+
+async def publish_all(seen, learner, engine, held):
+    """Each version once more tokens of the version before have been sampled."""
     for version in range(1, UPDATES + 1):
         while engine.tokens < 45 * version * len(PROMPTS):
             await asyncio.sleep(0.005)
@@ -157,8 +193,6 @@ async def updates(seen, learner, engine, held):
         stats = learner.sender.stats()
         seen.pauses.append(stats["weights/pause_s"])
         seen.probes.append(stats["weights/probe"])
-    seen.unfinished = sum(not task.done() for task in running)
-    seen.in_flight = await asyncio.gather(*running)
 
 
 async def folders(seen, engine, folder):

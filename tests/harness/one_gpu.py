@@ -1,0 +1,46 @@
+"""An engine on a GPU beside a sender in this process on the same GPU: NCCL refuses two ranks of one host on one GPU,
+so each says that it is on a host of its own, and they communicate through sockets."""
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.weights.__main__ import SHARED
+from configs.schema import Config
+from rollout.engine.vllm_engine import Engine
+
+GPU_ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.3}
+"""vLLM wants so much of the GPU to be free, of which earlier tests have left it a part."""
+
+
+@contextmanager
+def variables(**values: str) -> Iterator[None]:
+    """With these environment variables inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({name: value} if value is not None else {})
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """For an engine and a sender that share the GPU inside; what vLLM leaves behind is collected."""
+    with warnings.catch_warnings(), variables(**SHARED):
+        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
+        yield
+        gc.unfreeze()  # `Engine.launch` froze what it found
+        gc.collect()
+
+
+async def start(config: Config) -> Engine:
+    """`Engine.start`, on a GPU in processes that NCCL takes for another host's."""
+    host = {} if config.rollout.device == "cpu" else SHARED | {"NCCL_HOSTID": "server"}
+    with variables(**host):
+        return await Engine.start(config, seed=1)
