@@ -70,7 +70,8 @@ async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s
     waits = True
     while waits and not weights.last.is_set():
         with suppress(TimeoutError):
-            await asyncio.wait_for(weights.last.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await weights.last.wait()
         waits = evaluator.steady.locked()
         waits = await evaluator.idle() or waits
     await evaluator.idle()

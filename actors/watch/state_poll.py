@@ -36,7 +36,8 @@ class StatePoll:
             self.connection = connection
             while True:
                 try:
-                    self.state = await asyncio.wait_for(connection.expect(Status(), State), ANSWER_S)
+                    async with asyncio.timeout(ANSWER_S):
+                        self.state = await connection.expect(Status(), State)
                 except TimeoutError:
                     self.state = None
                 async with self.news:

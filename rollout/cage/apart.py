@@ -77,7 +77,8 @@ async def run_apart(how: Apart, program: Program) -> bytes:
         reader, writer = await connecting
         writer.write_eof()
         with suppress(TimeoutError):
-            await asyncio.wait_for(reader.read(), KILL_S + 1)
+            async with asyncio.timeout(KILL_S + 1):
+                await reader.read()
         raise
     finally:
         if connecting.done() and not connecting.cancelled() and not connecting.exception():

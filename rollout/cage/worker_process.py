@@ -125,7 +125,8 @@ class WorkerProcess:
         self._asked.append(asked)
         with suppress(TimeoutError, OSError, RuntimeError):  # RuntimeError: it was told to end meanwhile
             self._requests.write(b"?")
-            return await asyncio.wait_for(asked, OUTPUT_S)
+            async with asyncio.timeout(OUTPUT_S):
+                return await asked
         return ""
 
     def stop(self) -> None:

@@ -44,7 +44,8 @@ class RemoteKeeper:
         import ray
 
         with suppress(TimeoutError, ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
-            self._place = await asyncio.wait_for(_answer(self._actor.place.remote()), STARTED_S)
+            async with asyncio.timeout(STARTED_S):
+                self._place = await _answer(self._actor.place.remote())
 
     async def events(self, after: int) -> list[Event]:
         """Events later than number `after`; none if there was none for `EVENTS_S`."""
@@ -112,7 +113,8 @@ class RemoteKeeper:
             ray.kill(self._actor)
             return
         with suppress(TimeoutError, ray.exceptions.RayActorError):
-            await asyncio.wait_for(_answer(method.remote(*arguments)), limit_s + ANSWER_S)
+            async with asyncio.timeout(limit_s + ANSWER_S):
+                await _answer(method.remote(*arguments))
 
 
 class RemoteMember:
