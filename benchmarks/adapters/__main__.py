@@ -53,6 +53,7 @@ async def serve(args: argparse.Namespace, rank: int | None) -> dict[str, Any]:
         updates, events = [], []
         ends[0].tell("measure", args.seconds)
         rate = (await ends[0].answer("rate", START_S + args.seconds))["rate"]
+        progress(f"{args.shape}: {rate:.0f} tokens/s")
         if rank:
             learner = {"config": given["config"]}
             gpu = min(1, max(seen - 1, 0))

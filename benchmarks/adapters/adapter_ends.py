@@ -52,7 +52,7 @@ def learner(config: Config) -> None:
     """The stand-in. Its command: `updates N GAP`."""
     from learner.weights.sender.publish import Sender
 
-    device = torch.device("cuda" if GPU else "cpu")
+    device = torch.device("cuda", 0) if GPU else torch.device("cpu")
     adapter = RandomAdapter(config, device)
     wire = Sender(adapter.specs, config.weights, 0, device)
     say(address=wire.address)

@@ -104,6 +104,11 @@ def test_a_vllm_without_routes_is_named(found: dict[str, dict[str, float]]) -> N
     assert "NOT MEASURED" in mismatch.against and mismatch.against_value is None
 
 
+def test_a_way_to_learn_without_an_answer_is_named_beside_the_others() -> None:
+    rows = list(experts.learner_rows({"answers": {}, "missing": ["ours-compiled"], "tflops": 0.0}, "x"))
+    assert [row.what for row in rows] == [f"{experts.FAILED}: learner, ours-compiled"]
+
+
 def test_the_middle_shape_is_eight_layers_of_30b_a3b(tmp_path: Path) -> None:
     folder = folder_of("Qwen3-30B-A3B-8", tmp_path)
     model = build_on_meta(ModelConfig(path=str(folder)), "sdpa")

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 __all__ = ["gpu"]
-ALIKE, OTHER = 0.93, 0.6
+ALIKE, OTHER = 0.88, 0.6
 """Shares of tokens and layers with the experts that float32 chooses: at least of the same weights in bfloat16, at most
 of other weights; 0.96 and 0.29 on a CPU."""
 FAR = 0.3

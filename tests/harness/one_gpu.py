@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from benchmarks.weights.__main__ import SHARED
 from configs.schema import Config
 from rollout.engine.vllm_engine import Engine
 
-GPU_ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.3}
-"""vLLM wants so much of the GPU to be free, of which earlier tests have left it a part."""
+GPU_ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.3, "max_cudagraph_capture_size": 64}
+"""vLLM wants so much of the GPU to be free, of which earlier tests have left it a part. Few graphs start sooner."""
 
 
 @contextmanager
@@ -37,6 +39,11 @@ def nothing_left() -> Iterator[None]:
         yield
         gc.unfreeze()  # `Engine.launch` froze what it found
         gc.collect()
+
+
+def device_of(config: Config) -> torch.device:
+    """Where the sender beside such an engine holds its copies: its stream wants a GPU's number."""
+    return torch.device("cpu") if config.rollout.device == "cpu" else torch.device("cuda", 0)
 
 
 async def start(config: Config) -> Engine:

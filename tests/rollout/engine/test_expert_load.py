@@ -22,7 +22,7 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineError
-from tests.harness.one_gpu import GPU_ENGINE, start
+from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 from tests.harness.published import TorchPolicy, difference, scores, step
 from tests.harness.tiny_experts import tiny_experts
 
@@ -93,7 +93,7 @@ async def compare(seen, how, model, engine, before):
 
 async def pushed(seen, model, engine, config, staging, first):
     """Three policies over the weights wire."""
-    dtype, device = getattr(torch, config.model.dtype), torch.device(config.rollout.device)
+    dtype, device = getattr(torch, config.model.dtype), device_of(config)
     specs = [Spec(name, tuple(p.shape), dtype) for name, p in model.named_parameters()]
     sender, held = Sender(specs, config.weights, 0, device), asyncio.Queue()
 

@@ -22,7 +22,7 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.errors import EngineError
 from tests.harness.adapted import Adapted, make_base
-from tests.harness.one_gpu import GPU_ENGINE, start
+from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
@@ -60,7 +60,7 @@ class Learner:
             adapted.specs(),
             config.weights,
             0,
-            torch.device(config.rollout.device),
+            device_of(config),
             TEXT,
             folder=Path(config.model.path) / "policies",
         )
