@@ -97,12 +97,13 @@ def model_facts(path: str) -> ModelFacts:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer, of a text config; 0 for a dense model. Those of doge and nemotron_h may count experts too."""
+    """Experts of a layer, of a text config; 0 for a dense model, or one expert. Configs of dense models of doge and
+    nemotron_h count some too."""
     blocks = config.get("layers_block_type") or ()
     if config.get("is_moe") is False or ("mlp" in blocks and "moe" not in blocks):
         return 0
     counts = (config.get(key) for key in EXPERTS)
-    return next((number for number in counts if isinstance(number, int) and number), 0)
+    return next((number for number in counts if isinstance(number, int) and number > 1), 0)
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:

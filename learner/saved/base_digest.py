@@ -23,6 +23,8 @@ PROG = "python -m learner digest"
 def main(argv: Sequence[str]) -> int:
     """Run the command line `argv`, without `digest`; returns the exit code."""
     try:
+        if len(argv) != 2:
+            raise ValueError("takes CHECKPOINT and MODEL, two folders")
         checkpoint, path = argv
         if (adapter := adapter_of(Path(checkpoint))) is None:
             raise ValueError(f"{checkpoint}: has no adapter")

@@ -5,6 +5,7 @@ finds there what to multiply the files' `lora_B` by (`adapter_load.py`).
 """
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from configs.load import ConfigError
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
 
+log = logging.getLogger(__name__)
 NUMBER = 1
 """Of a server's adapter: requests name it, and workers hold it."""
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -115,11 +117,12 @@ def base_digest(checkpoint: Path) -> str:
     """What the learner says in a checkpoint of the weights beneath its adapter; empty where it has not."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
-    return found["base"] if found else ""
+    return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
 
 
 def digest_like(checkpoint: Path, path: str) -> str:
     """The same of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
+    log.warning("reading %s: the adapter in %s is of a base of another name", path, checkpoint)
     command = [sys.executable, "-m", "learner", "digest", str(checkpoint), path]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
