@@ -1,6 +1,6 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`. `python -m
 learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`), `digest
-CHECKPOINT MODEL` tells whether its base is MODEL (`base_digest.py`).
+CHECKPOINT MODEL` prints of MODEL the digest that CHECKPOINT has of its base (`base_digest.py`).
 
 Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
 `loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after

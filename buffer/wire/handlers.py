@@ -215,7 +215,7 @@ class Handlers:
                 f"another process has taken over the name {hello.name}: stop one of the two, or rename one of them"
             )
         welcome, twins = protocol.Welcome(max_message=limits.max_message), self._twins(identity, hello)
-        if identity.startswith(MADE) and not all(twin.startswith(MADE) for twin in twins):
+        if identity.startswith(MADE) and any(not twin.startswith(MADE) for twin in twins):
             return welcome  # a late word of a connection that this process has replaced
         if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
             raise ValueError(refusal)

@@ -240,6 +240,6 @@ def test_children_and_their_children_die_with_a_killed_process(tmp_path: Path, m
 
 def test_a_process_with_another_parent_than_it_is_told_says_so() -> None:
     line = [sys.executable, "-c", "from configs.entrypoint import die_with_parent; die_with_parent()"]
-    end = subprocess.run(line, env=os.environ | {PARENT: "1"}, capture_output=True, text=True)
+    end = subprocess.run(line, env=os.environ | {PARENT: "0"}, capture_output=True, text=True)
     assert end.returncode == FAILED
-    assert end.stderr.startswith(f"{PARENT}: 1 has ended or is not the parent of ")
+    assert end.stderr.startswith(f"{PARENT}: 0 has ended or is not the parent of ")

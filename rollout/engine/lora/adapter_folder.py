@@ -132,7 +132,8 @@ def digest_like(checkpoint: Path, path: str) -> str:
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
     """`config` with the `model.lora` that `models` need: none if all have whole weights. Raises ConfigError if an
-    adapter has another base than `model.path`, or whole weights other than those stand beside adapters."""
+    adapter has another base than `model.path`, or whole weights other than those stand beside adapters; ValueError as
+    `problem` does."""
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
     for adapter in adapters:
