@@ -1,10 +1,11 @@
-"""What do rollouts in FP8 gain, and how far are their log-probabilities from the learner's? Two GPUs.
+"""What do rollouts in FP8 gain, and how far are their log-probabilities from the learner's? GPUs.
 
 `python -m benchmarks.fp8 --model FOLDER`: two short runs of a real model in step with its server (`max_staleness: 0`),
 started by hand: buffer, server and learner, first with bfloat16 weights in the server, then with each policy rounded to
 FP8 as it is loaded (`rollout.engine.quantization: fp8`). The learner's weights hardly move. The mismatch is the
 learner's own metric: k1, k3 and m2 between its log-probabilities and those recorded at sampling, on tokens of the
-current policy. Prints one table; writes JSON.
+current policy. Needs two GPUs; on one, server and learner share it, and tokens/s are a bound. Prints one table; writes
+JSON.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import torch
 
 from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_file, sequences
 from benchmarks.runs.trained import figures_of, versions_of
@@ -28,7 +31,8 @@ SAMPLES, GROUPS, WARM_UP = 16, 32, 2
 def quantised_run(args: argparse.Namespace, quantization: str | None) -> dict[str, float]:
     """One run; its figures after the warm-up."""
     name = f"{quantization or 'bfloat16'}-{int(time.time())}"
-    engine = engine_keys(args.length, {"quantization": quantization} if quantization else {})
+    shared = torch.cuda.device_count() == 1
+    engine = engine_keys(args.length, {"quantization": quantization} if quantization else {}, shared)
     draw, problems = random.Random(0), args.work / "sums.jsonl"
     sums = (f"{draw.randrange(100)} + {draw.randrange(100)} is" for _ in range(1000))
     problems.write_text("".join(json.dumps({"problem": row, "answer": ""}) + "\n" for row in sums))
@@ -42,7 +46,7 @@ def quantised_run(args: argparse.Namespace, quantization: str | None) -> dict[st
         learner={"tokens_per_microbatch": 16384},
         weights={"probe_every": 1, "probe_tolerance": 1.0},
     )  # fmt: skip
-    with Processes(file, {"rollout": 0, "learner": 1}) as run:
+    with Processes(file, {"rollout": 0, "learner": 0 if shared else 1}) as run:
         for part in ("buffer", "rollout", "learner"):
             run.start(part, part)
         run.wait("warm-up", lambda: versions_of(run) >= WARM_UP, args.start_s)

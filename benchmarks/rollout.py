@@ -40,7 +40,6 @@ SAMPLES = 16
 PUBLISH_EVERY_S = 2.0
 STALENESS = 1000
 """Never binds: what is measured is the server, not admission."""
-SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
 CONTENDERS = {
     "server": "server in full operation",
     "fixed": "the same server, fixed lengths, same mean context and running sequences",
@@ -115,16 +114,13 @@ class ServerBenchmark:
     def serve(self, contender: str, running: int, length: int, mean: float) -> dict[str, float]:
         """A server in full operation."""
         gpus: dict[str, int | None] = {"rollout": None, "learner": None}
-        shared: dict[str, dict[str, str]] = {"rollout": {}, "learner": {}}
         if torch.cuda.is_available():
             gpus = {"rollout": 0, "learner": min(1, self.args.gpus - 1)}
-            if self.args.gpus == 1:
-                shared = {name: {**SHARED, "NCCL_HOSTID": name} for name in gpus}
         with Processes(self.file(contender, running, length), gpus) as run:
             run.start("buffer", "buffer")
-            run.start("rollout", "rollout", **shared["rollout"])
+            run.start("rollout", "rollout")
             words = [PUBLISH_EVERY_S, mean, 0.0 if mean else length, running]
-            run.start("learner", "benchmarks.runs.stand_in", *map(str, words), **shared["learner"])
+            run.start("learner", "benchmarks.runs.stand_in", *map(str, words))
             run.wait("first batch", lambda: bool(run.records("batches.jsonl")), self.args.start_s)
             run.wait("steady state", lambda: steady_samples(run) > (2.5 if mean else 1.5) * running, self.args.start_s)
             until = time.monotonic() + self.args.seconds

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.weights.__main__ import SHARED, START_S, End
+from benchmarks.weights.__main__ import START_S, End
 from benchmarks.weights.shapes import SHAPES, folder_of
+from benchmarks.weights.sharing import two_ends
 from benchmarks.weights.table import ResultRow, progress, write
 
 ENDS = "benchmarks.adapters.adapter_ends"
@@ -44,10 +45,9 @@ def config_of(args: argparse.Namespace, folder: Path, rank: int | None) -> dict[
 async def serve(args: argparse.Namespace, rank: int | None) -> dict[str, Any]:
     """Run one contender; tokens per second, and with an adapter its updates."""
     folder, log = folder_of(args.shape, args.work), args.work / f"{'adapter' if rank else 'whole'}.log"
-    seen = torch.cuda.device_count()
-    hosts = {end: SHARED | {"NCCL_HOSTID": end} if seen == 1 else {} for end in ("server", "learner")}
+    (first, of_server), (second, of_learner) = two_ends().values()
     given = {"config": config_of(args, folder, rank), "running": args.running, "length": args.length}
-    ends = [await End.start("server", given, [0], log, ENDS, **hosts["server"])]
+    ends = [await End.start("server", given, [first], log, ENDS, **of_server)]
     try:
         await ends[0].answer("started", START_S)
         updates, events = [], []
@@ -56,8 +56,7 @@ async def serve(args: argparse.Namespace, rank: int | None) -> dict[str, Any]:
         progress(f"{args.shape}: {rate:.0f} tokens/s")
         if rank:
             learner = {"config": given["config"]}
-            gpu = min(1, max(seen - 1, 0))
-            ends.append(await End.start("learner", learner, [gpu], log, ENDS, **hosts["learner"]))
+            ends.append(await End.start("learner", learner, [second], log, ENDS, **of_learner))
             ends[0].tell("follow", (await ends[1].answer("address", START_S))["address"])
             ends[1].tell("updates", args.updates, args.gap)
             updates = (await ends[1].answer("updates", START_S + args.updates * (args.gap + 60)))["updates"]

@@ -27,9 +27,10 @@ import torch
 
 from benchmarks.learner.__main__ import matmul_tflops, ours_rows, together
 from benchmarks.learner.cases import Case
-from benchmarks.weights.__main__ import SHARED, START_S, End
+from benchmarks.weights.__main__ import START_S, End
 from benchmarks.weights.ends import STALL_S
 from benchmarks.weights.shapes import folder_of, text_config
+from benchmarks.weights.sharing import two_ends
 from benchmarks.weights.table import ResultRow, measured_here, progress, write
 from benchmarks.weights.traffic import PROMPT_TOKENS
 
@@ -72,14 +73,14 @@ def config_of(args: argparse.Namespace, case: MixtureCase) -> dict[str, Any]:
 
 async def serve(args: argparse.Namespace, case: MixtureCase) -> dict[str, Any]:
     """The part `server`."""
-    given, log, seen = {"config": config_of(args, case)}, args.work / "ends.log", torch.cuda.device_count()
-    hosts = {end: SHARED | {"NCCL_HOSTID": end} if seen == 1 else {} for end in ("server", "learner")}
+    given, log = {"config": config_of(args, case)}, args.work / "ends.log"
+    (first, of_server), (second, of_learner) = two_ends().values()
     file, gap_s = args.work / "samples.msgpack", 2 * STALL_S + 0.5
-    ends = [await End.start("server", given | {"samples": case.samples}, [0], log, ENDS, **hosts["server"])]
+    ends = [await End.start("server", given | {"samples": case.samples}, [first], log, ENDS, **of_server)]
     try:
         no_routes = (await ends[0].answer("started", START_S))["no_routes"]
         progress(f"server: it has started{f', {no_routes}' if no_routes else ''}")
-        ends.append(await End.start("learner", given, [min(1, max(seen - 1, 0))], log, ENDS, **hosts["learner"]))
+        ends.append(await End.start("learner", given, [second], log, ENDS, **of_learner))
         hello = await ends[1].answer("address", START_S)
         ends[0].tell("follow", hello["address"])
         ends[1].tell("updates", args.updates, gap_s)

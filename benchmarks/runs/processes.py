@@ -29,6 +29,7 @@ from actors.watch.run_state import ask
 from benchmarks.runs.photos import write_photos
 from benchmarks.weights.seeing import SEEING
 from benchmarks.weights.shapes import LETTERS, folder_of
+from benchmarks.weights.sharing import as_host
 from benchmarks.weights.table import progress
 from buffer.images import ImageFormat
 from buffer.wire.protocol import State
@@ -110,7 +111,8 @@ class Died(RuntimeError):
 
 
 class Processes:
-    """A context manager around the processes of one run file. `gpus`: by name of a process, None for none."""
+    """A context manager around the processes of one run file. `gpus`: by name of a process, None for none; two may
+    share one."""
 
     def __init__(self, file: Path, gpus: Mapping[str, int | None]) -> None:
         self.file, self.gpus, self.config = file, gpus, load([str(file)])
@@ -121,6 +123,8 @@ class Processes:
         """Start `python -m module FILE WORDS` under a name."""
         gpu = self.gpus.get(name)
         seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + gpu)}
+        if gpu is not None and list(self.gpus.values()).count(gpu) > 1:
+            seen |= as_host(name)
         log, tie = self.folder / f"{name}.log", {PARENT: str(os.getpid())}
 
         def tied() -> None:

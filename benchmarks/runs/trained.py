@@ -1,7 +1,8 @@
-"""A real run on two GPUs and what its learner recorded: shared by `async_vs_sync` and `loop`.
+"""A real run and what its learner recorded: shared by `async_vs_sync`, `loop` and `vision`.
 
 `start` starts buffer, rollout server and learner and waits for the learner's first version; `figures_of` sums up the
-records of some versions. A version's wall time is from the end of the version before it.
+records of some versions. A version's wall time is from the end of the version before it. Server and learner have a GPU
+each. On one they share it: memory, weights and probes are then those of a run, its speeds are not.
 """
 
 import subprocess
@@ -13,12 +14,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs.processes import FIRST_GPU, Processes, engine_keys, run_file, sequences
+from benchmarks.runs.processes import Processes, engine_keys, run_file, sequences
 from benchmarks.weights.table import progress
 
 Record = dict[str, Any]
 FAST = {"compile": True, "activation_checkpointing": "none", "tokens_per_microbatch": 16384, "head_chunk_tokens": 4096}
 """The learner's keys on a GPU (docs/learner.md)."""
+SHARED_MEMORY = {"gpu_memory_utilization": 0.3}
+"""Of a server that leaves its GPU to a learner of 3 billion parameters."""
 
 
 def trained_run(
@@ -26,7 +29,7 @@ def trained_run(
     engine: dict[str, Any], learner: dict[str, Any], model_keys: dict[str, Any] | None = None,
     weights: dict[str, Any] | None = None,
 ) -> Processes:  # fmt: skip
-    """A run whose learner starts from weights of `models.py`; its server and learner have a GPU each, if there are."""
+    """A run whose learner starts from weights of `models.py`."""
     progress(f"{name}: weights of {shape}")
     gpus = torch.cuda.device_count()
     given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]
@@ -37,15 +40,14 @@ def trained_run(
         "batch": {"groups": groups, "samples": samples},
         "rollout": {
             **sequences(running, samples),
-            "engine": engine_keys(length, engine, shape=shape),
+            "engine": engine_keys(length, (SHARED_MEMORY if gpus == 1 else {}) | engine, shape=shape),
             "heartbeat_s": 1.0,
         },
         "learner": {**(FAST if gpus else {}), **learner},
         "weights": weights or {},
     }
     file = run_file(work, name, shape, **config)
-    on_gpus = gpus >= FIRST_GPU + 2
-    return Processes(file, {"rollout": 0 if on_gpus else None, "learner": 1 if on_gpus else None})
+    return Processes(file, {"rollout": 0, "learner": min(1, gpus - 1)} if gpus else {})
 
 
 def versions_of(run: Processes) -> int:

@@ -1,6 +1,7 @@
 """What do images cost on GPUs? A run, its server beside bare vLLM, pushes beside a frozen tower, loading of the tower.
 
-`python -m benchmarks.vision --parts run,server,frozen,loading` needs two GPUs, one that serves and one that learns: the
+`python -m benchmarks.vision --parts run,server,frozen,loading` wants two GPUs, one that serves and one that learns; on
+one both share it, so that memory, probes and what is sent are those of a run, and its speeds are not: the
 shape of Qwen2.5-VL-3B with random weights, photos of 300 to 1,000 tokens, every eighth row text only, groups of 8
 samples of 256 tokens.
 `run`: buffer, server and learner started by hand: versions an hour, utilisation with the tower counted, memory beside

@@ -1,6 +1,6 @@
 """Pushes to a server that shows photos, with everything trained and with a frozen tower. Part of `benchmarks.vision`.
 
-Waits for the two ends that it starts (`push_ends.py`), one GPU each, and never longer than it was told.
+Waits for the two ends that it starts (`push_ends.py`), one GPU each if there are two, never longer than it was told.
 """
 
 import asyncio
@@ -9,10 +9,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import torch
+
 from benchmarks.runs.processes import data_of, engine_keys, sequences
 from benchmarks.vision.cases import SeeingCase
 from benchmarks.weights.__main__ import End
 from benchmarks.weights.shapes import folder_of
+from benchmarks.weights.sharing import two_ends
 from benchmarks.weights.table import ResultRow, progress
 
 ENDS = "benchmarks.vision.push_ends"
@@ -32,7 +35,7 @@ def config_of(shape: str, case: SeeingCase, freeze: list[str], work: Path, engin
         "sampling": {"max_tokens": case.length},
         "batch": {"samples": case.samples},
         "rollout": {**sequences(case.running, case.samples),
-                    "engine": engine_keys(case.length, engine, shape=shape)},
+                    "engine": engine_keys(case.length, engine, torch.cuda.device_count() == 1, shape)},
         "weights": {"probe_every": 1, "timeout_s": 60.0, "probe_tolerance": case.tolerance},
     }  # fmt: skip
 
@@ -41,11 +44,12 @@ async def push(config: dict[str, Any], case: SeeingCase, updates: int, gap_s: fl
     """Start both ends, compare the probes of version 0, and push `updates` versions under load."""
     logs.mkdir(parents=True, exist_ok=True)
     ends: list[End] = []
+    (first, of_server), (second, of_learner) = two_ends().values()
     try:
         mine = {"config": config, "name": "rollout-0", "running": case.running, "length": case.length}
-        server = await End.start("server", mine, [0], logs / "server.log", ENDS)
+        server = await End.start("server", mine, [first], logs / "server.log", ENDS, **of_server)
         ends.append(server)
-        learner = await End.start("learner", {"config": config}, [1], logs / "learner.log", ENDS)
+        learner = await End.start("learner", {"config": config}, [second], logs / "learner.log", ENDS, **of_learner)
         ends.append(learner)
         hello = await learner.answer("address", 240.0)
         await server.answer("started", 300.0)

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
 from benchmarks.runs.processes import TEXT_ONLY, Processes, Watch
 from benchmarks.runs.trained import Record, figures_of, trained_run, versions_of
 from benchmarks.vision.cases import SeeingCase
@@ -77,6 +79,7 @@ def memory_of(run: Processes) -> dict[str, Any]:
 def rows_of(found: dict[str, Any], shape: str, case: SeeingCase) -> list[ResultRow]:
     """The run's figures, memory beside its estimate."""
     label = f"run: {shape}, {case.groups} groups of {case.samples} x {case.length} tokens"
+    label += ", one GPU for both ends" * (torch.cuda.device_count() == 1)
     rows = [
         ResultRow("versions/h", found["versions/h"], "1/h", "versions counted", found["versions"], label),
         ResultRow("trained tokens/s, prompts counted for each sample", found["tokens/s with prompts"], "1/s",

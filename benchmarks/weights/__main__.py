@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.weights.shapes import CASES, SHAPES, WeightsCase, folder_of
+from benchmarks.weights.sharing import as_host
 from benchmarks.weights.table import PROBE_EVERY, ResultRow, progress, rows_of, write
 
 ENGINE = {
@@ -34,9 +35,6 @@ ENGINE = {
 }  # fmt: skip
 ENDS = "benchmarks.weights.ends"
 TIMEOUT_S, START_S = 60.0, 240.0
-SHARED = {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
-"""For ends that share GPUs: NCCL refuses two ranks on one GPU unless they claim to be on two hosts (NCCL_HOSTID); it
-then communicates through sockets."""
 
 
 class End:
@@ -135,13 +133,13 @@ async def run(case: WeightsCase, args: argparse.Namespace, work: Path) -> dict[s
     try:
         servers: list[End] = []
         for number, gpus in enumerate(gpus_of_servers):
-            env = ports | (SHARED | {"NCCL_HOSTID": f"server-{number}"} if shared else {})
+            env = ports | (as_host(f"server-{number}") if shared else {})
             mine = {"name": f"rollout-{number}", "running": args.running, "length": args.length,
                     "offset": 1 + number * case.tensor_parallel}  # fmt: skip
             servers.append(await End.start("server", given | mine, gpus, work / f"server-{number}.log", **env))
         learners = []
         for rank in range(case.ranks):
-            env = ports | (SHARED | {"NCCL_HOSTID": "learner"} if shared else {})
+            env = ports | (as_host("learner") if shared else {})
             env |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
             learners.append(await End.start("learner", given, gpus_of_learner, work / f"learner-{rank}.log", **env))
         ends = [*servers, *learners]

@@ -23,7 +23,7 @@ from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.loading import all_blocks, blocks, build_on_meta
-from learner.model.lora.adapter import adapt
+from learner.model.lora.adapter import Adapted, adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,9 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
         _add(kept, tensor)
         return tensor
 
-    with _MatmulRecorder() as matmuls, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    sums: Storages = {}
+    _add(sums, *(layer.lora_B for layer in empty.modules() if isinstance(layer, Adapted)))
+    with _MatmulRecorder(sums) as matmuls, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward()
 
     def per_token(storages: Storages, without: Storages) -> int:
@@ -238,18 +240,24 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """Collects inputs and outputs of matmuls, and outputs of attention."""
+    """Collects inputs and outputs of matmuls, and outputs of attention.
 
-    def __init__(self) -> None:
+    `added`: matrices whose output is added to another matmul's; the compiler keeps the sum alone, so it counts once.
+    """
+
+    def __init__(self, added: Storages) -> None:
         super().__init__()
+        self._added = added
         self.inputs: Storages = {}
         self.outputs: Storages = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func in MATMULS:
-            _add(self.outputs, output)
-            _add(self.inputs, *(x for x in args if isinstance(x, Tensor)))
+            factors = [x for x in args if isinstance(x, Tensor)]
+            _add(self.inputs, *factors)
+            if not any(x.untyped_storage()._cdata in self._added for x in factors):
+                _add(self.outputs, output)
         elif func is torch.ops.headrace.attend.default:
             _add(self.outputs, *output)
         return output

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.weights.__main__ import SHARED
+from benchmarks.weights.sharing import as_host
 from configs.schema import Config
 from rollout.engine.vllm_engine import Engine
 
@@ -34,7 +34,7 @@ def variables(**values: str) -> Iterator[None]:
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """For an engine and a sender that share the GPU inside; what vLLM leaves behind is collected."""
-    with warnings.catch_warnings(), variables(**SHARED):
+    with warnings.catch_warnings(), variables(**as_host("learner")):
         warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
         yield
         gc.unfreeze()  # `Engine.launch` froze what it found
@@ -48,6 +48,6 @@ def device_of(config: Config) -> torch.device:
 
 async def start(config: Config) -> Engine:
     """`Engine.start`, on a GPU in processes that NCCL takes for another host's."""
-    host = {} if config.rollout.device == "cpu" else SHARED | {"NCCL_HOSTID": "server"}
+    host = {} if config.rollout.device == "cpu" else as_host("server")
     with variables(**host):
         return await Engine.start(config, seed=1)
