@@ -136,8 +136,8 @@ def test_7b_learns_on_one_gpu(tmp_path: Path) -> None:
 
 
 def test_compiled_layers_keep_a_sum_where_they_have_an_adapter(tmp_path: Path) -> None:
-    """W x + B A x, not both of them: beside what full training keeps only A x. Counted twice, the estimate of 7B was 126
-    GiB where an H200 had a peak of 98 (benchmarks.learner, `ours-7b-lora`)."""
+    """W x + B A x, not both of them: beside what full training keeps only A x. With both, 7B was estimated at 126 GiB
+    where an H200 had a peak of 98 (benchmarks.learner, `ours-7b-lora`)."""
     model = adapted_model(tmp_path)
     compiled = LEARNER.model_copy(update={"compile": True, "activation_checkpointing": "none"})
     assert model.lora is not None
