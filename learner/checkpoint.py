@@ -266,9 +266,12 @@ class Checkpoints:
 
 
 def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
-    """What is wrong if the checkpoint in `folder` is of another adapter than `wanted`, or of other weights beneath it;
-    None if nothing is."""
-    found = adapter_of(folder)
+    """What is wrong if the checkpoint in `folder` is of another adapter than `wanted`, or of other weights beneath it,
+    or does not say; None if nothing is."""
+    try:
+        found = adapter_of(folder)
+    except (OSError, ValueError) as error:
+        return f"{error}; install the Headrace that wrote it, or remove {folder}: the run goes on from the one before"
     was, now = found and found.model.lora, model.lora
     if was != now:
         said = [show(lora and lora.model_dump()) for lora in (now, was)]

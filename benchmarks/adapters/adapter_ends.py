@@ -5,7 +5,6 @@ with random weights, which it makes up itself; the learner has no model, only th
 """
 
 import asyncio
-import json
 import os
 import random
 import sys
@@ -14,9 +13,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-import uvloop
 
-from benchmarks.weights.ends import GPU, STALL_S, commands_from_stdin, say, served, synchronize
+from benchmarks.weights.ends import GPU, STALL_S, commands_from_stdin, run_end, say, served, synchronize
 from benchmarks.weights.traffic import PROMPT_TOKENS, vocabulary_of
 from configs.schema import Config
 from learner.weights.plan import LORA_A, LORA_B, Spec
@@ -141,8 +139,4 @@ async def server(config: Config, running: int, length: int) -> None:
 
 
 if __name__ == "__main__":
-    role, given = sys.argv[1], json.loads(sys.argv[2])
-    config = Config.model_validate(given.pop("config"))
-    learner(config) if role == "learner" else uvloop.run(server(config, **given))
-    sys.stdout.flush()
-    os._exit(0)
+    run_end(learner, server)

@@ -7,8 +7,6 @@ in a file, packed as for the buffer, and the learner computes its log-probabilit
 """
 
 import asyncio
-import json
-import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,13 +18,12 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed as dist
-import uvloop
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.adapters.adapter_ends import AdapterServing
 from benchmarks.vision.push_ends import update
-from benchmarks.weights.ends import GPU, commands_from_stdin, say
+from benchmarks.weights.ends import GPU, commands_from_stdin, run_end, say
 from benchmarks.weights.traffic import PROMPT_TOKENS, vocabulary_of
 from buffer.wire.sample import Sample
 from configs.schema import Config
@@ -165,8 +162,4 @@ async def server(config: Config, samples: int) -> None:
 
 
 if __name__ == "__main__":
-    role, given = sys.argv[1], json.loads(sys.argv[2])
-    config = Config.model_validate(given.pop("config"))
-    learner(config) if role == "learner" else uvloop.run(server(config, **given))
-    sys.stdout.flush()
-    os._exit(0)
+    run_end(learner, server)

@@ -13,9 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -297,12 +297,19 @@ def limit(rank: int, world: int, port: int) -> None:
     say(gb_per_s=median(rates))
 
 
-if __name__ == "__main__":
+def run_end(learner: Callable[[Config], None], server: Callable[..., Coroutine[Any, Any, None]]) -> NoReturn:
+    """Be what the command line says: `learner` or `server`, and JSON with the config and the further arguments of the
+    server. Ends the process, whatever threads still run."""
     role, given = sys.argv[1], json.loads(sys.argv[2])
-    if role == "limit":
-        limit(**given)
-    else:
-        config = Config.model_validate(given.pop("config"))
-        learner(config) if role == "learner" else uvloop.run(server(config, **given))
+    config = Config.model_validate(given.pop("config"))
+    learner(config) if role == "learner" else uvloop.run(server(config, **given))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] != "limit":
+        run_end(learner, server)
+    limit(**json.loads(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)

@@ -12,10 +12,10 @@ import asyncio
 import errno
 import logging
 import sqlite3
+import struct
 import time
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,6 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, split
 from buffer.resources import MemoryWatch
-from buffer.wire.connection import broken
 from buffer.wire.handlers import LoopTurn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
@@ -57,10 +56,50 @@ OPTIONS = {
     zmq.HEARTBEAT_IVL: 5000,
     zmq.HEARTBEAT_TIMEOUT: 15000,
 }
+CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+"""Events of which `Speakers` are told."""
 
 
 class ListenError(ValueError):
     """The address cannot be listened on; the text names it and the remedy."""
+
+
+class Speakers:
+    """Who speaks over which connection of a ROUTER, and whose connection has ended.
+
+    ZeroMQ tells connections by their file descriptors, in messages (`frame.get(zmq.SRCFD)`) and in a monitor's events.
+    That is no name: the kernel gives a descriptor to the next connection at once; what came over a connection may be
+    read long after its end, under a name that ZeroMQ makes if its process has another one by then; and a connection
+    whose process makes another one is closed without an event. So `ended` is given the messages read and, after them,
+    all events up to then: a connection is accepted before it says anything, so its own event is among them.
+
+    Example: `Speakers().ended({b"a": 20}, [(zmq.EVENT_ACCEPTED, 20), (zmq.EVENT_DISCONNECTED, 20)]) == [b"a"]`
+    """
+
+    def __init__(self) -> None:
+        self._over: dict[bytes, int] = {}
+        """By identity: the descriptor over which its last message came."""
+        self._closed: set[int] = set()
+        """Descriptors without a connection."""
+
+    def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
+        """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
+        by identity; `events`: (kind, descriptor) of those told since, in order."""
+        changed = set()
+        for kind, descriptor in events:
+            changed.add(descriptor)
+            (self._closed.add if kind == zmq.EVENT_DISCONNECTED else self._closed.discard)(descriptor)
+        self._over.update(heard)
+        if not changed and self._closed.isdisjoint(heard.values()):
+            return []
+        ended = [
+            who
+            for who, descriptor in self._over.items()
+            if descriptor in self._closed or (descriptor in changed and who not in heard)
+        ]
+        for who in ended:
+            del self._over[who]
+        return ended
 
 
 class BufferServer:
@@ -85,14 +124,17 @@ class BufferServer:
         self._news = False
         self._in_flight = 0
         """Bytes of large answers that ZeroMQ has not yet handed to the network."""
-        self._speakers: dict[int, bytes] = {}
-        """By the file descriptor of a connection: identity of the process that was last heard over it."""
-        self._reused: list[tuple[int, bytes]] = []
-        """Descriptors that another connection has since the last look, and who was heard over them before."""
-        self._passed: Counter[int] = Counter()
-        """Descriptors whose next break is that of the connection before, which is known already."""
-        self._broken: list[int] = []
-        """File descriptors of the connections that broke since the last look."""
+        self._speakers = Speakers()
+        self._heard: dict[bytes, int] = {}
+        """Identities heard since the last look, and the file descriptors of their connections."""
+        self._socket.monitor("inproc://connections", CONNECTIONS)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
+        self._monitor.connect("inproc://connections")
+        self._events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
+        self._poller = zmq.asyncio.Poller()
+        for socket in self._socket, self._monitor:
+            self._poller.register(socket, zmq.POLLIN)
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -111,6 +153,8 @@ class BufferServer:
     async def __aexit__(self, *error: object) -> None:
         if self._auth:
             self._auth.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
         self._context.term()
 
@@ -138,14 +182,6 @@ class BufferServer:
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
         self._loop = asyncio.get_running_loop()
-        watching = asyncio.create_task(self._watch_connections())
-        try:
-            await self._serve(requests)
-        finally:
-            watching.cancel()
-            await asyncio.wait({watching})
-
-    async def _serve(self, requests: PendingRequests) -> None:
         memory = MemoryWatch()
         while True:
             await self._wake(at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
@@ -186,7 +222,7 @@ class BufferServer:
             return await asyncio.sleep(0)  # signal handlers run in the loop too
         wait_s = None if self._due is None else max(0.0, self._due - time.monotonic())
         if not self.has_news():
-            polling = self._socket.poll(None if wait_s is None else round(wait_s * 1000) + 1)
+            polling = self._poller.poll(None if wait_s is None else round(wait_s * 1000) + 1)
             self._polling = asyncio.ensure_future(polling)
             try:
                 await self._polling
@@ -205,22 +241,15 @@ class BufferServer:
         """Whether `wake` was called since the last wait."""
         return self._news
 
-    async def _watch_connections(self) -> None:
-        async for descriptor in broken(self._socket):
-            self._broken.append(descriptor)
-            self._on_news()
-
     def _ended(self) -> list[bytes]:
-        """Identities whose connections broke since the last call, but for those heard over another one since."""
-        ended = [identity for _, identity in self._reused]
-        self._passed.update(descriptor for descriptor, _ in self._reused)
-        for descriptor in self._broken:
-            if self._passed[descriptor]:
-                self._passed[descriptor] -= 1
-            else:
-                ended.append(self._speakers.pop(descriptor, b""))
-        self._reused, self._broken = [], []
-        return [identity for identity in ended if identity not in self._speakers.values()]
+        """Identities whose connections have ended since the last call."""
+        heard, self._heard = self._heard, {}
+        return self._speakers.ended(heard, self._told())
+
+    def _told(self) -> Iterator[tuple[int, int]]:
+        """The events of connections since the last call."""
+        while self._events.poll(0):
+            yield struct.unpack("=hi", self._events.recv_multipart()[0])
 
     def _on_news(self) -> None:
         self._news = True
@@ -236,10 +265,7 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            descriptor, speaker = int(identity.get(zmq.SRCFD)), identity.bytes
-            if (before := self._speakers.get(descriptor, speaker)) != speaker:
-                self._reused.append((descriptor, before))
-            self._speakers[descriptor] = speaker
+            self._heard[identity.bytes] = int(identity.get(zmq.SRCFD))
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True

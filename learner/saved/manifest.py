@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from configs.schema import LearnerConfig, ModelConfig
 
@@ -49,9 +49,17 @@ def reward_of(checkpoint: Path) -> float | None:
 
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
-    """What the adapter in a complete checkpoint was trained beside; None if it has whole weights."""
-    found = json.loads((checkpoint / MANIFEST).read_text()).get("adapter")
-    return AdapterOf.model_validate(found) if found else None
+    """What the adapter in a complete checkpoint was trained beside; None if it has whole weights. Raises OSError or
+    ValueError, with one line, if the manifest cannot be read."""
+    try:
+        found = json.loads((checkpoint / MANIFEST).read_text()).get("adapter")
+        return AdapterOf.model_validate(found) if found else None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ["adapter", *first["loc"]]))
+        raise ValueError(f"{checkpoint / MANIFEST}: {where}: {first['msg']}") from None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{checkpoint / MANIFEST}: cannot be read ({error})") from None
 
 
 def folder_of(folder: Path, version: int) -> Path:
@@ -93,9 +101,10 @@ def fault(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, for people; None if all its files are there with their sizes."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        files = manifest.get("files", manifest).items()  # an earlier release wrote the files alone
+    except (OSError, ValueError, AttributeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, size in manifest.get("files", manifest).items():  # an earlier release wrote the files alone
+    for name, size in files:
         try:
             found = (checkpoint / name).stat().st_size
         except OSError:

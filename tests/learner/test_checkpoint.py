@@ -218,11 +218,15 @@ def damage_manifest(folder: Path) -> None:
     (folder / MANIFEST).write_text('{"state')
 
 
+def damage_listed(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[]")
+
+
 def damage_unsealed(folder: Path) -> None:
     (folder / MANIFEST).unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_manifest, damage_unsealed])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_manifest, damage_listed, damage_unsealed])
 def test_a_broken_one_is_skipped(tmp_path: Path, mesh, damage, caplog: pytest.LogCaptureFixture) -> None:
     policy, checkpoints = parts(tmp_path, mesh)
     for version in (2, 4):

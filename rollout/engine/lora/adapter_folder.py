@@ -6,15 +6,20 @@ finds there what to multiply the files' `lora_B` by (`adapter_load.py`).
 
 import json
 import logging
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from subprocess import PIPE
 
 from safetensors import safe_open
 
+from configs.entrypoint import BAD_INPUT
 from configs.load import ConfigError
 from configs.schema import Config, LoraConfig
 from learner.weights.plan import LORA_A, LORA_B
@@ -27,6 +32,8 @@ MANIFEST = "manifest.json"
 """Of a checkpoint of the learner, whose folder `adapter` is one of these."""
 PREFIX = "base_model.model."
 """PEFT's, before each layer's name."""
+STILL_S = 30.0
+"""From one line of the log to the next while a model is read: many minutes from a slow disk."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
 """Settings of PEFT that change what an adapter computes, and that only plain LoRA leaves empty."""
 
@@ -122,12 +129,31 @@ def base_digest(checkpoint: Path) -> str:
 
 def digest_like(checkpoint: Path, path: str) -> str:
     """The same of the model at `path`, by a process of the learner, which reads all of it. Raises ValueError."""
-    log.warning("reading %s: the adapter in %s is of a base of another name", path, checkpoint)
-    command = [sys.executable, "-m", "learner", "digest", str(checkpoint), path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError((done.stderr.splitlines() or [f"{' '.join(command)}: exit code {done.returncode}"])[-1])
-    return done.stdout.split()[-1]
+    log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
+    return last_word([sys.executable, "-m", "learner", "digest", str(checkpoint), path])
+
+
+def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
+    """The last word that `command` writes, however long it takes: every `every_s` seconds the log says that it runs.
+    Ctrl-C ends it too. Raises ValueError, with the last line that it wrote on stderr, if it fails."""
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            while True:
+                try:
+                    said, errors = process.communicate(timeout=every_s)
+                    break
+                except subprocess.TimeoutExpired:
+                    told = shlex.join(command), time.monotonic() - began
+                    log.warning("%s: has run for %.0f s and goes on; Ctrl-C ends it", *told)
+        finally:
+            process.kill()  # nothing, if it has ended
+    if (code := process.returncode) == BAD_INPUT and errors.strip():
+        raise ValueError(errors.splitlines()[-1])
+    if code:
+        how = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+        raise ValueError(f"{shlex.join(command)}: {how}: {(errors.splitlines() or ['it said nothing'])[-1]}")
+    return said.split()[-1]
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:

@@ -17,6 +17,7 @@ class Silent:
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.answer: asyncio.Future[State] = asyncio.get_running_loop().create_future()
+        self.asked = asyncio.Event()
 
     async def __aenter__(self) -> "Silent":
         return self
@@ -25,6 +26,7 @@ class Silent:
         pass
 
     async def expect(self, *arguments: Any) -> State:
+        self.asked.set()
         return await self.answer
 
 
@@ -32,21 +34,27 @@ class Silent:
 def test_a_poll_that_is_cancelled_as_the_answer_comes_ends(
     turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cancellation comes so many turns of the loop after the answer."""
+    """The cancellation comes so many turns of the loop after the answer. A poll that has lost it asks again."""
     monkeypatch.setattr(state_poll, "Connection", Silent)
+    monkeypatch.setattr(state_poll, "EVERY_S", 0.0)
 
     async def test() -> None:
         poll = StatePoll(make_config(tmp_path), "watch")
         following = asyncio.create_task(poll.follow())
         while not poll.connection:
             await asyncio.sleep(0)
+        connection: Any = poll.connection
         for _ in range(5):  # it waits for the answer
             await asyncio.sleep(0)
-        poll.connection.answer.set_result(state())  # type: ignore[attr-defined]
+        answer, connection.answer = connection.answer, asyncio.get_running_loop().create_future()
+        answer.set_result(state())
         for _ in range(turns):
             await asyncio.sleep(0)
         following.cancel()
-        await asyncio.wait({following}, timeout=60)
+        connection.asked.clear()
+        again = asyncio.create_task(connection.asked.wait())
+        await asyncio.wait({following, again}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         assert following.cancelled()
+        again.cancel()
 
     asyncio.run(test())

@@ -52,7 +52,7 @@ class Scripted(BufferServer):
             self.number += 1
             self.turns[-1].append([who.encode(), pack(self.number, message)])  # type: ignore[arg-type]
         with suppress(Over):
-            await self._serve(self.requests)
+            await self.serve(self.requests)
 
     async def _wake(self, at_once: bool) -> None:
         if not self.turns and not at_once:

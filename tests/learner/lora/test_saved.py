@@ -117,6 +117,20 @@ def test_another_base_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
     assert len(said) == 1 and f"has other weights, or model.dtype is another, than when {checkpoint}" in said.pop()
 
 
+def test_a_manifest_of_another_release_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
+    """Rank 0 alone reads it, and its files are all there."""
+    _, checkpoint, _ = saved(tmp_path, mesh)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["adapter"]["model"]["tomorrow"] = 1
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    world.together("other_base", 2, tmp_path, lora=LORA.model_dump())
+    said = {(tmp_path / f"refused-{number}.txt").read_text() for number in range(2)}
+    assert said == {
+        f"{checkpoint}/manifest.json: adapter.model.tomorrow: Extra inputs are not permitted; install the Headrace "
+        f"that wrote it, or remove {checkpoint}: the run goes on from the one before"
+    }
+
+
 @pytest.mark.parametrize(
     "lora", [None, LoraConfig(rank=2), LoraConfig(rank=4, alpha=4), {"targets": ["q_proj"]}], ids=str
 )

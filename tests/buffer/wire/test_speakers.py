@@ -1,0 +1,171 @@
+"""The end of a process is known by the end of its connection, whatever became of earlier ones of it, or of others that
+had the same file descriptor."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from buffer.wire import server as wire
+from buffer.wire.message import Message, pack
+from buffer.wire.protocol import Status
+from buffer.wire.requests import PendingRequests
+from buffer.wire.server import BufferServer, Speakers
+from tests.buffer.wire.test_many import hello
+from tests.harness.buffer_process import in_loop, make_requests
+
+ON, OFF = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED
+A, B, RENAMED = b"a", b"b", b"\0made"
+Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
+"""Who was heard over which descriptor, the events, and whose connections have ended."""
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param([({A: 5}, [(ON, 5)], []), ({}, [(OFF, 5)], [A]), ({}, [(OFF, 5)], [])], id="ends"),
+        pytest.param([({A: 5}, [(ON, 5), (OFF, 5)], [A])], id="says one thing and ends"),
+        pytest.param(
+            [({A: 5}, [], []), ({B: 5}, [(OFF, 5), (ON, 5)], [A]), ({}, [(OFF, 5)], [B])],
+            id="another has its descriptor at once",
+        ),
+        pytest.param(
+            [({A: 5}, [], []), ({A: 7}, [(ON, 7)], []), ({}, [(OFF, 7)], [A])], id="a new connection, the old is open"
+        ),
+        pytest.param(
+            [({A: 5}, [], []), ({A: 7}, [(ON, 7)], []), ({B: 5}, [(ON, 5)], []), ({}, [(OFF, 5)], [B])],
+            id="a descriptor that was closed without an event",
+        ),
+        pytest.param(
+            [({A: 5}, [], []), ({A: 5}, [(OFF, 5), (ON, 5)], []), ({}, [(OFF, 5)], [A])], id="again over the same"
+        ),
+        pytest.param(
+            [
+                ({A: 5}, [(ON, 5), (OFF, 5)], [A]),
+                ({A: 5}, [], [A]),
+                ({B: 5}, [(ON, 5)], []),
+                ({}, [(OFF, 5)], [B]),
+            ],
+            id="read after its end",
+        ),
+        pytest.param(
+            [
+                ({A: 5}, [], []),
+                ({A: 7, RENAMED: 5}, [(ON, 7)], []),
+                ({B: 5}, [(OFF, 5), (ON, 5)], [RENAMED]),
+                ({}, [(OFF, 5), (OFF, 7)], [B, A]),
+            ],
+            id="renamed before its end",
+        ),
+        pytest.param(
+            [
+                ({A: 5}, [], []),
+                ({A: 7}, [(OFF, 5), (ON, 7)], []),
+                ({RENAMED: 5}, [], [RENAMED]),
+                ({B: 5}, [(ON, 5)], []),
+                ({}, [(OFF, 5)], [B]),
+            ],
+            id="renamed after its end",
+        ),
+    ],
+)
+def test_who_has_ended(looks: list[Look]) -> None:
+    speakers = Speakers()
+    for heard, events, ended in looks:
+        assert sorted(speakers.ended(heard, events)) == sorted(ended)
+
+
+class Peers:
+    """Processes that speak to the buffer over bare sockets, which never connect again."""
+
+    def __init__(self, server: BufferServer, requests: PendingRequests, context: zmq.asyncio.Context) -> None:
+        self.server, self.requests, self.context = server, requests, context
+
+    async def connect(self, identity: bytes, *messages: Message) -> zmq.asyncio.Socket:
+        """One that has said Hello, and then `messages`."""
+        dealer = self.context.socket(zmq.DEALER)
+        for option, value in {zmq.IDENTITY: identity, zmq.LINGER: 60_000, zmq.RECONNECT_IVL: -1}.items():
+            dealer.setsockopt(option, value)
+        dealer.connect(self.server.address)
+        for number, message in enumerate((hello(identity.decode()), *messages)):
+            await dealer.send(pack(number, message))
+        return dealer
+
+    async def welcomed(self, identity: bytes) -> zmq.asyncio.Socket:
+        """One that the buffer has answered."""
+        dealer = await self.connect(identity)
+        await asyncio.wait_for(dealer.recv(), 60)
+        return dealer
+
+    def broke(self, identity: bytes) -> bool:
+        """Whether the buffer knows that its connection broke."""
+        return self.requests.handlers.peers[identity].broke is not None
+
+    async def is_missed(self, identity: bytes) -> None:
+        """Wait for that."""
+        async with asyncio.timeout(60):
+            while identity not in self.requests.handlers.peers or not self.broke(identity):
+                await asyncio.sleep(0.01)
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[None]:
+        """While the buffer reads what they say."""
+        serving = asyncio.create_task(self.server.serve(self.requests))
+        yield
+        serving.cancel()
+        await asyncio.wait({serving})
+
+
+@asynccontextmanager
+async def peers() -> AsyncIterator[Peers]:
+    requests, context = make_requests(), zmq.asyncio.Context()
+    async with BufferServer("tcp://127.0.0.1:*", 2**20) as server:
+        try:
+            yield Peers(server, requests, context)
+        finally:
+            context.destroy(0)
+    requests.handlers.store.close()
+
+
+@in_loop
+async def test_a_process_that_ends_is_missed_although_an_earlier_connection_of_it_is_still_open() -> None:
+    """ZeroMQ says nothing of the end of a connection whose process has made another one."""
+    async with peers() as them, them.served():
+        await them.welcomed(A)
+        second = await them.welcomed(A)
+        assert not them.broke(A)
+        second.close(0)
+        await them.is_missed(A)
+
+
+@in_loop
+async def test_what_is_read_after_the_end_of_its_process_hides_neither_that_nor_the_end_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop reads nothing before the first process has ended, as while a commit takes long, and little at a time."""
+    monkeypatch.setattr(wire, "MAX_MESSAGES", 1)
+    async with peers() as them:
+        (await them.connect(A, Status())).close()
+        told: list[tuple[int, int]] = []
+        while OFF not in dict(told):
+            assert them.server._events.poll(60_000)
+            told += them.server._told()
+        assert them.server._speakers.ended({}, told) == []
+        async with them.served():
+            await them.is_missed(A)
+            (await them.welcomed(B)).close(0)
+            await them.is_missed(B)
+
+
+@in_loop
+async def test_a_process_that_connects_again_is_not_missed() -> None:
+    async with peers() as them, them.served():
+        for _ in range(20):
+            one = await them.welcomed(A)
+            await one.send(pack(9, Status()))
+            await asyncio.wait_for(one.recv(), 60)
+            assert not them.broke(A)
+            one.close(0)
