@@ -16,7 +16,7 @@ from tests.harness.expert_batches import expert_model, routed
 from tests.harness.one_gpu import nothing_left
 from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, policy_of
 from tests.rollout.engine import test_expert_load, test_routing_replay
-from tests.rollout.engine.test_expert_load import CLOSE, ON_GPU
+from tests.rollout.engine.test_expert_load import ON_GPU
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,9 +48,11 @@ def returned(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 @pytest.mark.vllm
 def test_each_policy_is_what_transformers_computes(loaded: SimpleNamespace) -> None:
-    """Three staged ones, three in buckets, a folder; `old` is how far the weights before are off."""
+    """Three staged ones, three in buckets, a folder; `old` is how far the weights before are off, `rounded` how far
+    transformers is in bfloat16, which flips experts too: 0.02 to 0.14 nat."""
     assert len(loaded.off) == 7
-    assert max(loaded.off.values()) < CLOSE[ON_GPU.dtype] < min(loaded.old.values()) / 2, (loaded.off, loaded.old)
+    for how, off in loaded.off.items():
+        assert off < 3 * loaded.rounded[how] < loaded.old[how] / 2, (how, loaded.off, loaded.rounded, loaded.old)
     assert "1 weights of vLLM's model were not received, model.layers.0.mlp.experts" in loaded.incomplete
 
 

@@ -4,6 +4,7 @@ One engine runs the whole scenario; each test looks at one aspect.
 """
 
 import asyncio
+import copy
 import gc
 import os
 import warnings
@@ -60,7 +61,7 @@ async def play(folder, where=ON_CPU):
     """The scenario; returns the mean differences from transformers, and what was said."""
     tiny_experts(folder, dtype=where.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    seen = SimpleNamespace(probes={}, off={}, old={})
+    seen = SimpleNamespace(probes={}, off={}, old={}, rounded={}, dtype=getattr(torch, where.dtype))
     engine = await start(make_config(folder, where=where))
     try:
         for number, staging in enumerate(("full", "bucket")):
@@ -87,8 +88,10 @@ async def play(folder, where=ON_CPU):
 
 
 async def compare(seen, how, model, engine, before):
-    theirs = await engine.probe(TOKENS)
-    seen.off[how], seen.old[how] = difference(theirs, scores(model, TOKENS)), difference(theirs, before)
+    """How far the engine is from `model`, from the one before, and how far `model` itself is in the engine's dtype."""
+    theirs, ours = await engine.probe(TOKENS), scores(model, TOKENS)
+    seen.off[how], seen.old[how] = difference(theirs, ours), difference(theirs, before)
+    seen.rounded[how] = difference(scores(copy.deepcopy(model).to(seen.dtype), TOKENS), ours)
 
 
 async def pushed(seen, model, engine, config, staging, first):
