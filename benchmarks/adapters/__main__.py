@@ -89,6 +89,8 @@ def rows_of(args: argparse.Namespace, whole: dict[str, Any], adapter: dict[str, 
         for word, of in (("median", median), ("worst", max)):
             row = ResultRow(f"{what}, {word}", 1000.0 * of(values), "ms", "goal" if goal else "", goal, label)
             rows.append(row)
+    sent = median(1000.0 * update["weights/span_s"] for update in started.values())
+    rows.append(ResultRow("  of that the broadcast, median", sent, "ms", case=label))
     size = adapter["updates"][0]["weights/bytes"] / (1 << 20)
     return [*rows, ResultRow("adapter on the wire", size, "MiB", case=label)]
 
