@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.learner.cases import SHAPES
-from benchmarks.learner.ours import OURS, timed
+from benchmarks.learner.ours import OURS, profile, timed
 from benchmarks.weights.table import ResultRow, progress, write
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
@@ -105,6 +106,12 @@ def compare(policy: Policy, algorithm: Algorithm, prompt: int, args: argparse.Na
             part = groups_of(prompt, answer, groups, vocabulary, step, version)
             found[share].append(timed(policy, algorithm, part))
             progress(f"{label}: share_prompts {share}: {found[share][-1]['seconds']:.2f} s")
+    if args.profile:
+        for share in found:
+            policy.share_prompts = share
+            part = groups_of(prompt, answer, groups, vocabulary, 0, 2 * args.steps + 2 + share)
+            print(f"{label}: share_prompts {share}")
+            profile(partial(algorithm.step, policy, part))
     rate = {share: median(row["tokens"] / row["seconds"] for row in rows[1:]) for share, rows in found.items()}
     memory = {share: max(row["gib"] for row in rows[1:]) for share, rows in found.items()}
     gained = f"limit {least:g}" if args.shape == "1.5b" else ""
@@ -131,6 +138,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind, after one that warms up")
     parser.add_argument("--tokens", type=int, default=32768, help="of a microbatch")
     parser.add_argument("--learner", type=json.loads, default={}, help="keys of `learner`, as JSON")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of each kind, by time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shared_prompts.json")
     args = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=HashStore(), rank=0, world_size=1)
