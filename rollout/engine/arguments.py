@@ -13,12 +13,12 @@ from typing import Any
 
 from buffer.images import ImageFormat
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
+from configs.flow.kv_room import CPU_KV_BYTES
 from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config, ModelConfig
 
-CPU_KV_BYTES = 256 << 20
 CPU_STEP_TOKENS = 2048
 """Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
 HEAD = {"head_dtype": "float32"}
