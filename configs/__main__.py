@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from configs.data.sources import count_rows
 from configs.entrypoint import DONE
 from configs.explain import explain
+from configs.flow.kv_room import gpu_bytes
 from configs.load import read
 from configs.resume import fingerprint
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     config = read(argv, "python -m configs")
     problems = count_rows(config.data.train)
-    print("\n".join(explain(config, problems)), flush=True)
+    print("\n".join(explain(config, problems, gpu_bytes())), flush=True)
     command = [sys.executable, "-m", "actors.doctor.run_file"]
     code = subprocess.run(command, input=config.model_dump_json(), text=True).returncode
     if code == DONE:

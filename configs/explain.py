@@ -9,24 +9,36 @@ from math import ceil, log10
 
 from configs.checks import max_group_bytes, max_sample_tokens
 from configs.flow.capacity import connections, memory_bytes, open_files
-from configs.flow.sequences import MEAN_SHARE, admitted_staleness, open_groups, places, share_of_batch
+from configs.flow.kv_room import KvRoom, kv_room
+from configs.flow.sequences import (
+    MEAN_SHARE,
+    admitted_staleness,
+    mean_tokens,
+    open_groups,
+    places,
+    share_of_batch,
+)
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
-from configs.model_facts import checkpoint_bytes, model_facts
+from configs.model_facts import BYTES, checkpoint_bytes, model_facts
 from configs.schema import Config
 
 NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
+MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 AS_FAST = 0.96
 """Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 
 
-def explain(config: Config, problems: int | None = None) -> list[str]:
-    """The run in lines for people; `problems` is the number of rows in data.train, where known."""
-    flow = expected(config, admitted_staleness(config))
-    notes = (*_notes_on_flow(config, problems, flow), *_notes_on_learning(config), *_notes_on_addresses(config))
+def explain(config: Config, problems: int | None = None, gpu_bytes: int | None = None) -> list[str]:
+    """The run in lines for people; `problems` is the number of rows in data.train, `gpu_bytes` the memory of a GPU that
+    serves, where they are known."""
+    room = kv_room(config, gpu_bytes)
+    most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
+    flow = expected(config, admitted_staleness(config), most)
+    notes = (*_notes_on_flow(config, problems, flow, most), *_notes_on_learning(config), *_notes_on_addresses(config))
     return [
-        *_batch(config), *_data(config, problems), *_images(config), *_flow(config, flow), *_machines(config),
-        *_disk(config), *_buffer(config, problems or 0),
+        *_batch(config), *_data(config, problems), *_images(config), *_flow(config, flow, most, room),
+        *_machines(config), *_disk(config), *_buffer(config, problems or 0),
         *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
@@ -68,14 +80,18 @@ def _images(config: Config) -> Iterator[str]:
     pixels = f"at most {most:,} pixels" if most else "as large as the model's processor lets it be"
     trained = f"of which model.freeze leaves out: {' and '.join(frozen)}" if frozen else "all of them trained"
     trained = "none of them trained with model.lora" if config.model.lora else trained
-    tower = f"its tower has {_with_prefix(facts.tower)} of the parameters, {trained}"
+    of_server, kept = facts.tower * BYTES[config.model.dtype], 4 if "vision" in frozen else 16
+    of_learner = of_server if config.model.lora else facts.tower * kept
+    size = f"{_with_prefix(of_server)}B on each server and {_with_prefix(of_learner)}B of the learner's state"
+    tower = f"its tower has {_with_prefix(facts.tower)} of the parameters, {trained}: {size}, besides its activations"
     budget = "a microbatch takes 2 patches for each token of its budget, 4 patches are a token"
     yield f"images: at most {config.data.max_images} a sample, each {pixels}; {tower}; {budget}"
 
 
-def _flow(config: Config, flow: Flow) -> Iterator[str]:
+def _flow(config: Config, flow: Flow, runs: int, room: KvRoom) -> Iterator[str]:
+    """`runs`: sequences that a server can run at a time."""
     rollout, staleness, each = config.rollout, admitted_staleness(config), places(config)
-    most = rollout.most_servers * most_running(config)
+    most = rollout.most_servers * runs
     bound = f"no group older than {config.batch.max_staleness} versions is trained"
     product = f"({staleness} + 1) x {config.batch.groups} = {open_groups(config):,} groups"
     yield f"staleness: {bound}; {product} may be open at once, generating or stored"
@@ -85,10 +101,12 @@ def _flow(config: Config, flow: Flow) -> Iterator[str]:
         start = min(share_of_batch(config), each)
         how = f"at most: rollout.sequences auto begins with {start:,} a server and adds some while the learner waits"
     yield f"sequences: {product}, {how}"
-    limit = "the places" if most_running(config) == each else "rollout.engine.max_num_seqs"
+    held = "" if room.sequences is None else f"{room.sequences:,} sequences of {mean_tokens(config):,.0f} tokens, by "
+    yield f"KV cache of a server: {held}{room.told}"
+    limit = "the places" if runs == each else "the KV cache" if runs < most_running(config) else MAX_NUM_SEQS
     if flow.running <= NEARLY_FULL * most:
         limit = "the bound on age (batch.max_staleness, batch.groups)"
-    gain = flow.speed / expected(config, 0).speed
+    gain = flow.speed / expected(config, 0, runs).speed
     running = f"{flow.running:,.0f} of {most:,} sequences run at a time, limited by {limit}"
     yield f"to expect: {running}; mean age {flow.age:.1f}, {gain:.1f} times the versions of staleness 0"
     answer = max_sample_tokens(config) - config.data.max_prompt_tokens
@@ -168,9 +186,9 @@ def _buffer(config: Config, problems: int) -> Iterator[str]:
     yield f"the buffer's process: {held}; {memory}"
 
 
-def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator[str]:
+def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) -> Iterator[str]:
     groups, staleness, each = config.batch.groups, admitted_staleness(config), places(config)
-    running, most = most_running(config), config.rollout.most_servers * most_running(config)
+    running, most = most_running(config), config.rollout.most_servers * runs
     if staleness == 0:
         yield "staleness 0 is synchronous: the servers wait while the learner trains, it waits while they generate"
     elif flow.running < NEARLY_FULL * most and config.rollout.sequences != "auto":
@@ -184,7 +202,7 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow) -> Iterator
         yield f"{empty}: {why}; {remedy}"
     if running < each:
         rest = f"the other {each - running:,} wait inside vLLM and only get older"
-        key = f"rollout.engine.max_num_seqs {running}"
+        key = f"{MAX_NUM_SEQS} {running}"
         yield f"{key} is below rollout.sequences {each}: {rest}; set both to one number"
     if problems and problems < groups:
         yield f"{problems:,} problems are fewer than batch.groups {groups:,}: a batch has a problem more than once"

@@ -47,6 +47,10 @@ class ModelFacts:
     """Experts of a layer that has some; 0 for a dense model, and where nothing is known."""
     route_bytes: int = 0
     """What the experts chosen for one token take in a sample (`Sample.routes`)."""
+    kv_heads: int | None = None
+    kv_numbers: int | None = None
+    """Numbers that a server keeps of one token, its keys and values in all layers; None where not every layer attends
+    to the whole sequence."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -93,7 +97,19 @@ def model_facts(path: str) -> ModelFacts:
         config.get("model_type") or kind,
         experts,
         routes * (1 if experts <= 256 else 2),
+        *_kept_of_a_token(config),
     )
+
+
+def _kept_of_a_token(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """`kv_heads` and `kv_numbers`, of a text config."""
+    heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
+    kv_heads = config.get("num_key_value_heads") or heads
+    others = set(config.get("layer_types") or ()) - {"full_attention"}
+    if not (heads and layers and kv_heads) or others or "kv_lora_rank" in config:
+        return None, None
+    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    return kv_heads, 2 * layers * kv_heads * size or None
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

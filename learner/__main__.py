@@ -147,7 +147,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
-        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), patches)
+        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), rank == 0, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)

@@ -31,6 +31,7 @@ from buffer.ledger.types import LedgerError
 from buffer.wire.protocol import LAUNCHER
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
+from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
 from configs.schema import Config
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         return BAD_INPUT
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
-    for line in [*explain(config, judgement.rows), *judgement.lines(), *news]:
+    for line in [*explain(config, judgement.rows, gpu_bytes()), *judgement.lines(), *news]:
         display.say(line)
     if source:
         display.say(f"forked from {source}")

@@ -88,16 +88,16 @@ class Estimate:
 
 
 def memory_budget(
-    config: Config, device: torch.device, shards: int, reference: bool, patches: int = 0
+    config: Config, device: torch.device, shards: int, reference: bool, sends: bool, patches: int = 0
 ) -> tuple[Estimate, int]:
     """The memory that a rank will take, and the tokens of its microbatches; logged before anything is loaded.
 
-    `shards`: ranks that share a copy of the model. `reference`: a frozen one is kept too. `patches`: most of one
-    sample. Raises ConfigError if the GPU is too small.
+    `shards`, `reference`, `sends`: as in `estimate`. `patches`: most of one sample. Raises ConfigError if the GPU is
+    too small.
     """
     wanted, tokens = config.learner.tokens_per_microbatch, max_sample_tokens(config)
     sample = max(tokens, -(-patches // PATCHES_PER_TOKEN))
-    expected = estimate(config.model, config.learner, shards, reference)
+    expected = estimate(config.model, config.learner, shards, reference, sends)
     if device.type != "cuda":
         return expected, max(AUTO_TOKENS_ON_CPU, sample) if wanted == "auto" else wanted
     available = torch.cuda.get_device_properties(device).total_memory
@@ -114,8 +114,11 @@ def memory_budget(
     return expected, budget
 
 
-def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False) -> Estimate:
-    """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too."""
+def estimate(
+    model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: bool = False
+) -> Estimate:
+    """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
+    `sends`: it is rank 0, whose GPU holds the copies that servers get (`learner.weights.buckets.DoubleBuffer`)."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
@@ -137,6 +140,8 @@ def estimate(model: ModelConfig, learner: LearnerConfig, shards: int, reference:
         "gradients": 4 * trained * on_gpu // shards,
         "optimizer": 8 * trained * on_gpu // shards,
     }
+    if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
+        always["copies to send"] = width * (trained + (trained if model.lora else parameters))
     gathered = width * (root * (1 + reference) + 2 * block)
     # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient. They exist at the
     # end of the forward pass or at the start of the backward pass, while all activations are kept.

@@ -13,12 +13,12 @@ from typing import Any
 
 from buffer.images import ImageFormat
 from configs.checks import ENGINE_KEYS_ELSEWHERE, max_sample_tokens
+from configs.flow.kv_room import CPU_KV_BYTES
 from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config, ModelConfig
 
-CPU_KV_BYTES = 256 << 20
 CPU_STEP_TOKENS = 2048
 """Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
 HEAD = {"head_dtype": "float32"}
@@ -26,7 +26,8 @@ HEAD = {"head_dtype": "float32"}
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 """On a GPU a step may have twice as many tokens as sequences: all that generate, and as many tokens of prompts. Steps
 of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left more than half of an H200 idle:
-15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md).
+15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md,
+measured before `scheduler.touch_blocks_at_their_ends`).
 Scheduling is asynchronous by vLLM's own default, which adapts to the device; its block of 16 tokens wastes half a
 block a sequence, and a larger one would share fewer prompts.
 """
@@ -130,7 +131,8 @@ def registered(package: str, table: str) -> Iterator[str]:
 def cliffs(config: Config) -> Iterator[str]:
     """A line for each setting of the run file that makes a GPU several times slower, with its price and the remedy.
 
-    The prices are those of a 1.5B model on an H200 (docs/benchmarks.md).
+    The prices are those of a 1.5B model on an H200, measured before `scheduler.touch_blocks_at_their_ends`; servers
+    are faster since.
     """
     given = config.rollout.engine
     if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):

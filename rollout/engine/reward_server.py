@@ -15,9 +15,10 @@ from typing import Any
 
 from configs.checks import check
 from configs.entrypoint import DONE, made_progress, split_flags
+from configs.flow.kv_room import CPU_KV_BYTES
 from configs.load import read
 from configs.schema import Config
-from rollout.engine.arguments import CPU_KV_BYTES, environment, on_cpu, unknown_fields
+from rollout.engine.arguments import environment, on_cpu, unknown_fields
 
 PROG = "python -m rollout reward"
 API_SERVER = "vllm.entrypoints.openai.api_server"

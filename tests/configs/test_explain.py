@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from configs.__main__ import count_rows, main
 from configs.checks import check
 from configs.explain import explain
+from configs.flow.kv_room import gpu_bytes
 from configs.flow.sequences import open_groups
 from configs.flow.simulation import expected
 from configs.load import load
@@ -89,7 +91,11 @@ def test_a_model_that_sees(model: Path) -> None:
     assert model_facts(str(model)).tower == 1500 and model_facts(str(model)).parameters == 1507
     (line,) = (line for line in explain(run) if line.startswith("images:"))
     assert "at most 2 a sample, each at most 1,048,576 pixels; its tower has 1.5 k of the parameters" in line
-    assert "of which model.freeze leaves out: vision" in line
+    assert "of which model.freeze leaves out: vision: 3 kB on each server and 6 kB of the learner's state" in line
+    free, adapted = (config(f"model.path={model}", *words) for words in ([], ["model.lora.rank=8"]))
+    sizes = "3 kB on each server and {} kB of the learner's state, besides its activations"
+    for run, state in ((free, 24), (adapted, 3)):
+        assert sizes.format(state) in "\n".join(explain(run))
 
 
 def test_a_microbatch_holds_whole_samples() -> None:
@@ -142,6 +148,72 @@ def test_auto_says_with_how_many_it_begins_and_where_it_ends() -> None:
     text = "\n".join(explain(config(*LONG_TAIL)))
     assert "1 x 512 = 512 at a time, at most: rollout.sequences auto begins with " + auto in text
     assert "limited by the bound on age (batch.max_staleness, batch.groups); mean age 4.0" in text
+
+
+SIZED = {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "hidden_size": 1536}
+"""Of Qwen2.5-1.5B: 2 x 28 x 2 x 128 numbers a token, 28,672 bytes in bfloat16."""
+
+
+def sized(model: Path, *words: str, **shape: Any) -> Config:
+    """A run of samples of 125 tokens in the mean, of a model of that shape and of 1,100 parameters."""
+    (model / "config.json").write_text(json.dumps(SIZED | shape))
+    lengths = ("data.max_prompt_tokens=100", "sampling.max_tokens=400", "rollout.sequences=512")
+    return config(f"model.path={model}", "rollout.device=cuda", *lengths, *words)
+
+
+def kept(config: Config, gpu_bytes: int | None = None) -> str:
+    (line,) = [line for line in explain(config, gpu_bytes=gpu_bytes) if line.startswith("KV cache of a server: ")]
+    return line.removeprefix("KV cache of a server: ")
+
+
+GIVEN = "rollout.engine.kv_cache_memory_bytes=1000000000"
+
+
+def test_the_kv_cache_limits_what_runs(model: Path) -> None:
+    """1 GB / (28,672 x 133) = 262 sequences: half a block is left of each."""
+    run = sized(model, GIVEN, "batch.groups=512", "batch.max_staleness=8")
+    assert kept(run) == "262 sequences of 125 tokens, by rollout.engine.kv_cache_memory_bytes 1000000000"
+    text = "\n".join(explain(run))
+    assert "of 262 sequences run at a time, limited by the KV cache" in text and "note: the bound on age" not in text
+    roomy = sized(model, GIVEN.replace("1000", "9000"), "batch.groups=512", "batch.max_staleness=8")
+    assert "of 512 sequences run at a time, limited by the places" in "\n".join(explain(roomy))
+
+
+@pytest.mark.parametrize(
+    ("words", "shape", "room"),
+    [
+        (["rollout.tensor_parallel=2"], {}, 524),
+        (["rollout.tensor_parallel=8"], {}, 524),  # there are two heads
+        (["model.dtype=float32"], {}, 131),
+        (["rollout.engine.kv_cache_dtype=fp8"], {}, 524),
+        ([], {"head_dim": 256}, 131),
+        ([], {"num_key_value_heads": None}, 43),
+    ],
+)
+def test_what_a_token_takes_of_the_kv_cache(model: Path, words: list[str], shape: dict[str, Any], room: int) -> None:
+    assert kept(sized(model, GIVEN, *words, **shape)).startswith(f"{room} sequences")
+
+
+@pytest.mark.parametrize("shape", [{"layer_types": ["sliding_attention", "full_attention"]}, {"kv_lora_rank": 512}])
+def test_a_model_that_keeps_less_of_a_token_is_not_estimated(model: Path, shape: dict[str, Any]) -> None:
+    assert kept(sized(model, GIVEN, **shape)).startswith(f"not known, because model.path {model} tells nothing")
+
+
+def test_the_kv_cache_by_the_gpu_of_this_machine(model: Path) -> None:
+    run = sized(model, "rollout.engine.gpu_memory_utilization=0.5")
+    said = kept(run, gpu_bytes=2 * 10**9)
+    assert said.startswith("262 sequences of 125 tokens, by a GPU as this machine's, 2 GB x 0.5, less 2.2e-06 GB of we")
+    assert kept(run) == "not known: this machine has no GPU, and the run file no rollout.engine.kv_cache_memory_bytes"
+    assert kept(sized(model, "rollout.device=cpu")) == "70 sequences of 125 tokens, by 256 MiB on a CPU"
+
+
+def test_gpus_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_bytes() is None
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 143771\necho 81559\n")
+    driver.chmod(0o755)
+    assert gpu_bytes() == 81559 << 20
 
 
 @given(

@@ -62,3 +62,10 @@ def test_geometry_on_eight_gpus_is_the_command_of_its_first_lines() -> None:
     config = load([str(GEOMETRY), *overrides.split()])
     assert config.learner.ranks + config.rollout.servers * config.rollout.tensor_parallel == 8
     assert "7B" in config.model.path
+
+
+def test_geometry_explains_each_of_its_keys() -> None:
+    lines = [line.strip() for line in GEOMETRY.read_text(encoding="utf-8").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#") and not line.endswith(":")]
+    assert len(keys) > 30
+    assert [line for line in keys if not re.search(r" # \w.{10}", line)] == []

@@ -103,12 +103,14 @@ def test_what_a_process_says_at_its_start_is_shown_until_a_version_comes(tmp_pat
 def test_how_full_the_servers_are_is_shown(tmp_path: Path) -> None:
     shown = display(tmp_path, terminal=True)
     full = {"running": 384.0, "places": 512.0, "limit_graphs": 512.0}
-    servers = {"rollout-0": {"stats": full}, "rollout-1": {"stats": full}, "rollout-2": {"stats": {}}}
+    cut = full | {"places": 448.0, "limit_preempted": 448.0, "preempted": 3.0}
+    servers = {"rollout-0": {"stats": full}, "rollout-1": {"stats": cut}, "rollout-2": {"stats": {}}}
     rest: dict[str, Any] = {"version": 0, "trained": -1, "counts": {}, "dropped": {}, "ages": {}, "waiters": []}
     shown.state = State(**rest, bytes_stored=0, errors=0, servers=servers)
-    assert shown.servers() == "3/2 alive, running 768 of 1024"
+    assert shown.servers() == "3/2 alive, running 768 of 960"
     shown.console.print(shown.panel())
     assert "running 384 of 512: max_num_seqs, the captured CUDA graphs" in said(shown)
+    assert "running 384 of 448: the KV cache was full, 3 preemptions" in said(shown)
 
 
 def test_a_server_that_fell_silent_runs_nothing(tmp_path: Path) -> None:

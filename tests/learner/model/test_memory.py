@@ -13,6 +13,9 @@ from learner.model.loading import build_on_meta
 from learner.model.memory import GIB, Estimate, OutOfMemory, PeakCandidate, estimate, explain_out_of_memory
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train.pictures import one_shown
+from learner.weights.buckets import DoubleBuffer
+from learner.weights.plan import Plan
+from tests.harness.adapters import adapted_model
 from tests.harness.pictured import form_of, seeing_model
 from tests.harness.tiny_vlm import KINDS
 from tests.harness.world import LEARNER, policy_of, tiny_model
@@ -131,13 +134,38 @@ def test_state_is_sharded_over_ranks(tmp_path: Path) -> None:
     assert estimate(model, LEARNER, 1, reference=True).candidates[0].fixed["weights"] == 2 * one["weights"]
 
 
+def held_for_sending(policy) -> int:
+    """Bytes of the weights in the sender's two copies; what both share counts once."""
+    plan = Plan.of(policy.weight_specs(), 1 << 20, policy.frozen_names())
+    sent = DoubleBuffer(plan, torch.device("cpu"))
+    copies = []
+    for _ in range(2):
+        copies.append(sent.reserve(1.0))
+        sent.offer(copies[-1])
+    return sum({x.data_ptr(): x.nbytes for copy in copies for _, x in copy.weights.views()}.values())
+
+
+@pytest.mark.parametrize("case", ["text", "adapter", "frozen"])
+def test_rank_0_holds_the_copies_that_it_sends(tmp_path: Path, mesh, case: str) -> None:
+    """Two of what is trained, one of what is frozen, and of adapters the adapter only; on the GPU with `cpu_offload`
+    too."""
+    made = {"text": tiny_model, "adapter": adapted_model}.get(case)
+    model = made(tmp_path, dtype=torch.bfloat16) if made else seeing_model(tmp_path, "qwen3_vl")
+    model = model.model_copy(update={"freeze": ["vision"] if case == "frozen" else []})
+    copies = held_for_sending(policy_of(model, mesh))
+    for learner in (LEARNER, LEARNER.model_copy(update={"cpu_offload": True})):
+        sender, other = (estimate(model, learner, 2, sends=sends) for sends in (True, False))
+        assert [peak.fixed["copies to send"] for peak in sender.candidates] == [copies] * len(sender.candidates)
+        assert sender.total(256) == other.total(256) + copies
+
+
 def test_budget_on_cpu(tmp_path: Path) -> None:
     given = {"model": tiny_model(tmp_path), "data": {"train": "x", "max_prompt_tokens": 9}, "reward": {"function": "x"}}
 
     def budget(tokens: int | str, answer: int) -> int:
         learner, sampling = {"tokens_per_microbatch": tokens}, {"max_tokens": answer}
         config = Config(**given, learner=learner, sampling=sampling)
-        return memory.memory_budget(config, torch.device("cpu"), 1, reference=False)[1]
+        return memory.memory_budget(config, torch.device("cpu"), 1, reference=False, sends=True)[1]
 
     assert budget(100, 20) == 100
     assert budget("auto", 20) == 8192

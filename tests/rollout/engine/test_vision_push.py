@@ -12,11 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from buffer.images import ImageFormat
 from configs.schema import Config
 from learner.__main__ import open_weights_wire
 from learner.model.policy import Policy
+from learner.saved import export
+from learner.train.pictures import one_shown
+from learner.weights.probe import shown_tokens
 from learner.weights.protocol import Go
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
@@ -29,7 +33,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOWER = "model.visual.blocks.1.attn.proj.weight"
 
 
-def make_config(folder, kind, freeze=(), **weights):
+def make_config(folder, kind, freeze=(), engine=None, **weights):
     return Config.model_validate(
         {
             "run": {"folder": str(folder.parent), "name": folder.name},
@@ -38,7 +42,7 @@ def make_config(folder, kind, freeze=(), **weights):
             "reward": {"function": "countdown"},
             "sampling": {"max_tokens": 100},
             "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 60} | weights,
-            "rollout": {"device": "cpu", "sequences": 16},
+            "rollout": {"device": "cpu", "sequences": 16, "engine": engine or {}},
         }
     )
 
@@ -125,13 +129,35 @@ def change(policy, version):
             local.add_(0.05 * torch.randn(local.shape, generator=draw))
 
 
+def exported(folder, kind, mesh):
+    """A policy that has been trained a little, written into `folder` as a checkpoint's export is."""
+    initial = folder.with_name("initial")
+    tiny_vlm(initial, kind, deviation=0.1)
+    policy = Policy(make_config(initial, kind).model, LEARNER, mesh)
+    change(policy, 1)
+    export.write(export.collect(policy), make_config(initial, kind).model, folder)
+    return policy
+
+
+async def unlike(engine, policy, config):
+    """Largest difference of the two's log-probabilities of a text behind a picture."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokens, image = shown_tokens(tokenizer, 100, ImageFormat.of(config.model.path, config.data))
+    behind = image.start + image.picture.num_tokens
+    want, got = policy.logprobs_of(one_shown(tokens, [image])), await engine.probe(tokens, [image])
+    return max(abs(a - b) for a, b in zip(want[behind:], got[behind:], strict=True))
+
+
 async def play(folder, kind, mesh):
     """The scenario; returns what happened."""
-    tiny_vlm(folder, kind, deviation=0.1)
+    policy, config = exported(folder, kind, mesh), make_config(folder, kind, engine={"load_format": "auto"})
     seen = SimpleNamespace(probes={}, sent={}, errors={})
-    engine = await Engine.start(make_config(folder, kind), seed=1)
+    engine = await Engine.start(config, seed=1)
     pushes = Pushes(folder, kind, engine, mesh)
     try:
+        seen.loaded = await unlike(engine, policy, config)
+        change(policy, 2)
+        seen.of_another = await unlike(engine, policy, config)
         for name, keys in CASES.items():
             async with pushes.learner(**keys) as learner:
                 seen.probes[name] = [await learner.push(version) for version in (1, 2, 3)]
@@ -171,6 +197,11 @@ def seen(request, tmp_path_factory):
         warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
         gc.collect()
     return found
+
+
+def test_vllm_s_own_loader_reads_an_export(seen):
+    """As `vllm serve` does, before anything is pushed; the control is another policy."""
+    assert seen.loaded < 1e-4 and seen.of_another > 0.1
 
 
 def test_the_probe_with_a_picture_agrees_after_every_push(seen):

@@ -1,0 +1,65 @@
+"""How many sequences the KV cache of a server will hold, estimated before it starts, for `explain.py`.
+
+By the run file, the model's folder and the size of a GPU, where `nvidia-smi` lists one. vLLM measures what is left of
+a GPU when it starts; `rollout.concurrency` goes by that.
+"""
+
+import shutil
+import subprocess
+from typing import NamedTuple
+
+from configs.flow.sequences import mean_tokens
+from configs.model_facts import BYTES, model_facts
+from configs.schema import Config
+
+KEY = "rollout.engine.kv_cache_memory_bytes"
+CPU_KV_BYTES = 256 << 20
+"""What a server on a CPU gets unless the run file says otherwise."""
+UTILIZATION = 0.92
+"""vLLM's own `gpu_memory_utilization`."""
+HALF_A_BLOCK = 8
+"""Tokens that a sequence leaves unused of its last block, in the mean."""
+
+
+class KvRoom(NamedTuple):
+    """Sequences of the mean length that a server's cache holds, None where unknown, and how that is known."""
+
+    sequences: int | None
+    told: str
+
+
+def kv_room(config: Config, gpu_bytes: int | None) -> KvRoom:
+    """`gpu_bytes`: memory of a GPU that serves, None where none is known.
+
+    Counted are the keys and values of layers with full attention, each GPU of a server holding its share of the heads;
+    a prompt that a group shares counts for each of its samples.
+    """
+    facts, given = model_facts(config.model.path), config.rollout.engine
+    room, shards = given.get("kv_cache_memory_bytes"), config.rollout.tensor_parallel
+    if room is not None:
+        told = f"{KEY} {room}"
+    elif config.rollout.device == "cpu":
+        room, told = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB on a CPU"
+    elif gpu_bytes is None:
+        return KvRoom(None, f"not known: this machine has no GPU, and the run file no {KEY}")
+    else:
+        share, weights = given.get("gpu_memory_utilization", UTILIZATION), facts.parameters or 0
+        weights = weights * BYTES[config.model.dtype] // shards
+        room = share * gpu_bytes - weights if isinstance(share, int | float) else None
+        less = f"less {weights / 1e9:.3g} GB of weights, nothing taken off for activations and CUDA graphs"
+        told = f"a GPU as this machine's, {gpu_bytes / 1e9:.3g} GB x {share}, {less}"
+    if not (facts.kv_numbers and facts.kv_heads and facts.parameters and isinstance(room, int | float)):
+        return KvRoom(None, f"not known, because model.path {config.model.path} tells nothing of a token's size")
+    width = 1 if str(given.get("kv_cache_dtype")).startswith("fp8") else BYTES[config.model.dtype]
+    token = width * facts.kv_numbers / min(shards, facts.kv_heads)
+    return KvRoom(max(0, int(room / token / (mean_tokens(config) + HALF_A_BLOCK))), told)
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine, as the driver lists them; None without one."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    sizes = [int(word) << 20 for word in done.stdout.split() if word.isdigit()] if done.returncode == 0 else []
+    return min(sizes, default=None)
