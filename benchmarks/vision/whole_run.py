@@ -60,8 +60,8 @@ def seen_of(records: list[Record]) -> dict[str, float]:
     found = {key: mean(values(key)) for key in ("mfu", "mfu/version", "images", "patches", "flops") if values(key)}
     found |= {name: max(values(key)) for key, name in (("memory/gpu_gib", "gpu GiB"), ("memory/host_gib", "host GiB"),
                                                       ("weights/probe", "probe")) if values(key)}  # fmt: skip
-    found |= {name: mean(values(key)) for key, name in (("weights/lag_s", "lag s"), ("weights/load_s", "load s"),
-                                                       ("weights/bytes", "bytes")) if values(key)}  # fmt: skip
+    found |= {name: mean(values(key)) for key, name in (("weights/lag_s", "lag s"), ("weights/load_s", "load s"))
+              if values(key)}  # fmt: skip
     probed = {record["weights/probe_version"] for record in records if "weights/probe_version" in record}
     return found | {"probed": float(len(probed))}
 
@@ -72,7 +72,7 @@ def memory_of(run: Processes) -> dict[str, Any]:
 
     tokens = run.config.learner.tokens_per_microbatch
     assert isinstance(tokens, int)
-    expected = estimate(run.config.model, run.config.learner, shards=1)
+    expected = estimate(run.config.model, run.config.learner, shards=1, sends=True)
     return {"estimate GiB": expected.total(tokens) / GIB, "estimate": expected.describe(tokens), "microbatch": tokens}
 
 
@@ -97,12 +97,8 @@ def rows_of(found: dict[str, Any], shape: str, case: SeeingCase) -> list[ResultR
         speed = found["flops"] / found["train s/version"] / 1e9
         rows.append(ResultRow("FLOPs in training, tower counted", speed, "G/s", case=label))
     if "gpu GiB" in found:
-        copies = 2.0 * found["bytes"] / GIB
-        rows += [
-            ResultRow("learner's peak memory", found["gpu GiB"], "GiB", case=label),
-            ResultRow("  without the two copies that are sent", found["gpu GiB"] - copies, "GiB",
-                      f"estimate: {found['estimate']}", found["estimate GiB"], label),
-        ]  # fmt: skip
+        rows.append(ResultRow("learner's peak memory", found["gpu GiB"], "GiB", f"estimate: {found['estimate']}",
+                              found["estimate GiB"], label))  # fmt: skip
     else:
         rows.append(ResultRow("learner's peak memory, of the host", found["host GiB"], "GiB", "estimate for a GPU",
                               found["estimate GiB"], label))  # fmt: skip
