@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,6 +12,7 @@ from configs.schema import ModelConfig
 from learner.train.batch import Batch
 from tests.gpu.test_learner import gpu
 from tests.harness import world
+from tests.harness.adapted import ATTENTION, LINEAR, make_base, make_experts
 from tests.harness.adapters import adapted_model, stir
 from tests.harness.one_gpu import nothing_left
 from tests.harness.world import LEARNER, algorithm_of, cut, make_samples, policy_of
@@ -30,27 +30,10 @@ GRADIENT = 0.15
 """Relative difference of a matrix's gradient in bfloat16 from that in float32: 0.07 at most on a CPU."""
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+@pytest.fixture(scope="module", params=[(make_base, LINEAR), (make_experts, ATTENTION)], ids=["dense", "experts"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     with nothing_left():
-        return asyncio.run(play_updates(tmp_path_factory.mktemp("model"), ON_GPU))
-
-
-def differences(seen: SimpleNamespace) -> tuple[np.ndarray, np.ndarray]:
-    """From transformers with peft's adapter of each token's version, on the same mixed cache: of all tokens; and of the
-    first token of each version from what the version before it gives."""
-    right, shifted = [], []
-    for prompt, completion in seen.in_flight:
-        first = completion.versions[0]  # which has read the prompt, too short for the prefix cache
-        versions, tokens = [first] * (len(prompt) - 1) + completion.versions, prompt + completion.tokens
-        switches = np.flatnonzero(np.diff(completion.versions)) + 1
-        for into, stamps, places in (
-            (right, versions, slice(None)),
-            (shifted, [versions[0], *versions[:-1]], switches),
-        ):
-            theirs = seen.adapted.scores(tokens, stamps, TEMPERATURE)[len(prompt) - 1 :]
-            into.append(np.abs(np.array(completion.logprobs) - theirs)[places])
-    return np.concatenate(right), np.concatenate(shifted)
+        return asyncio.run(play_updates(tmp_path_factory.mktemp("model"), ON_GPU, *request.param))
 
 
 @pytest.mark.vllm
@@ -60,7 +43,7 @@ def test_adapters_change_under_sequences_whose_tokens_carry_their_versions(seen:
     assert all(versions == sorted(versions) for versions in stamps)
     assert {version for versions in stamps for version in versions} == set(range(UPDATES + 1))
     assert sum(versions[0] != versions[-1] for versions in stamps) >= len(PROMPTS)
-    right, shifted = differences(seen)
+    right, shifted = seen.adapted.differences(seen.in_flight, TEMPERATURE)
     assert right.mean() < NEAR and shifted.mean() > APART, (right.mean(), right.max(), shifted.mean())
 
 

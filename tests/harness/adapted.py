@@ -8,20 +8,30 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from examples.countdown.make_model import make_tokenizer
 from learner.weights.plan import LORA_A, LORA_B, Spec
+from rollout.tasks.trajectory import Completion
 from tests.harness.published import tiny_qwen2
+from tests.harness.tiny_experts import tiny_experts
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def make_base(folder: Path, seed: int = 0, hidden: int = 64, dtype: torch.dtype = torch.float32) -> None:
     """Write a random base model."""
     tiny_qwen2(seed=seed, hidden=hidden).to(dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+
+
+def make_experts(folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a random mixture of experts, of which adapters have the attention."""
+    named = str(dtype).removeprefix("torch.")
+    tiny_experts(folder, dtype=named, eos_token_id=None, max_position_embeddings=1024)
 
 
 class Adapted:
@@ -42,7 +52,7 @@ class Adapted:
 
         torch.manual_seed(1)
         self.dtype = dtype
-        model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model: Any = get_peft_model(
@@ -113,3 +123,21 @@ class Adapted:
             rows.append(output.logits[0])
         logprobs = (torch.cat(rows).float() / temperature).log_softmax(-1)
         return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+    def differences(
+        self, in_flight: Sequence[tuple[list[int], Completion]], temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of pairs of prompt and completion from the scores of each token's version, on the same mixed cache: of all
+        tokens; and of the first token of each version from what the version before it gives."""
+        right, shifted = [], []
+        for prompt, completion in in_flight:
+            first = completion.versions[0]  # which has read the prompt, too short for the prefix cache
+            versions, tokens = [first] * (len(prompt) - 1) + completion.versions, prompt + completion.tokens
+            switches = np.flatnonzero(np.diff(completion.versions)) + 1
+            for into, stamps, places in (
+                (right, versions, slice(None)),
+                (shifted, [versions[0], *versions[:-1]], switches),
+            ):
+                theirs = self.scores(tokens, stamps, temperature)[len(prompt) - 1 :]
+                into.append(np.abs(np.array(completion.logprobs) - theirs)[places])
+        return np.concatenate(right), np.concatenate(shifted)

@@ -1,8 +1,10 @@
-"""What tests of adapters share: a tiny model with one, adapters that change something, and peft's model of the same."""
+"""What tests of adapters share: a tiny model with one, adapters that change something, peft's model of the same, and
+what a learner saves of one."""
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig as PeftConfig
@@ -10,9 +12,13 @@ from peft import get_peft_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from configs.schema import LoraConfig, ModelConfig
+from learner.checkpoint import Checkpoints
 from learner.model.policy import Policy
+from learner.saved.manifest import folder_of
+from learner.saved.merge import merge
+from learner.train.optimizer import Optimizer
 from learner.weights.plan import LORA_A
-from tests.harness.world import plain, tiny_model
+from tests.harness.world import LEARNER, alone, plain, policy_of, tiny_model
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -46,3 +52,28 @@ def peft_model(model: ModelConfig, adapter: dict[str, torch.Tensor]) -> Any:
         for name, parameter in parameters.items():
             parameter.copy_(named[name])
     return wrapped
+
+
+class Saved(NamedTuple):
+    """What a learner saved of an adapter."""
+
+    adapter: Path
+    """The export in a checkpoint."""
+    merged: Path
+    """Whole weights, as `python -m learner merge` writes them of the checkpoint."""
+    logprobs: list[float]
+    """Of the tokens that were asked for, in the learner."""
+
+
+def saved_by_learner(model: ModelConfig, folder: Path, tokens: Sequence[int]) -> Saved:
+    """Train `model` by a stir, and save it into `folder`; log-probabilities are those of `tokens[1:]`."""
+    with alone() as mesh:
+        policy = policy_of(model, mesh)
+        stir(policy)
+        checkpoints = Checkpoints(folder / "checkpoints", model, LEARNER, Optimizer(policy, LEARNER, 10), 1)
+        checkpoints.save(policy, 1)
+        checkpoints.close()
+        logprobs = policy.logprobs_of(tokens)
+    checkpoint = folder_of(folder / "checkpoints", 1)
+    merge(checkpoint, folder / "merged")
+    return Saved(checkpoint / "adapter", folder / "merged", logprobs)

@@ -22,8 +22,10 @@ blocks of it, as FlashInfer's do."""
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     """Why no policy may be loaded into the experts of this model, with the remedy; "" if it may, or there are none."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
-    if vllm_config.lora_config is not None or not (layers or vllm_config.model_config.is_moe):
-        return ""  # with an adapter the base is never loaded again
+    if vllm_config.lora_config is not None:  # the base is never loaded again
+        return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
+    if not (layers or vllm_config.model_config.is_moe):
+        return ""
     parallel = vllm_config.parallel_config
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
@@ -39,6 +41,15 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
         problem = f"vLLM chose {min(kernels)} for the experts, into which policies were never loaded"
         return f"rollout.engine.moe_backend: {problem}; set it to triton"
     return ""
+
+
+def triton_on_cpu(layers: list[Any]) -> str:
+    """Why experts on a CPU cannot be computed beside an adapter: newer vLLMs choose Triton's kernel for them wherever
+    there are adapters, start with it, and die at the first prompt."""
+    methods = [layer.quant_method for layer in layers if type(layer.quant_method).__name__ == METHOD]
+    if all(method.unquantized_backend.name == "CPU" for method in methods):
+        return ""
+    return "model.lora: beside adapters this vLLM computes experts on GPUs only; use one, or vLLM 0.26"
 
 
 @contextmanager

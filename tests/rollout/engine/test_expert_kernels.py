@@ -37,10 +37,14 @@ class OlmoeForCausalLM(Qwen3MoeForCausalLM):
     """Stands for vLLM's."""
 
 
-def vllm_config(is_moe: bool = True, lora: object = None, **parallel: bool) -> SimpleNamespace:
+def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", **parallel: bool) -> SimpleNamespace:
     known = {"enable_expert_parallel": False, "enable_eplb": False} | parallel
-    model = SimpleNamespace(is_moe=is_moe)
-    return SimpleNamespace(lora_config=lora, model_config=model, parallel_config=SimpleNamespace(**known))
+    return SimpleNamespace(
+        lora_config=lora,
+        model_config=SimpleNamespace(is_moe=is_moe),
+        parallel_config=SimpleNamespace(**known),
+        device_config=SimpleNamespace(device_type=device),
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,11 @@ def vllm_config(is_moe: bool = True, lora: object = None, **parallel: bool) -> S
         ),
         (Qwen3MoeForCausalLM(), vllm_config(enable_eplb=True), "rollout.engine.enable_eplb: "),
         (Qwen3MoeForCausalLM(), vllm_config(enable_expert_parallel=True), "rollout.engine.enable_expert_parallel: "),
+        (
+            Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")),
+            vllm_config(lora=object()),
+            "model.lora: beside adapters this vLLM computes experts on GPUs only",
+        ),
     ],
 )
 def test_what_was_never_tried_is_refused(model, config, words):
@@ -77,6 +86,7 @@ def test_what_was_never_tried_is_refused(model, config, words):
         (Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
         (torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
         (OlmoeForCausalLM(), vllm_config(lora=object())),  # only an adapter is loaded
+        (OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
     ],
 )
 def test_what_was_is_not(model, config):

@@ -21,7 +21,8 @@ from configs.schema import Config
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
 from rollout.errors import EngineError
-from tests.harness.adapted import Adapted, make_base
+from tests.harness.adapted import LINEAR, Adapted, make_base
+from tests.harness.adapters import saved_by_learner
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -119,6 +120,7 @@ async def play(folder):
     make_base(base := folder / "base")
     make_base(folder / "other", seed=9)
     seen = SimpleNamespace(adapted=Adapted(base), config=make_config(base), modes={})
+    seen.saved = saved_by_learner(seen.config.model, folder, TEXT)
     async with server(seen.config) as engine:
         seen.before = await engine.generate(PROMPTS[0], 20, TEMPERATURE)
         async with learning(seen.adapted, seen.config, engine) as (learner, held):
@@ -140,24 +142,31 @@ async def mode(seen, name, config, engine):
 
 
 async def play_newcomer(folder):
-    """A server that starts when the learner is at its last version; another learner then has another base."""
-    make_base(base := folder / "base")
+    """A server that starts when the learner is at its last version; another learner then has another base. The base is
+    an earlier adapter that was merged, and vLLM reads it as any folder."""
+    make_base(folder / "base")
     make_base(folder / "other", seed=9)
-    config, ours, other = make_config(base), Adapted(base), Adapted(folder / "other")
+    saved = saved_by_learner(make_config(folder / "base").model, folder, TEXT)
+    config, ours, other = make_config(saved.merged), Adapted(saved.merged), Adapted(folder / "other")
     async with server(config) as engine:
+        merged = await engine.probe(TEXT)
         async with learning(ours, config, engine, range(UPDATES + 1)) as (_, held):
             version, probe = await held.get(), await engine.probe(TEXT)
         async with learning(other, config, engine, [0]) as (_, held):
             refused = await held.get()
-    return SimpleNamespace(version=version, probe=probe, theirs=ours.logprobs_of(TEXT), refused=refused)
+    theirs = ours.logprobs_of(TEXT)
+    return SimpleNamespace(
+        version=version, probe=probe, theirs=theirs, refused=refused, merged=merged, saved=saved.logprobs
+    )
 
 
-async def play_updates(folder, where):
+async def play_updates(folder, where, make=make_base, targets=LINEAR):
     """Updates under sequences of which each that ends is replaced until the last version is in use; `in_flight` has
-    pairs of prompt and completion."""
+    pairs of prompt and completion. `make` writes the base, of whose layers the run adapts `targets`."""
     dtype = getattr(torch, where.dtype)
-    make_base(base := folder / "base", dtype=dtype)
-    seen = SimpleNamespace(adapted=Adapted(base, dtype=dtype), config=make_config(base, where), in_flight=[])
+    make(base := folder / "base", dtype=dtype)
+    adapted = Adapted(base, targets=targets, dtype=dtype)
+    seen = SimpleNamespace(adapted=adapted, config=make_config(base, where), in_flight=[])
 
     async def keep_asking(prompt):
         while len(seen.probes) < UPDATES:
@@ -208,7 +217,9 @@ async def folders(seen, engine, folder):
     with pytest.raises(EngineError) as caught:
         await engine.load_folder(folder / "other")
     seen.refused = str(caught.value)
-    theirs = LoRARequest("file", 2, str(folder / "seven"))  # as `vllm serve --lora-modules` makes of a folder
+    await engine.load_folder(seen.saved.adapter)
+    seen.ours = await engine.probe(TEXT)
+    theirs = LoRARequest("file", 2, str(seen.saved.adapter))  # as `vllm serve --lora-modules` makes of a folder
     asked = engine._llm.generate({"prompt_token_ids": TEXT}, SamplingParams(max_tokens=1, prompt_logprobs=0), "theirs",
                                  lora_request=theirs)  # fmt: skip
     found = [output.prompt_logprobs async for output in asked][-1]
@@ -267,12 +278,14 @@ def test_folders_of_adapters_and_of_the_base_are_loaded(seen):
     assert "other: whole weights, and this engine serves adapters of" in seen.refused
 
 
-def test_vllm_s_own_loader_makes_the_same_of_peft_s_folder(seen):
-    assert worst(seen.theirs, seen.folder) < CLOSE
+def test_vllm_s_own_loader_and_ours_make_the_learner_s_adapter_of_what_it_saved(seen):
+    assert worst(seen.theirs, seen.saved.logprobs) < CLOSE and worst(seen.ours, seen.saved.logprobs) < CLOSE
+    assert worst(seen.theirs, seen.base) > 0.1
 
 
 def test_a_newcomer_has_the_base_from_disk_and_the_adapter_from_the_wire(tmp_path):
     found = played(play_newcomer(tmp_path))
+    assert worst(found.merged, found.saved) < CLOSE, "whole weights of an adapter are what the learner computed"
     assert found.version == UPDATES
     assert worst(found.probe, found.theirs) < CLOSE
     told = """WeightsError("version 0: the probe's log-probabilities differ by"""
