@@ -2,13 +2,15 @@
 for them.
 
 Each runs in its own thread on learner rank 0 and reads a queue. One that is missing, fails or hangs costs a warning,
-never the run, and metrics.jsonl has the records anyway.
+never the run, and metrics.jsonl has the records anyway. The learner ends without the interpreter's exit hooks, so each
+writes and sends the rest itself when it is closed.
 """
 
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -38,9 +40,9 @@ class Tracker:
 
     def _serve(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         try:
-            track = TRACKERS[self.name](folder, run, config)
-            while (record := self._queue.get()) is not None:
-                track(record)
+            with TRACKERS[self.name](folder, run, config) as track:
+                while (record := self._queue.get()) is not None:
+                    track(record)
         except Exception as error:  # the thread's outermost boundary; trackers may raise anything
             reason: object = error
             if isinstance(error, ModuleNotFoundError) and error.name:
@@ -48,22 +50,24 @@ class Tracker:
             log.warning("log.trackers: %s failed, metrics.jsonl has the records anyway: %s", self.name, reason)
 
 
-def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
+@contextmanager
+def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
     """Event files in `folder`/tensorboard."""
     from torch.utils.tensorboard import SummaryWriter  # an optional dependency
 
-    writer = SummaryWriter(str(folder / "tensorboard"))
-    writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        writer.add_text("config", f"```\n{json.dumps(config, indent=2)}\n```")
 
-    def track(record: Record) -> None:
-        for key, value in record.items():
-            writer.add_scalar(key, value, int(record["version"]))
-        writer.flush()
+        def track(record: Record) -> None:
+            for key, value in record.items():
+                writer.add_scalar(key, value, int(record["version"]))
+            writer.flush()
 
-    return track
+        yield track
 
 
-def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
+@contextmanager
+def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
     """Weights & Biases, under the project `headrace`; its environment variables (WANDB_MODE, WANDB_PROJECT) apply.
     Where the service cannot be reached or has no key, the records are kept in `folder`, and a warning says so."""
     import wandb as service
@@ -72,18 +76,30 @@ def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record
     try:
         session = service.init(resume="allow", **options)
     except service.errors.Error as error:
-        kept = f"its records are kept below {folder / 'wandb'}, to be sent with `wandb sync`"
-        log.warning("log.trackers: wandb is offline, %s: %s", kept, error)
+        _warn_offline("wandb", folder, error)
         session = service.init(mode="offline", **options)
-    return lambda record: session.log(dict(record), step=int(record["version"]))
+    with session:
+        yield lambda record: session.log(dict(record), step=int(record["version"]))
 
 
-def swanlab(folder: Path, run: str, config: Mapping[str, Any]) -> Callable[[Record], None]:
-    """SwanLab, under the project `headrace`."""
+@contextmanager
+def swanlab(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
+    """SwanLab, under the project `headrace`; SWANLAB_MODE applies. Offline as wandb."""
     import swanlab as service
 
-    service.init(project="headrace", experiment_name=run, logdir=str(folder / "swanlab"), config=dict(config))
-    return lambda record: service.log(dict(record), step=int(record["version"]))
+    options = {"project": "headrace", "name": run, "log_dir": str(folder / "swanlab"), "config": dict(config)}
+    try:
+        session = service.init(**options)
+    except (RuntimeError, OSError, service.exceptions.AuthenticationError) as error:  # no key, no service, a wrong key
+        _warn_offline("swanlab", folder, error)
+        session = service.init(mode="offline", **options)
+    with session:
+        yield lambda record: session.log(dict(record), step=int(record["version"]))
+
+
+def _warn_offline(name: str, folder: Path, error: Exception) -> None:
+    kept = f"its records are kept below {folder / name}, to be sent with `{name} sync`"
+    log.warning("log.trackers: %s is offline, %s: %s", name, kept, error)
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "swanlab": swanlab}

@@ -56,11 +56,13 @@ class Counts:
         return Counts(**numbers, oldest=max(self.oldest, other.oldest))
 
 
-def audit(run: Run) -> Counts:
-    """Raises Finding for the first thing that is wrong."""
+def audit(run: Run, held: bool = False) -> Counts:
+    """Raises Finding for the first thing that is wrong. `held`: the run goes on, and its learner is held before it
+    trains the batch that it has taken (`chaos_learner.Journal.train`)."""
     config, counts = run.config(), Counts()
     with closing(reading(run.ledger)) as db:
         db.row_factory = sqlite3.Row
+        db.execute("BEGIN")  # servers may go on: all of it is of one moment
         (verdict,) = db.execute("PRAGMA integrity_check").fetchone()
         need(verdict == "ok", f"SQLite's own check: {verdict}")
         items = {found["item"]: found for found in db.execute("SELECT * FROM items ORDER BY item")}
@@ -68,7 +70,7 @@ def audit(run: Run) -> Counts:
         _samples(db, items, config, counts)
         _segments(db, run)
         _totals(db, items, counts)
-        _batches(db, items, config, run, counts)
+        _batches(db, items, config, run, counts, held)
     return counts
 
 
@@ -198,7 +200,9 @@ def _totals(db: sqlite3.Connection, items: dict[int, Any], counts: Counts) -> No
         need(+have[what] == +sums, f"totals of {what}: {dict(have[what])}, of the rows {dict(sums)}")
 
 
-def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run: Run, counts: Counts) -> None:
+def _batches(
+    db: sqlite3.Connection, items: dict[int, Any], config: Config, run: Run, counts: Counts, held: bool
+) -> None:
     """The learner trained the ledger's batches, to the byte, however often a version was repeated."""
     journal = list(_journal(run))
     counts.batches = len({line["version"] for line in journal})
@@ -209,6 +213,7 @@ def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run:
             members.setdefault(item["batch"], []).append(number)
     need(sorted(members) == list(range(len(members))), "the versions of the batches have gaps")
     marks = dict(db.execute("SELECT version, trained FROM batches").fetchall())
+    need(not held or marks.pop(len(members), None) == 0, "the batch before which the learner is held is not there")
     need(marks == dict.fromkeys(members, 1), "table batches is not what the items say")
     need({line["version"] for line in journal} == set(members), "the learner's versions are not the ledger's")
     sizes = [len(members[version]) for version in sorted(members)]
@@ -229,7 +234,8 @@ def _batches(db: sqlite3.Connection, items: dict[int, Any], config: Config, run:
         need(line["digest"] == digests[version], f"batch {version}: other bytes were trained than the ledger has")
         need(line["policy"] == policies[version + 1], f"version {version + 1} is not the policy of these batches")
     last = max(run.checkpoints.glob("*.json"), key=lambda path: int(path.stem))
-    right = int(last.stem) == len(members) and json.loads(last.read_text()) == policies[-1]
+    version = int(last.stem)
+    right = (held or version == len(members)) and json.loads(last.read_text()) == policies[version]
     need(right, f"the last checkpoint is {last.name}, or not of these {len(members)} batches")
 
 

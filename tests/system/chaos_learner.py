@@ -23,9 +23,11 @@ from typing import Any
 
 import zmq
 
+from buffer.curve import client_keys_for
 from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import EvaluationResult, Part
 from configs.resume import fingerprint
+from configs.schema import Config
 from tests.harness.toy import ROOT
 from tests.system.chaos_run import Run
 
@@ -71,20 +73,29 @@ class Journal:
     path: Path
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
+        self.train(policy, part.version, placed(part))
+        return {}
+
+    def train(self, policy: Policy, version: int, samples: Sequence[tuple[int, int, bytes]]) -> None:
+        """On all samples of batch `version`, once no file `hold` is there; until then `held` is."""
         while (self.path.parent / "hold").exists():
+            (self.path.parent / "held").touch()
             time.sleep(0.05)
-        item, positions = part.rows.item.numpy().tolist(), part.positions.numpy().tolist()
-        placed = ((item[at], at - item.index(item[at]), data) for at, data in zip(positions, part.samples, strict=True))
-        digest = digest_of(placed)
+        digest = digest_of(samples)
         policy.state = following(policy.state, digest)
-        items = sorted({item[at] for at in positions})
-        line = json.dumps({"version": part.version, "items": items, "digest": digest, "policy": policy.state})
+        items = sorted({item for item, _, _ in samples})
+        line = json.dumps({"version": version, "items": items, "digest": digest, "policy": policy.state})
         with self.path.open("a+b") as file:
             torn = file.tell() and not _ends_line(file.fileno(), file.tell())
             file.write(b"\n" * bool(torn) + line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        return {}
+
+
+def placed(part: Part) -> list[tuple[int, int, bytes]]:
+    """The samples of a part: (item, index, packed sample)."""
+    item, positions = part.rows.item.numpy().tolist(), part.positions.numpy().tolist()
+    return [(item[at], at - item.index(item[at]), data) for at, data in zip(positions, part.samples, strict=True)]
 
 
 def _ends_line(file: int, size: int) -> bool:
@@ -173,11 +184,17 @@ class Metrics:
 
 def main(run: Run) -> None:
     """Train until the problems or the versions are used up."""
-    config = run.config()
-    weights, checkpoints = Weights(), Checkpoints(run.checkpoints, config.learner.checkpoint_every)
-    told = config.buffer.address, "learner-0", fingerprint(config), 0, 1
-    with LearnerClient(*told, serves=weights.address) as batches:
+    config, weights = run.config(), Weights()
+    checkpoints = Checkpoints(run.checkpoints, config.learner.checkpoint_every)
+    with connected(config, 0, 1, weights.address) as batches:
         real_loop()(Policy(), Journal(run.journal), batches, weights, checkpoints, Metrics(), config.run.versions)
+
+
+def connected(config: Config, rank: int, world: int, serves: str | None) -> LearnerClient:
+    """Connection of a rank to the buffer; `serves`: where the servers get its policies."""
+    address, name = config.buffer.address, f"learner-{rank}"
+    keys = client_keys_for(address, config.run.path)
+    return LearnerClient(address, name, fingerprint(config), rank, world, serves, keys=keys)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+from buffer.curve import client_keys_for
 from buffer.wire.client import Connection, RolloutClient, heartbeats
 from configs.checks import max_sample_tokens
 from configs.entrypoint import StopSignals, configure_logging
@@ -146,7 +147,8 @@ async def task(problem: Problem, generate: Generate) -> Trajectory:
 async def main(run: Run, name: str) -> None:
     """Build the parts and run the loops until there is no more work."""
     config, engine = run.config(), Engine(run)
-    client = Connection(config.buffer.address, name, "rollout", fingerprint(config))
+    keys = client_keys_for(config.buffer.address, config.run.path)
+    client = Connection(config.buffer.address, name, "rollout", fingerprint(config), keys=keys)
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force):
         try:

@@ -77,6 +77,20 @@ class Run:
         """Exists after the last kill: from then on the stand-ins work without pauses."""
         return self.folder / "calm"
 
+    @property
+    def hold(self) -> Path:
+        """While it exists, the learner trains no batch."""
+        return self.folder / "hold"
+
+    @property
+    def held(self) -> Path:
+        """Made by the learner when it meets `hold`."""
+        return self.folder / "held"
+
+    def gate(self, name: str) -> Path:
+        """While it exists, process `name` of `scaled.py` does not start."""
+        return self.folder / f"gate-{name}"
+
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 

@@ -34,7 +34,7 @@ def change(run: Run, values: dict[str, Any]) -> None:
     whole = json.loads(run.file.read_text())
     for key, value in values.items():
         section, _, name = key.partition(".")
-        whole[section][name] = value
+        whole.setdefault(section, {})[name] = value
     run.file.write_text(json.dumps(whole))
 
 

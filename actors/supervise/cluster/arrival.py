@@ -30,7 +30,7 @@ MARK = "launch.mark"
 SECRET = "server.secret"
 """The key that only the processes need that others connect to."""
 HANDED_OVER = (
-    *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "PYTHONPATH"),
+    *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
 """Environment variables of the launcher that processes on a cluster get; all others are those of their node."""

@@ -17,6 +17,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.harness.ports import free_port
+from tests.harness.ray_nodes import add, ray_nodes
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = """
@@ -62,23 +63,13 @@ if __name__ == "__main__":
 """
 BUFFER = "tcp://192.0.2.1:5600"
 """Nobody is there: only the launcher's display would ask it."""
-NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The head, with two GPUs. None of them is a real one."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
-    monkeypatch.setenv("TMPDIR", "/tmp")
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 2, "include_dashboard": False})
-    yield made
-    made.shutdown()
-
-
-def add(cluster: Cluster, number: int, gpus: int) -> Any:
-    """Another node, at 127.0.0.`number`."""
-    return cluster.add_node(**NODE, num_gpus=gpus, node_ip_address=f"127.0.0.{number}")
+def cluster() -> Iterator[Cluster]:
+    """The head, with two GPUs."""
+    with ray_nodes(gpus=2) as made:
+        yield made
 
 
 class Launched:

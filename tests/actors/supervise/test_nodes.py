@@ -234,8 +234,10 @@ def test_defaults_become_this_machines_address_and_what_is_written_stays(
 
 def test_the_environment_is_handed_over_by_name() -> None:
     ours = {"HF_TOKEN": "t", "HOSTNAME": "h", "PATH": "p", "https_proxy": "x", "MY_KEY": "k", "SLURM_JOB_ID": "1"}
-    assert set(handed_over(ours, [])) == {"HF_TOKEN", "https_proxy"}
-    assert set(handed_over(ours, ["MY_*"])) == {"HF_TOKEN", "https_proxy", "MY_KEY"}
+    ours |= {"WANDB_MODE": "offline", "SWANLAB_API_KEY": "s"}
+    always = {"HF_TOKEN", "https_proxy", "WANDB_MODE", "SWANLAB_API_KEY"}
+    assert set(handed_over(ours, [])) == always
+    assert set(handed_over(ours, ["MY_*"])) == always | {"MY_KEY"}
 
 
 @pytest.fixture

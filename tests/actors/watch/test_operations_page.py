@@ -1,13 +1,18 @@
-"""docs/operations.md knows every alert, every finding of the doctor, and whom a wait that `status` shows can blame."""
+"""docs/operations.md knows every alert, every finding of the doctor, and whom a wait that `status` shows can blame; its
+manifest for Kubernetes is whole."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from actors.doctor.findings import doctor
 from actors.doctor.host import Gpu, Machine, Torch
 from actors.watch.run_state import CULPRITS
 from configs.flow.alerts import ALERTS
+from configs.load import load
 from tests.harness.toy import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -38,3 +43,57 @@ def test_whom_a_wait_blames_has_its_line() -> None:
     assert [whom for whom in CULPRITS.values() if re.split(r"[ ,]", whom)[0] not in stalls] == []
     for words in ("which ended", "which is starting", "any rollout server", "the last evaluation"):
         assert f"learner for {words}" in stalls or f"rollout-0, {words}" in stalls
+
+
+def pods(job: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
+    """The pod of each group of a RayJob, and how many there are of it."""
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"] | {"replicas": 1}, *cluster["workerGroupSpecs"]]
+    return [(group["template"]["spec"], group["replicas"]) for group in groups]
+
+
+def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The claim and the job."""
+    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", section("Several machines"), re.DOTALL)]
+    claim, job = yaml.safe_load_all(text)
+    assert (claim["kind"], job["kind"], job["apiVersion"]) == ("PersistentVolumeClaim", "RayJob", "ray.io/v1")
+    return claim, job
+
+
+def test_each_pod_of_the_manifest_is_whole() -> None:
+    """One image, the shared volume and memory for NCCL; workers announce that they leave before they are killed."""
+    claim, job = manifest()
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"] and claim["spec"]["resources"]["requests"]["storage"]
+    images, names = set(), set()
+    for pod, _ in pods(job):
+        (container,) = pod["containers"]
+        images.add(container["image"])
+        names.add(container["name"])
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes.keys() == set(mounts.values())
+        assert volumes[mounts["/shared"]]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        env = {one["name"]: one["value"] for one in container["env"]}
+        assert all(isinstance(value, str) for value in env.values()), "Kubernetes takes texts only"
+        assert env["RAY_memory_monitor_refresh_ms"] == "0"
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+    assert len(images) == 1 and len(names) == 2
+    assert int(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_run_of_the_manifest_fits_on_its_pods() -> None:
+    _, job = manifest()
+    python, dash, actors, launch, file, *flags = job["spec"]["entrypoint"].split()
+    assert (python, dash, actors, launch) == ("python", "-m", "actors", "launch") and file.startswith("/shared/")
+    config = load(["--model.path=m", "--data.train=d", "--reward.function=r", *flags])
+    assert config.run.folder.is_relative_to(Path("/shared")) and config.cluster.address == "auto"
+    limits = [(pod["containers"][0]["resources"]["limits"], replicas) for pod, replicas in pods(job)]
+    gpus = [limit.get("nvidia.com/gpu", 0) for limit, replicas in limits for _ in range(replicas)]
+    learner = config.learner
+    share, server = learner.ranks // learner.nodes, config.rollout.tensor_parallel
+    left = sorted(gpus)
+    for _ in range(learner.nodes):
+        assert left[-1] >= share, gpus
+        left = sorted([*left[:-1], left[-1] - share])
+    assert sum(node // server for node in left) == config.rollout.servers

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from buffer.wire.protocol import EvaluationResult
 from learner.record import trackers
 from learner.record.metrics import Metrics, read
+from tests.harness.tracking import Swanlab, Wandb
 
 
 class Clock:
@@ -89,9 +92,9 @@ def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, m
 
     kinds = {
         "missing": missing,
-        "good": lambda *_: got.append,
+        "good": lambda *_: nullcontext(got.append),
         "broken": broken,
-        "hanging": lambda *_: lambda record: hang.wait(),
+        "hanging": lambda *_: nullcontext(lambda record: hang.wait()),
     }
     monkeypatch.setattr(trackers, "TRACKERS", kinds)
     monkeypatch.setattr(trackers, "LAST_S", 0.2)
@@ -106,6 +109,31 @@ def test_trackers_get_the_records_and_may_fail_or_hang(tmp_path: Path, caplog, m
     assert got == read(tmp_path / "metrics.jsonl") and len(got) == 2
     assert "log.trackers: broken failed" in caplog.text and "no such service" in caplog.text
     assert "nosuchtracker is not installed" in caplog.text and '".[tracking]"' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "service", "mode"),
+    [
+        ("wandb", Wandb(key=True), None),
+        ("wandb", Wandb(key=False), "offline"),
+        ("swanlab", Swanlab(key=True), None),
+        ("swanlab", Swanlab(key=False), "offline"),
+        ("swanlab", Swanlab(key=True, refused=True), "offline"),
+    ],
+)
+def test_a_service_has_all_records_once_it_is_closed(name, service, mode, tmp_path: Path, caplog, monkeypatch) -> None:
+    """It holds them back until it is finished, and the learner ends without exit hooks."""
+    monkeypatch.setitem(sys.modules, name, service)
+    tracker = trackers.Tracker(name, tmp_path, "run-7", {"run": {"versions": 9}})
+    tracker({"version": 3, "loss": 0.5})
+    tracker({"version": 4, "loss": 0.25})
+    tracker.close()
+    told, logged = json.loads((tmp_path / name / "records.json").read_text())
+    assert logged == [[3, {"version": 3, "loss": 0.5}], [4, {"version": 4, "loss": 0.25}]]
+    assert (told["project"], told["name"], told["mode"]) == ("headrace", "run-7", mode)
+    assert told["config"] == {"run": {"versions": 9}}
+    offline = f"{name} is offline, its records are kept below {tmp_path / name}, to be sent with `{name} sync`"
+    assert (offline in caplog.text) is bool(mode)
 
 
 def result(due: int, version: int, mean: float = 0.5) -> EvaluationResult:
