@@ -149,20 +149,23 @@ class Chaos:
         targets = ["buffer", "learner", self.random.choice(servers)]
         two = self.random.random() < 0.2 and self.kills.total() + 2 <= self.wanted
         victims = self.random.sample(targets, 2 if two else 1)
-        if self.agents:
-            for name in set(victims) & set(servers):
-                self.met += self.agents_of(name, limit)
+        if self.agents and set(victims) & set(servers):
+            busy = self.busiest(servers, limit)
+            victims = [busy if name in servers else name for name in victims]
+            self.met += len(agents_below(self.processes[busy].pid))
         for name in victims:
             self.processes[name].kill()
         before = self.kills.total()
         while self.kills.total() < before + len(victims):
             self.handle_exit(10.0, time.monotonic() + 10.0)
 
-    def agents_of(self, name: str, limit: float) -> int:
-        """How many agents are in the middle of an episode of this server, which has one sooner or later."""
-        while not (number := len(agents_below(self.processes[name].pid))):
+    def busiest(self, servers: Sequence[str], limit: float) -> str:
+        """The server with the most agents in mid-episode, as soon as there is one: some may still be starting."""
+        while True:
+            playing = {name: len(agents_below(self.processes[name].pid)) for name in servers}
+            if any(playing.values()):
+                return max(playing, key=lambda name: playing[name])
             self.handle_exit(0.1, limit)
-        return number
 
     def freeze(self, name: str) -> None:
         process = self.processes[name]
