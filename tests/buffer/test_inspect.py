@@ -18,6 +18,7 @@ from configs.load import load
 from configs.resume import fingerprint
 from examples.countdown.make_model import make_tokenizer
 from tests.harness.buffer_process import Process, client, group, process
+from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, TOOL, episode
 
 
 @pytest.fixture
@@ -107,6 +108,47 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
     assert (rows[8]["state"], rows[8]["batch"]) == ("stored", -1)
     assert (rows[0]["starts"], rows[0]["turn_rewards"]) == ([0], [])
     assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
+    """Its client has taken the thinking out of the history: the second segment gives what the first one sampled."""
+    short = CALLS[CALLS.index("<tool_call>") :]
+    made = episode([(HEAD, 0), (CALLS, 1)], [(HEAD + short + TOOL, 0), (ANSWER, 2)], rewards=[0.25, 0.5])
+    CHATML.save(str(tmp_path / "tokenizer.json"))
+    with process(tmp_path, **{"rollout.heartbeat_s": 60, "model.path": str(tmp_path)}) as it:
+        run_file = it.arguments()[3:]
+
+        async def put() -> None:
+            async with client(it.address, fingerprint=fingerprint(load(run_file))) as server:
+                samples = RolloutClient(server, lambda: 2)
+                (item,) = await samples.ask(1)
+                await samples.put(item, [made, made.model_copy(update={"turn_rewards": []})])
+
+        asyncio.run(put())
+        it.kill()
+    assert inspect.main(["show", "0", *run_file]) == 0
+    first, second = capsys.readouterr().out.split("sample 1 ")
+    known = "reward 0.75, stop, 308 tokens in 2 turns and 2 segments"
+    assert known in second and ", reward 0." not in second, "no rewards of turns"
+    assert [line.strip() for line in first[first.index("sample 0 ") :].splitlines()] == [
+        f"sample 0     {known}",
+        "segment 1 of 2: 147 tokens",
+        "system: 24 tokens, given",
+        "You are terse.",
+        "user: 22 tokens, given",
+        "What is 17*23?",
+        "assistant turn 1: 90 tokens, trained, version 1, mean log-probability -0.25, reward 0.25, calls multiply",
+        *CALLS.splitlines(),
+        "segment 2 of 2: 161 tokens",
+        "begins as segment 1 does: 2 messages, 46 tokens, given",
+        "assistant: 82 tokens, given",
+        *short.removesuffix("<|im_end|>").splitlines(),
+        "tool: 11 tokens, given",
+        "391",
+        "assistant turn 2: 11 tokens, trained, version 2, mean log-probability -0.25, reward 0.5",
+        "It is 391.<|im_end|>",
+        "",
+    ]
 
 
 def test_help_names_the_commands():

@@ -21,11 +21,13 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from tests.harness.toy import ROOT
+from tests.system.chaos_agent import DAEMON
 from tests.system.chaos_audit import Counts, Finding, audit
 from tests.system.chaos_run import SERVERS, VARIANTS, Run, Variant
 
@@ -44,8 +46,8 @@ LAST_S, ORPHANS_S = 10.0, 60.0
 class Chaos:
     """One run: starts everything, kills, restarts, waits for the end."""
 
-    def __init__(self, run: Run, batches: int, kills: int, seed: int) -> None:
-        self.run, self.batches, self.wanted = run, batches, kills
+    def __init__(self, run: Run, batches: int, kills: int, seed: int, agents: bool) -> None:
+        self.run, self.batches, self.wanted, self.agents = run, batches, kills, agents
         self.random = random.Random(f"{seed}/{run.folder.name}")
         self.mark = uuid.uuid4().hex
         self.kills: Counter[str] = Counter()
@@ -54,6 +56,8 @@ class Chaos:
         self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self.pace_s = 1.0
         self.unfreezers: list[threading.Timer] = []
+        self.met = 0
+        """Agents whose server was killed in the middle of their episode."""
         folder = str(run.folder)
         rollout = ["tests.system.chaos_rollout", folder]
         self.commands = {
@@ -98,7 +102,7 @@ class Chaos:
             due = time.monotonic() + self.pace_s * self.random.expovariate(1)
             while (wait_s := due - time.monotonic()) > 0 and self.progress() <= (self.kills.total() + 1) / self.wanted:
                 self.handle_exit(min(wait_s, 0.2), limit)
-            self.kill_some()
+            self.kill_some(limit)
 
     def progress(self) -> float:
         """Trained share of the first three quarters of the run; the last quarter follows the last kill."""
@@ -138,18 +142,30 @@ class Chaos:
             log = self.run.log(name).read_text(errors="replace").splitlines()
             raise Finding(f"{name} ended by itself with code {code}:\n" + "\n".join(log[-20:]))
 
-    def kill_some(self) -> None:
+    def kill_some(self, limit: float) -> None:
         servers = [name for name in self.commands if name.startswith("rollout")]
         if self.random.random() < 0.1:
             self.freeze(self.random.choice(servers))
         targets = ["buffer", "learner", self.random.choice(servers)]
         two = self.random.random() < 0.2 and self.kills.total() + 2 <= self.wanted
         victims = self.random.sample(targets, 2 if two else 1)
+        if self.agents and set(victims) & set(servers):
+            busy = self.busiest(servers, limit)
+            victims = [busy if name in servers else name for name in victims]
+            self.met += len(agents_below(self.processes[busy].pid))
         for name in victims:
             self.processes[name].kill()
         before = self.kills.total()
         while self.kills.total() < before + len(victims):
             self.handle_exit(10.0, time.monotonic() + 10.0)
+
+    def busiest(self, servers: Sequence[str], limit: float) -> str:
+        """The server with the most agents in mid-episode, as soon as there is one: some may still be starting."""
+        while True:
+            playing = {name: len(agents_below(self.processes[name].pid)) for name in servers}
+            if any(playing.values()):
+                return max(playing, key=lambda name: playing[name])
+            self.handle_exit(0.1, limit)
 
     def freeze(self, name: str) -> None:
         process = self.processes[name]
@@ -182,13 +198,22 @@ class Chaos:
                     yield process
 
 
-def chaos(folder: Path, variant: Variant, kills: int, seed: int) -> tuple[Counter[str], Counts]:
-    """One run in `folder` with so many `kills`. Raises Finding."""
-    groups = GROUPS_PER_KILL * kills + SPARE
+def agents_below(pid: int) -> list[psutil.Process]:
+    """What episodes in the middle of which a server is have left behind so far (`chaos_agent.py`)."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            found += [process] if process.cmdline() == DAEMON else []
+    return found
+
+
+def chaos(folder: Path, variant: Variant, kills: int, seed: int, spare: int = SPARE) -> tuple[Counter[str], Counts]:
+    """One run in `folder` with so many `kills`, and `spare` groups more than they take. Raises Finding."""
+    groups = GROUPS_PER_KILL * kills + spare
     run = Run.make(folder, variant, groups, seed)
-    it = Chaos(run, groups // variant.groups, kills, seed)
+    it = Chaos(run, groups // variant.groups, kills, seed, variant.agents)
     it.go()
-    return it.kills, audit(run)
+    return it.kills, replace(audit(run), met=it.met)
 
 
 def summary(kills: Counter[str], counts: Counts) -> str:
@@ -197,7 +222,8 @@ def summary(kills: Counter[str], counts: Counts) -> str:
     return (
         f"{kills.total()} kills ({by}), {counts.trained} groups trained in {counts.batches} batches, "
         f"{counts.replayed} repeated alike, {counts.dropped} dropped with a reason, {counts.open} open at the end of "
-        f"the versions, {counts.samples} samples parsed, oldest token of age {counts.oldest}, no orphan: audit clean"
+        f"the versions, {counts.met} agents met in mid-episode, {counts.samples} samples parsed, oldest token of age "
+        f"{counts.oldest}, no orphan: audit clean"
     )
 
 

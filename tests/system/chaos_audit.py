@@ -16,10 +16,10 @@ import numpy as np
 
 from buffer.store.segments import folder_of
 from buffer.store.sqlite import reading
-from buffer.wire.sample import Sample
+from buffer.wire.sample import Sample, num_turns
 from configs.schema import Config
 from tests.system.chaos_learner import digest_of, following
-from tests.system.chaos_run import HOPELESS, PERMANENT, SAME, Run, kind_of, row
+from tests.system.chaos_run import ASKS, HOPELESS, PERMANENT, SAME, Run, kind_of, row, turns_of
 
 LOST = (
     "was restarted",
@@ -47,6 +47,8 @@ class Counts:
     replayed: int = 0
     samples: int = 0
     discarded: int = 0
+    met: int = 0
+    """Episodes of agents whose server was killed meanwhile: what the run tells, not the ledger."""
     oldest: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -157,7 +159,9 @@ def _sample(found: Any, item: Any, what: str, config: Config, counts: Counts) ->
     sampled = sample.sampled.numpy().astype(bool)
     tokens = sample.tokens.numpy()
     prompt = "".join(map(chr, tokens[~sampled]))
-    need(prompt == row(item["row"])["problem"], f"{what} holds an answer to {prompt!r}")
+    turns = turns_of(item["row"], config)
+    given = row(item["row"])["problem"] + ASKS * (turns - 1)
+    need(prompt == given and num_turns(sampled) == turns, f"{what} holds an answer to {prompt!r} in other turns")
     seen = (len(tokens), int(sampled.sum()), sample.reward)
     need(seen == (found["tokens"], found["sampled"], found["reward"]), f"{what}: sample {found['idx']} is not its row")
     equal = kind_of(item["row"]) == SAME
@@ -165,6 +169,7 @@ def _sample(found: Any, item: Any, what: str, config: Config, counts: Counts) ->
         sample.reward == (1.0 if equal else float(sample.answer.rpartition("=")[2])),
         f"{what}: the reward of another answer",
     )
+    need(turns == 1 or sample.metrics["task_score"] == sample.reward, f"{what}: a score that its agent did not give")
     if item["state"] == "trained":
         age = item["batch"] - int(np.min(sample.versions.numpy()[sampled]))
         counts.oldest = max(counts.oldest, age)

@@ -1,18 +1,18 @@
 """`python -m tests.system.chaos_rollout RUN NAME`: a rollout server of the chaos test, all real but engine and wire.
 
-`roll`, `follow`, `Episodes`, the single-turn task, the reward workers, `RolloutClient` and heartbeats are those of
-`python -m rollout`. The engine answers with random digits and takes its time, so that kills hit unfinished groups.
-Waits for the buffer, for a first policy, then for work; ends when the buffer has no more.
+`roll`, `follow`, `Episodes`, the single-turn task or an agent with its door, the reward workers, `RolloutClient` and
+heartbeats are those of `python -m rollout`. The engine answers with random digits and takes its time, so that kills hit
+unfinished groups. Waits for the buffer, for a first policy, then for work; ends when the buffer has no more.
 """
 
 import asyncio
 import random
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import uvloop
 import zmq
@@ -24,17 +24,19 @@ from configs.checks import max_sample_tokens
 from configs.entrypoint import StopSignals, configure_logging
 from configs.resume import fingerprint
 from configs.schema import Config
+from rollout.cage.user_task import UserTask
 from rollout.concurrency import start
 from rollout.drain import REPORT_S, Drain
 from rollout.episodes.episode import Episodes, Failure
 from rollout.episodes.sampler import Sampler
+from rollout.episodes.setup import open_sessions
 from rollout.errors import PromptError
 from rollout.evaluation.evaluator import Evaluator
 from rollout.loop import PolicyUpdates, follow, roll
 from rollout.rewards.workers import RewardPool
 from rollout.tasks import Completion, EpisodeError, Generate, Problem, Trajectory
 from rollout.tasks.trajectory import single_turn
-from tests.system.chaos_run import FLAKY, LONGEST_PROMPT, SAME, Run
+from tests.system.chaos_run import AGENT, FLAKY, LONGEST_PROMPT, SAME, Run
 
 SLOW_S, SLOWEST_S, SLOWEST_SHARE = 0.6, 5.0, 0.04
 """Longest time a sample takes until the kills are over; for a few, longer than a learner needs to restart."""
@@ -78,10 +80,27 @@ class Engine:
         return Completion([ord(c) for c in text], [-0.5] * len(text), versions, "stop")
 
 
+class Characters:
+    """Stands for a tokenizer: a token a character. Its chat template closes an answer by END and writes all else as it
+    is, so that what was given of an episode is the problem and what the agent asked."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join(map(chr, tokens))
+
+    def apply_chat_template(self, chat: Sequence[dict[str, Any]], **options: Any) -> str:
+        return "".join(message["content"] + chr(END) * (message["role"] == "assistant") for message in chat)
+
+
 class Prompts:
     """Stands for `Prompts` of episodes/prompts.py."""
 
-    tokenizer, stops, form = None, (END,), None
+    tokenizer, stops, form = Characters(), (END,), None
+    ends, plain, chat_template, system = (END,), False, None, None
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[object] = ()) -> list[int]:
         if len(row["problem"]) > LONGEST_PROMPT:
@@ -160,11 +179,13 @@ async def main(run: Run, name: str) -> None:
 
 async def work(run: Run, config: Config, engine: Engine, client: Connection, drain: Drain) -> None:
     """The loops, until there is no more work or the drain has ended."""
-    async with RewardPool(config.reward) as rewards, client:
+    answer, prompts = config.sampling.max_tokens, Prompts()
+    by_agents = config.rollout.task.startswith(str(AGENT))
+    agents = UserTask(config, open_sessions(config, prompts)) if by_agents else nullcontext(task)  # type: ignore[arg-type]
+    async with RewardPool(config.reward) as rewards, agents as played, client:
         buffer = RolloutClient(client, lambda: engine.version)
-        answer, prompts = config.sampling.max_tokens, Prompts()
         sampler = Sampler(engine, prompts, 1.0, answer, max_sample_tokens(config))
-        episodes = Episodes(prompts, task, sampler, rewards, config.batch.samples)
+        episodes = Episodes(prompts, played, sampler, rewards, config.batch.samples)
         revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
         async with asyncio.TaskGroup() as tasks:
             others = [

@@ -27,6 +27,9 @@ SAME = "same"
 FLAKY = "flaky"
 """Kind that fails half of the time."""
 SERVERS = 3
+AGENT = ROOT / "tests" / "system" / "chaos_agent.py"
+ASKS = "?"
+"""What an agent says between two answers of the model."""
 LONGEST_PROMPT = 24
 
 
@@ -41,12 +44,16 @@ class Variant:
     epochs: int | None
     skip_zero_variance: bool = False
     max_gib: float = 8.0
+    agents: bool = False
+    """Samples are episodes of several turns, of an agent by URL."""
 
 
+AGENTS = Variant("agents", 4, 2, 2, epochs=1, agents=True)
 VARIANTS = (
     Variant("filtered", 4, 3, 2, epochs=2, skip_zero_variance=True, max_gib=4e-5),
     Variant("synchronous", 6, 2, 0, epochs=1),
     Variant("versions", 5, 2, 4, epochs=None),
+    AGENTS,
 )
 
 
@@ -112,6 +119,7 @@ class Run:
 
 def sections(folder: Path, variant: Variant, groups: int, seed: int) -> dict[str, Any]:
     """The run file."""
+    agents = {"task": f"{AGENT}:solve", "task_timeout_s": 60.0, "max_sample_tokens": 200} if variant.agents else {}
     return {
         "run": {
             "name": "chaos",
@@ -134,9 +142,14 @@ def sections(folder: Path, variant: Variant, groups: int, seed: int) -> dict[str
             "skip_zero_variance": variant.skip_zero_variance,
         },
         "learner": {"checkpoint_every": 5},
-        "rollout": {"sequences": 4 * variant.samples, "attempts": 4, "heartbeat_s": 0.4},
+        "rollout": {"sequences": 4 * variant.samples, "attempts": 4, "heartbeat_s": 0.4} | agents,
         "buffer": {"address": f"tcp://127.0.0.1:{free_port()}", "keep": "all", "max_gib": variant.max_gib},
     }
+
+
+def turns_of(number: int, config: Config) -> int:
+    """How many answers of the model a sample of this row has."""
+    return 2 + number % 2 if config.rollout.task.startswith(str(AGENT)) else 1
 
 
 def row(number: int) -> dict[str, str]:

@@ -11,9 +11,11 @@ import pytest
 
 from tests.system.chaos import chaos
 from tests.system.chaos_audit import Finding, audit
-from tests.system.chaos_run import VARIANTS, Run
+from tests.system.chaos_run import AGENTS, VARIANTS, Run
 
 KILLS = 16
+AGENT_SEED = 0
+"""Kills by which a server is met twice, learner and buffer at least once."""
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert kills.total() == KILLS and set(kills) == {"buffer", "learner", "rollout"}
     assert counts.trained > 200 and counts.reasons["same"] and counts.reasons["hang"]
     return folder
+
+
+def test_kills_in_the_middle_of_agents_episodes_leave_no_zero_and_no_process(tmp_path: Path) -> None:
+    """Servers, learner and buffer are killed while agents play episodes of several turns by URL, each with a daemon."""
+    run = Run(tmp_path / AGENTS.name)
+    kills, counts = chaos(run.folder, AGENTS, kills=4, seed=AGENT_SEED, spare=16)
+    assert set(kills) == {"buffer", "learner", "rollout"} and counts.met >= kills["rollout"]
+    assert counts.trained > 50 and counts.reasons["dead"]
 
 
 def in_ledger(change: str) -> Callable[[Run], None]:

@@ -138,9 +138,9 @@ async def test_output_of_all_kinds_is_captured(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-async def test_a_quarter_gibibyte_of_output_fills_nothing_and_blocks_nothing(capfd):
-    async with cage("prints", timeout_s=60.0) as pool:
-        assert await pool.call(256) == 256
+async def test_a_gibibyte_of_output_fills_nothing_and_blocks_nothing(capfd):
+    async with cage("prints", timeout_s=240.0) as pool:
+        assert await pool.call(1024) == 1024
         assert all(process.memory_info().rss < 100 * 2**20 for process in wards())
     assert capfd.readouterr() == ("", "")
 

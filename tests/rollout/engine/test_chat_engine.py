@@ -1,5 +1,5 @@
-"""Chat on the real vLLM: what was recorded of a conversation is what an independent forward pass computes, and a policy
-loaded between two turns changes the versions, not the history in the prefix cache.
+"""Chat on the real vLLM: what was recorded of a conversation is what an independent forward pass computes, a policy
+loaded between two turns changes the versions, not the history in the prefix cache, and an agent by URL gets tool calls.
 """
 
 import asyncio
@@ -15,15 +15,19 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from vllm import SamplingParams
 
 from configs.schema import Config
+from rollout.cage.user_task import UserTask
 from rollout.chat.session import ChatLimits, Session, Sessions, TextParser
 from rollout.chat.template import ChatTemplate
 from rollout.engine.vllm_engine import Engine
+from rollout.episodes.episode import Failure, Group
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
+from rollout.episodes.setup import RolloutSetup, open_sessions
 from rollout.tasks import Problem
 from rollout.tasks.trajectory import Trajectory
 from tests.rollout.chat.chat_templates import chat_tokenizer
 from tests.rollout.chat.scripted import segments
+from tests.rollout.engine import adding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 VOCABULARY = 320
@@ -42,14 +46,15 @@ def make_model(folder: Any) -> Any:
     return model.eval()
 
 
-def make_config(folder: Any) -> Config:
+def make_config(folder: Any, **rollout: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(folder), "dtype": "float32"},
             "data": {"train": "train.parquet", "max_prompt_tokens": 100},
-            "reward": {"function": "countdown"},
-            "sampling": {"max_tokens": 40},
-            "rollout": {"device": "cpu", "max_sample_tokens": 900, "engine": {"kv_cache_memory_bytes": 64 << 20}},
+            "reward": {"function": "task"} if rollout else {"function": "countdown"},
+            "sampling": {"max_tokens": 80 if rollout else 40},
+            "rollout": {"device": "cpu", "max_sample_tokens": 900, "engine": {"kv_cache_memory_bytes": 64 << 20}}
+            | rollout,
         }
     )
 
@@ -116,9 +121,23 @@ async def play(folder: Any) -> SimpleNamespace:
         await talk(session, 2, [])
         seen.anew = session.recorded(None).trajectory
         seen.anew_scores = scores(model, seen.anew.tokens)
+        seen.called = await call_tools(engine, model.config, folder / "adding")
     finally:
         await engine.close()
     return seen
+
+
+async def call_tools(engine: Engine, like: Any, folder: Any) -> list[Group | Failure]:
+    """A group for each of the rows by the agent of adding.py, whose model calls a tool: two greedy samples each."""
+    tokenizer = chat_tokenizer("qwen2.5")
+    adding.teach(Qwen2Config(**like.to_dict() | {"initializer_range": 0.05}), tokenizer, folder)
+    await load(engine, folder, 5)
+    config = make_config(folder, task=f"{adding.__file__}:solve", chat={"tool_parser": "hermes"}, task_workers=1)
+    prompts = Prompts(tokenizer, config)
+    setup = RolloutSetup(prompts, UserTask(config, open_sessions(config, prompts)), None)
+    async with setup:
+        episodes = setup.episodes(config, engine, 0.0, 2)
+        return list(await asyncio.gather(*(episodes.attempt(row) for row in adding.ROWS)))
 
 
 async def load(engine: Engine, folder: Any, version: int) -> None:
@@ -162,3 +181,17 @@ def test_a_policy_loaded_between_two_turns_samples_the_next_one_on_the_cached_hi
 def test_a_new_group_uses_nothing_that_the_old_policy_computed(seen: SimpleNamespace):
     assert {version for version in seen.anew.versions if version >= 0} == {4}
     assert largest_difference(seen.anew, range(len(seen.anew.tokens)), seen.anew_scores) < 1e-3
+
+
+def test_an_agent_by_url_gets_the_tool_calls_that_the_model_makes(seen: SimpleNamespace):
+    """Sampled by vLLM, read by its parser, sent through the door, made by the agent and answered: one segment."""
+    tokenizer = chat_tokenizer("qwen2.5")
+    for row, group in zip(adding.ROWS, seen.called, strict=True):
+        assert isinstance(group, Group), group
+        for sample in group.samples:
+            tokens, own = sample.tokens.numpy().tolist(), sample.sampled.numpy().nonzero()[0].tolist()
+            assert tokenizer.decode(tokens) == adding.text_of(tokenizer, row)
+            assert own == adding.sampled(tokenizer, tokens)
+            assert {int(sample.versions.numpy()[place]) for place in own} == {5} and sample.reward == 1.0
+            counted = {name: sample.metrics[name] for name in ("calls", "turns", "segments", "bad_tool_calls")}
+            assert counted == {"calls": 1.0, "turns": 2.0, "segments": 1.0, "bad_tool_calls": 0.0}

@@ -20,6 +20,11 @@ is 2 s or less where time runs out, a batch has 8 groups. Times are from the lau
 processes.
 `python -m tests.system.failures` writes this page. What ends a run, and the exit codes: [operations](operations.md).
 
+In a run that has good rows too, they go on beside all of this: a test runs the rewards of this table that no group
+survives as a third of the rows of one run, whose other groups are all scored and trained, and finds each of these items
+dropped with its own words (`tests/system/failures/test_hostile_rewards.py`). A reward that prints 1 GiB fills nothing
+and is scored (`tests/rollout/cage/test_cage.py`).
+
 | what fails | what a person sees | where, after how many seconds | how the run ends | after |
 |---|---|---|---|---|
 """
