@@ -121,8 +121,9 @@ def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
         async def put() -> None:
             async with client(it.address, fingerprint=fingerprint(load(run_file))) as server:
                 samples = RolloutClient(server, lambda: 2)
-                (item,) = await samples.ask(1)
-                await samples.put(item, [made, made.model_copy(update={"turn_rewards": []})])
+                asked = await samples.ask(1)
+                assert asked is not None
+                await samples.put(asked[0], [made, made.model_copy(update={"turn_rewards": []})])
 
         asyncio.run(put())
         it.kill()
