@@ -51,4 +51,4 @@ def test_good_groups_are_scored_beside_hostile_ones_and_each_of_these_is_named(t
     assert {items[row]["state"] for row in good} == {"trained"}
     assert sorted(row for row, _ in made) == sorted(good * 2)
     assert all(sample.reward == len(sample.answer) % 2 for _, sample in made)
-    assert psutil.Process().children(recursive=True) == before
+    assert not {*psutil.Process().children(recursive=True)} - {*before}
