@@ -197,7 +197,7 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) 
             f"most samples of the {open_groups(config):,} open groups have ended, and the groups wait for their longest"
         )
         remedy = f"raise batch.max_staleness ({2 * staleness}) or batch.groups ({2 * groups})"
-        if fewer := _as_fast(config, flow):
+        if fewer := _as_fast(config, flow, runs):
             remedy += f", or set rollout.sequences to {fewer}, which is as fast"
         yield f"{empty}: {why}; {remedy}"
     if running < each:
@@ -208,11 +208,11 @@ def _notes_on_flow(config: Config, problems: int | None, flow: Flow, runs: int) 
         yield f"{problems:,} problems are fewer than batch.groups {groups:,}: a batch has a problem more than once"
 
 
-def _as_fast(config: Config, flow: Flow) -> int | None:
-    """The fewest sequences a server, in steps of 16, that make as many versions as `flow`; None for all it has."""
+def _as_fast(config: Config, flow: Flow, runs: int) -> int | None:
+    """The fewest sequences a server, in steps of 16, that make as many versions as `flow`; None for all it runs."""
     each, staleness = flow.running / config.rollout.most_servers, admitted_staleness(config)
     tried = (max(1, round(share * each / 16)) * 16 for share in (0.75, 1, 1.25, 1.5))
-    fewer = (number for number in tried if number < most_running(config))
+    fewer = (number for number in tried if number < runs)
     return next((n for n in fewer if expected(config, staleness, n).speed >= AS_FAST * flow.speed), None)
 
 

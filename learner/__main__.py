@@ -156,6 +156,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         weights = open_weights_wire(config, policy, mesh, form)
         record = config.model_dump(mode="json")
         trackers = [Tracker(name, path, config.run.name, record) for name in config.log.trackers if rank == 0]
+        for tracker in trackers:
+            parts.callback(tracker.close)
         speed = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         metrics = Metrics(path / "metrics.jsonl" if rank == 0 else None, trackers, peak=speed and speed * world)
         log.info("waiting for the buffer at %s", config.buffer.address)
@@ -170,8 +172,6 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(draining.begin):
             loop.run(policy, algorithm, draining, weights, checkpoints, metrics, versions)
-        for tracker in trackers:
-            tracker.close()
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
     return draining.finished

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs.processes import Processes, engine_keys, run_file, sequences
+from benchmarks.runs.processes import FIRST_GPU, Processes, engine_keys, run_file, sequences
 from benchmarks.weights.table import progress
 
 Record = dict[str, Any]
@@ -31,7 +31,7 @@ def trained_run(
 ) -> Processes:  # fmt: skip
     """A run whose learner starts from weights of `models.py`."""
     progress(f"{name}: weights of {shape}")
-    gpus = torch.cuda.device_count()
+    gpus = max(0, torch.cuda.device_count() - FIRST_GPU)
     given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]
     model = subprocess.run(given, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
     config: dict[str, dict[str, Any]] = {

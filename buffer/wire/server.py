@@ -71,7 +71,8 @@ class Speakers:
     That is no name: the kernel gives a descriptor to the next connection at once; what came over a connection may be
     read long after its end, under a name that ZeroMQ makes if its process has another one by then; and a connection
     whose process makes another one is closed without an event. So `ended` is given the messages read and, after them,
-    all events up to then: a connection is accepted before it says anything, so its own event is among them.
+    all events up to then: a connection is accepted before it says anything, so its own event is among them. Of two that
+    were heard over one descriptor the later one has it; told wrong, it is right again from its next message on.
 
     Example: `Speakers().ended({b"a": 20}, [(zmq.EVENT_ACCEPTED, 20), (zmq.EVENT_DISCONNECTED, 20)]) == [b"a"]`
     """
@@ -79,23 +80,31 @@ class Speakers:
     def __init__(self) -> None:
         self._over: dict[bytes, int] = {}
         """By identity: the descriptor over which its last message came."""
+        self._last: dict[int, bytes] = {}
+        """By descriptor: the identity of the last message that came over it."""
         self._closed: set[int] = set()
         """Descriptors without a connection."""
 
     def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
         """Identities whose connections have ended since the last call. `heard`: descriptors of the messages read since,
-        by identity; `events`: (kind, descriptor) of those told since, in order."""
-        changed = set()
+        by identity, in the order of the last ones; `events`: (kind, descriptor) of those told since, in order."""
+        changed, taken = set(), set()
         for kind, descriptor in events:
             changed.add(descriptor)
             (self._closed.add if kind == zmq.EVENT_DISCONNECTED else self._closed.discard)(descriptor)
+        for who, descriptor in heard.items():
+            if self._last.get(descriptor, who) != who:
+                taken.add(descriptor)
+            self._last[descriptor] = who
         self._over.update(heard)
-        if not changed and self._closed.isdisjoint(heard.values()):
+        if not (changed or taken) and self._closed.isdisjoint(heard.values()):
             return []
         ended = [
             who
             for who, descriptor in self._over.items()
-            if descriptor in self._closed or (descriptor in changed and who not in heard)
+            if descriptor in self._closed
+            or (descriptor in changed and who not in heard)
+            or (descriptor in taken and self._last[descriptor] != who)
         ]
         for who in ended:
             del self._over[who]
@@ -265,6 +274,7 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
+            self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
             self._heard[identity.bytes] = int(identity.get(zmq.SRCFD))
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))

@@ -41,7 +41,8 @@ def kv_room(config: Config, gpu_bytes: int | None) -> KvRoom:
     elif config.rollout.device == "cpu":
         room, told = CPU_KV_BYTES, f"{CPU_KV_BYTES >> 20} MiB on a CPU"
     elif gpu_bytes is None:
-        return KvRoom(None, f"not known: this machine has no GPU, and the run file no {KEY}")
+        on_cpu = f"; on a CPU it is {CPU_KV_BYTES >> 20} MiB" if config.rollout.device == "auto" else ""
+        return KvRoom(None, f"not known: this machine has no GPU, and the run file no {KEY}{on_cpu}")
     else:
         share, weights = given.get("gpu_memory_utilization", UTILIZATION), facts.parameters or 0
         weights = weights * BYTES[config.model.dtype] // shards
@@ -56,10 +57,13 @@ def kv_room(config: Config, gpu_bytes: int | None) -> KvRoom:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, as the driver lists them; None without one."""
+    """Memory of the smallest GPU of this machine, as the driver lists them; None without one, or an answer."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     sizes = [int(word) << 20 for word in done.stdout.split() if word.isdigit()] if done.returncode == 0 else []
     return min(sizes, default=None)

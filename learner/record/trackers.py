@@ -37,6 +37,8 @@ class Tracker:
         """End the tracker's thread."""
         self._queue.put(None)
         self._thread.join(LAST_S)
+        if self._thread.is_alive():
+            log.warning("log.trackers: %s has not taken its last records in %.0f s", self.name, LAST_S)
 
     def _serve(self, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         try:

@@ -203,7 +203,9 @@ def test_the_kv_cache_by_the_gpu_of_this_machine(model: Path) -> None:
     run = sized(model, "rollout.engine.gpu_memory_utilization=0.5")
     said = kept(run, gpu_bytes=2 * 10**9)
     assert said.startswith("262 sequences of 125 tokens, by a GPU as this machine's, 2 GB x 0.5, less 2.2e-06 GB of we")
-    assert kept(run) == "not known: this machine has no GPU, and the run file no rollout.engine.kv_cache_memory_bytes"
+    unknown = "not known: this machine has no GPU, and the run file no rollout.engine.kv_cache_memory_bytes"
+    assert kept(run) == unknown
+    assert kept(sized(model, "rollout.device=auto")) == f"{unknown}; on a CPU it is 256 MiB"
     assert kept(sized(model, "rollout.device=cpu")) == "70 sequences of 125 tokens, by 256 MiB on a CPU"
 
 

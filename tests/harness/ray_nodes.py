@@ -15,12 +15,14 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"
 def ray_nodes(gpus: int) -> Iterator[Cluster]:
     """The head, with so many GPUs; all nodes end with it."""
     before = {name: os.environ.get(name) for name in SETTINGS}
-    os.environ.update(SETTINGS)
-    made = Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": gpus, "include_dashboard": False})
     try:
-        yield made
+        os.environ.update(SETTINGS)
+        made = Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": gpus, "include_dashboard": False})
+        try:
+            yield made
+        finally:
+            made.shutdown()
     finally:
-        made.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 

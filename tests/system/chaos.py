@@ -150,21 +150,22 @@ class Chaos:
         two = self.random.random() < 0.2 and self.kills.total() + 2 <= self.wanted
         victims = self.random.sample(targets, 2 if two else 1)
         if self.agents and set(victims) & set(servers):
-            busy = self.busiest(servers, limit)
+            busy, met = self.busiest(servers, limit)
             victims = [busy if name in servers else name for name in victims]
-            self.met += len(agents_below(self.processes[busy].pid))
+            self.met += met
         for name in victims:
             self.processes[name].kill()
         before = self.kills.total()
         while self.kills.total() < before + len(victims):
             self.handle_exit(10.0, time.monotonic() + 10.0)
 
-    def busiest(self, servers: Sequence[str], limit: float) -> str:
-        """The server with the most agents in mid-episode, as soon as there is one: some may still be starting."""
+    def busiest(self, servers: Sequence[str], limit: float) -> tuple[str, int]:
+        """The server with the most agents in mid-episode, and how many, as soon as there is one: some may still be
+        starting."""
         while True:
             playing = {name: len(agents_below(self.processes[name].pid)) for name in servers}
             if any(playing.values()):
-                return max(playing, key=lambda name: playing[name])
+                return max(playing.items(), key=lambda item: item[1])
             self.handle_exit(0.1, limit)
 
     def freeze(self, name: str) -> None:
@@ -200,8 +201,10 @@ class Chaos:
 
 def agents_below(pid: int) -> list[psutil.Process]:
     """What episodes in the middle of which a server is have left behind so far (`chaos_agent.py`)."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
+    found, below = [], []
+    with suppress(psutil.Error):
+        below = psutil.Process(pid).children(recursive=True)
+    for process in below:
         with suppress(psutil.Error):
             found += [process] if process.cmdline() == DAEMON else []
     return found

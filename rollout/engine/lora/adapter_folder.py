@@ -148,6 +148,7 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
                     log.warning("%s: has run for %.0f s and goes on; Ctrl-C ends it", *told)
         finally:
             process.kill()  # nothing, if it has ended
+            process.wait()
     if (code := process.returncode) == BAD_INPUT and errors.strip():
         raise ValueError(errors.splitlines()[-1])
     if code:

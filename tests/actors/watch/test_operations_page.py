@@ -52,18 +52,20 @@ def pods(job: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:
     return [(group["template"]["spec"], group["replicas"]) for group in groups]
 
 
-def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The claim and the job."""
+def manifest() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The claims, shared and the ledger's, and the job."""
     (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", section("Several machines"), re.DOTALL)]
-    claim, job = yaml.safe_load_all(text)
-    assert (claim["kind"], job["kind"], job["apiVersion"]) == ("PersistentVolumeClaim", "RayJob", "ray.io/v1")
-    return claim, job
+    *claims, job = yaml.safe_load_all(text)
+    assert [claim["kind"] for claim in claims] == ["PersistentVolumeClaim"] * 2
+    assert (job["kind"], job["apiVersion"]) == ("RayJob", "ray.io/v1")
+    return claims, job
 
 
 def test_each_pod_of_the_manifest_is_whole() -> None:
     """One image, the shared volume and memory for NCCL; workers announce that they leave before they are killed."""
-    claim, job = manifest()
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"] and claim["spec"]["resources"]["requests"]["storage"]
+    (shared, ledger), job = manifest()
+    assert shared["spec"]["accessModes"] == ["ReadWriteMany"] and ledger["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert all(claim["spec"]["resources"]["requests"]["storage"] for claim in (shared, ledger))
     images, names = set(), set()
     for pod, _ in pods(job):
         (container,) = pod["containers"]
@@ -72,12 +74,15 @@ def test_each_pod_of_the_manifest_is_whole() -> None:
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes.keys() == set(mounts.values())
-        assert volumes[mounts["/shared"]]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert volumes[mounts["/shared"]]["persistentVolumeClaim"]["claimName"] == shared["metadata"]["name"]
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
         env = {one["name"]: one["value"] for one in container["env"]}
         assert all(isinstance(value, str) for value in env.values()), "Kubernetes takes texts only"
         assert env["RAY_memory_monitor_refresh_ms"] == "0"
         assert container["resources"]["limits"] == container["resources"]["requests"]
+    (head, _), *_ = pods(job)
+    (own,) = [volume for volume in head["volumes"] if volume["name"] == "ledger"]
+    assert own["persistentVolumeClaim"]["claimName"] == ledger["metadata"]["name"]
     assert len(images) == 1 and len(names) == 2
     assert int(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) < pod["terminationGracePeriodSeconds"]
 
@@ -88,6 +93,7 @@ def test_the_run_of_the_manifest_fits_on_its_pods() -> None:
     assert (python, dash, actors, launch) == ("python", "-m", "actors", "launch") and file.startswith("/shared/")
     config = load(["--model.path=m", "--data.train=d", "--reward.function=r", *flags])
     assert config.run.folder.is_relative_to(Path("/shared")) and config.cluster.address == "auto"
+    assert config.buffer.path and config.buffer.path.is_relative_to(Path("/ledger"))
     limits = [(pod["containers"][0]["resources"]["limits"], replicas) for pod, replicas in pods(job)]
     gpus = [limit.get("nvidia.com/gpu", 0) for limit, replicas in limits for _ in range(replicas)]
     learner = config.learner

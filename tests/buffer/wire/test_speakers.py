@@ -70,6 +70,25 @@ Look = tuple[dict[bytes, int], list[tuple[int, int]], list[bytes]]
             ],
             id="renamed after its end",
         ),
+        pytest.param(
+            [({A: 5}, [], []), ({A: 5}, [(OFF, 5), (ON, 5)], []), ({B: 5}, [], [A]), ({}, [(OFF, 5)], [B])],
+            id="its last words and another's connection at one look",
+        ),
+        pytest.param([({A: 5, B: 5}, [(ON, 5), (OFF, 5), (ON, 5)], [A]), ({}, [(OFF, 5)], [B])], id="both at one look"),
+        pytest.param(
+            [({A: 5}, [], []), ({}, [(OFF, 5), (ON, 5)], [A]), ({A: 5}, [], []), ({B: 5}, [], [A])],
+            id="last words read after another has its descriptor",
+        ),
+        pytest.param(
+            [
+                ({A: 5}, [], []),
+                ({B: 5}, [(OFF, 5), (ON, 5)], [A]),
+                ({A: 5}, [], [B]),
+                ({B: 5}, [], [A]),
+                ({}, [(OFF, 5)], [B]),
+            ],
+            id="last words read after another has spoken",
+        ),
     ],
 )
 def test_who_has_ended(looks: list[Look]) -> None:
