@@ -72,7 +72,7 @@ def own_s() -> int:
     """A time limit that is short, and long enough for the good ones on a machine that is busy with other tests."""
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", "import json"], check=True)
-    return int(min(120, max(15, 300 * (time.monotonic() - began))))
+    return int(min(120, max(24, 300 * (time.monotonic() - began))))
 
 
 @pytest.mark.parametrize(("function", "ways", "at_once"), [("plain", AGENTS, 4), ("talking", TALKING, 1)])

@@ -70,7 +70,7 @@ async def talking(row, chat):
 
 
 def fork_bomb(row, base_url):
-    for _ in range(10):
+    for _ in range(9):
         os.fork()
     time.sleep(600)
 
