@@ -45,14 +45,18 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy .
 
+# Most tests wait for processes that they start: two at a time take little more than half as long on two cores. A file's tests stay
+# together, because they share what is slow to make. WORKERS=0 is one after the other.
+WORKERS ?= 2
+SPREAD = -n $(WORKERS) --dist loadfile
 test: $(STAMP)
-	$(RUN) -m pytest -m "not gpu"
+	$(RUN) -m pytest $(SPREAD) -m "not gpu"
 
 # The same tests with the oldest vLLM and torch that pyproject.toml allows. The flight recorder is off because some tests are sender
 # and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/weights.md).
 OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
-	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest -m "not gpu"
+	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) -m "not gpu"
 
 $(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt
 	test -x $(OLDEST) || $(PYTHON) -m venv $(VENV)/oldest

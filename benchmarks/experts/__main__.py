@@ -105,7 +105,7 @@ def server_rows(found: dict[str, Any], label: str) -> Iterator[ResultRow]:
     first = next(event for event in found["events"] if event["version"] == 0)
     yield ResultRow("a version on the wire", found["bytes"] / 1e9, "GB", case=label)
     yield ResultRow("the call that loads, first version", first["load_s"], "s", case=label)
-    for word, of in (("median", median), ("worst", max)):
+    for word, of in (("median", median), ("worst", max)) if later else ():
         loads = [event["load_s"] for event in later]
         lags = [event["swapped"] - updates[event["version"]]["started"] for event in later]
         yield ResultRow(f"the call that loads, later ones, {word}", of(loads), "s", case=label)

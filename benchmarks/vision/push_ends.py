@@ -7,22 +7,18 @@ encode anew after a push unless the tower is frozen.
 """
 
 import asyncio
-import json
-import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import uvloop
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from benchmarks.weights.ends import GPU, Serving, commands_from_stdin, say, served, synchronize
+from benchmarks.weights.ends import GPU, Serving, commands_from_stdin, run_end, say, served, synchronize
 from benchmarks.weights.known import local
 from benchmarks.weights.traffic import RequestTraffic, vocabulary_of
 from buffer.images import ImageFormat, Picture, SeenImage
@@ -179,9 +175,4 @@ async def server(config: Config, name: str, running: int, length: int) -> None:
 
 
 if __name__ == "__main__":
-    role, given = sys.argv[1], json.loads(sys.argv[2])
-    config = Config.model_validate(given.pop("config"))
-    Path(config.run.path).mkdir(parents=True, exist_ok=True)
-    learner(config) if role == "learner" else uvloop.run(server(config, **given))
-    sys.stdout.flush()
-    os._exit(0)
+    run_end(learner, server)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
@@ -254,13 +255,14 @@ async def server(config: Config, name: str, running: int, length: int, offset: i
 
 
 def commands_from_stdin() -> "asyncio.Queue[list[str]]":
-    """The lines of stdin, each split into words."""
+    """The lines of stdin, each split into words. At its end whoever started this process is gone, and it ends too."""
     lines: asyncio.Queue[list[str]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def read() -> None:
         for line in sys.stdin:
             loop.call_soon_threadsafe(lines.put_nowait, line.split())
+        os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
     return lines
@@ -302,6 +304,7 @@ def run_end(learner: Callable[[Config], None], server: Callable[..., Coroutine[A
     server. Ends the process, whatever threads still run."""
     role, given = sys.argv[1], json.loads(sys.argv[2])
     config = Config.model_validate(given.pop("config"))
+    Path(config.run.path).mkdir(parents=True, exist_ok=True)
     learner(config) if role == "learner" else uvloop.run(server(config, **given))
     sys.stdout.flush()
     os._exit(0)

@@ -133,9 +133,11 @@ class Peers:
     async def served(self) -> AsyncIterator[None]:
         """While the buffer reads what they say."""
         serving = asyncio.create_task(self.server.serve(self.requests))
-        yield
-        serving.cancel()
-        await asyncio.wait({serving})
+        try:
+            yield
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
 
 
 @asynccontextmanager
