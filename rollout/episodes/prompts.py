@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+import numpy as np
 
 from buffer.image_rows import IMAGES, MARK
 from buffer.images import ImageError, ImageFormat, Picture, counted, decode
@@ -118,7 +119,8 @@ class Prompts:
 
     def text(self, tokens: list[int]) -> str:
         """The text of these tokens, without the special ones."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        numbers = np.array(tokens, np.int64)  # a list would be walked through, number by number
+        return str(self.tokenizer.decode(numbers, skip_special_tokens=True))
 
     def shown(self, tokens: list[int]) -> str:
         """The tokens as a person reads a prompt: the special ones too, and the placeholders of an image counted."""

@@ -147,7 +147,7 @@ class Sampler:
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
-        yield from self._misbegun(trajectory)
+        yield from self._misbegun(trajectory, sampled == 1)
         with np.errstate(over="ignore"):
             logprobs = np.array(trajectory.logprobs, np.float32)
         if not np.isfinite(logprobs).all():
@@ -163,13 +163,13 @@ class Sampler:
             if not isinstance(name, str) or finite(value) is None:
                 yield f"its metric {name!r} is {value!r}; a finite number is needed"
 
-    def _misbegun(self, trajectory: Trajectory) -> Iterator[str]:
-        """What is wrong with its segments."""
+    def _misbegun(self, trajectory: Trajectory, sampled: np.ndarray) -> Iterator[str]:
+        """What is wrong with its segments, given which of its tokens were sampled."""
         starts, number = trajectory.starts, len(trajectory.tokens)
         ordered = starts == sorted({int(start) for start in starts}) and starts[:1] == [0] and starts[-1] < number
         if not ordered or any(trajectory.sampled[start] for start in starts):
             yield f"starts are {starts!r:.100}: segments begin at 0, in order, each with a token that was given"
-        elif wrong := wrong_segments(starts, np.array(trajectory.sampled, bool)):
+        elif wrong := wrong_segments(starts, sampled):
             yield f"its {wrong}"
         longest = max(end - start for start, end in pairwise([*starts, number]))
         if longest > self.longest:

@@ -35,6 +35,8 @@ class Staging:
         self._buckets: Buckets | None = None
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        """Set once the thread touches neither buckets nor group any more: it may then still be reporting."""
         self._version: int | None = None
         self._first = 0
         """The bucket from which on `_version` was received."""
@@ -63,15 +65,15 @@ class Staging:
         """Start to receive the round of `go`, a packed Go, and return. The report goes to the socket at `notify`."""
         message = unpack(go, TO_SERVER)
         assert isinstance(message, Go) and self._buckets is not None
-        before = self._thread if self._thread and self._thread.is_alive() else None
+        before = self._thread if self._thread and not self._over.is_set() else None
         if before:  # it hangs in a group that was given up
             self.abort()
             if not self._buckets.rotating:  # leave it the old buckets
                 self._buckets, before = self._allocate(self._buckets.plan, rotating=False), None
         if self._buckets.rotating and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the last step before the pause has read the weights
-        self._version = None
-        args = (message, self._buckets, self._channel_for(message), notify, before)
+        self._version, self._over = None, threading.Event()
+        args = (message, self._buckets, self._channel_for(message), notify, before, self._over)
         self._thread = threading.Thread(target=self._run, args=args, name="weights", daemon=True)
         self._thread.start()
 
@@ -124,7 +126,13 @@ class Staging:
         return self._channel
 
     def _run(
-        self, go: Go, weights: Buckets, channel: Channel | None, notify: str, before: threading.Thread | None
+        self,
+        go: Go,
+        weights: Buckets,
+        channel: Channel | None,
+        notify: str,
+        before: threading.Thread | None,
+        over: threading.Event,
     ) -> None:
         if before:
             before.join(go.timeout_s)
@@ -143,6 +151,7 @@ class Staging:
             if not weights.rotating and weights is self._buckets:
                 self._version, self._first = go.version, weights.plan.first(go.plan)
         span_s = channel.span_s if channel else 0.0
+        over.set()
         tell(notify, Staged(round=go.round, checksums=sums, span_s=span_s, reason=reason, fatal=fatal))
 
     def _take(self, go: Go, weights: Buckets, channel: Channel | None) -> list[int]:

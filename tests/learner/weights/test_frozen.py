@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import signal
+import threading
 from contextlib import contextmanager
 from itertools import islice
 
@@ -12,6 +13,7 @@ import torch
 from learner.weights.channel import ChannelError
 from learner.weights.plan import Spec
 from learner.weights.protocol import Checksums, Go
+from learner.weights.receiver import staging as receiving
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
 from tests.harness.scenes import intercept
@@ -214,6 +216,32 @@ def test_what_was_never_verified_is_not_held():
                 await one.has(1)
                 assert one.engine.loads == [WHOLE, TRAINED]
         assert lost and learner.sent == [("a", 0, "whole"), ("a", 0, "whole"), ("a", 1, "trained")]
+
+    run(test())
+
+
+@pytest.mark.parametrize("staging", ["full", "bucket"])
+def test_a_thread_that_has_reported_does_not_hang(staging, monkeypatch):
+    """The next round may begin before the thread of the last one has ended, and uses the same group."""
+    told, over = receiving.tell, threading.Event()
+
+    def tell(notify, message):
+        told(notify, message)
+        over.wait(WAIT_S)
+
+    monkeypatch.setattr(receiving, "tell", tell)
+
+    async def test():
+        with a_learner() as learner:
+            async with servers(Addresses(learner.address), "a", staging=staging) as (one,):
+                try:
+                    for version in (0, 1):
+                        learner.publish(version)
+                        await one.has(version)
+                finally:
+                    over.set()
+            assert learner.sent == [("a", 0, "whole"), ("a", 1, "trained")]
+            assert learner.sender.stats()["weights/failed"] == 0
 
     run(test())
 
