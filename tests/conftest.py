@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.harness import children
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -31,6 +33,11 @@ def loggers_keep_their_levels() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_files_processes_are_known() -> None:
+    children.remember()
 
 
 @pytest.fixture(scope="module", autouse=True)

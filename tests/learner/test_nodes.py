@@ -79,7 +79,8 @@ def test_two_nodes_drain_die_and_resume(tmp_path: Path) -> None:
         assert sorted(int(rank.environ()["RANK"]) for rank in every[1]) == [2, 3]
         every[1][1].kill()
         codes, logs = nodes.ended()
-        assert codes[1] == 128 + signal.SIGKILL and codes[0] != 0, logs
+        # on a busy machine the first node may tell of its ranks' broken connections before the second of the kill
+        assert codes[0] != 0 and codes[1] in (128 + signal.SIGKILL, codes[0]), logs
         assert "failed first on this node (exit code -9)" in logs[1]
         assert not psutil.wait_procs([rank for those in every for rank in those], 0)[1]
         assert {rewind.version for rewind in buffer.requests if isinstance(rewind, Rewind)} == {1}

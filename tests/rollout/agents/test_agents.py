@@ -22,6 +22,7 @@ from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.errors import EngineDead, EngineError
 from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator
+from tests.harness.children import children
 from tests.rollout.agents.test_programs import wards
 
 OPENAI = """
@@ -58,7 +59,7 @@ async def played(
         yield setup, episodes, engine
         door = setup.task._by_url.server
         assert not door._doors and not door._owners, "keys of episodes that have ended"
-    assert wards() == [] and psutil.Process().children(recursive=True) == []
+    assert wards() == [] and children(recursive=True) == []
 
 
 @pytest.mark.parametrize("how", ["solve", "solve_apart", "command"])
@@ -199,7 +200,7 @@ async def test_waiting_for_a_worker_is_not_the_agent_s_time(tmp_path: Path):
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(5)\nfrom {HOSTILE_MODULE} import plain\n")
     limits = ["--rollout.task_timeout_s=4", "--rollout.sample_attempts=1"]
     async with played(tmp_path, f"{tmp_path}/slow.py:plain", *limits) as (_, episodes, _):
-        (warden,) = psutil.Process().children()
+        (warden,) = children()
         os.kill(warden.children()[0].pid, signal.SIGKILL)
         group = await episodes.attempt({"problem": "1", "how": "fine"})
     assert isinstance(group, Group), group

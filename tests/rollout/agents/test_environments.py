@@ -30,6 +30,7 @@ from rollout.episodes.episode import Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.tasks.environment import HOST
 from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator, calculator_config
+from tests.harness.children import children
 
 pytestmark = pytest.mark.timeout(1500)
 HERE = Path(__file__).parent / "environments"
@@ -130,7 +131,7 @@ async def test_the_same_rewards_as_those_of_an_agent(name: str, python: Any, tmp
     )
     assert sample.sampled.numpy().sum() == len("?17*23") + 1 + len("391") + 1
     assert sample.metrics["turns"] == 2 and sample.metrics["segments"] == 1
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 @BOTH
@@ -199,7 +200,7 @@ async def test_a_host_that_dies_is_started_again_and_its_episodes_are_the_infras
         engine.gate.set()
         group = await episodes.attempt(row)
         assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [1.0, 1.0]
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 @BOTH

@@ -18,6 +18,7 @@ import uvloop
 
 from rollout.episodes.episode import Episodes, Failure, Group
 from tests.harness.calculator import ROOT, calculator
+from tests.harness.children import children
 from tests.rollout.agents.test_programs import wards
 
 pytestmark = pytest.mark.timeout(900)
@@ -80,9 +81,10 @@ def test_a_run_goes_on_whatever_its_episodes_do(
     function: str, ways: dict[str, str | None], at_once: int, tmp_path: Path
 ):
     keys = [f"--rollout.task_timeout_s={own_s()}", "--rollout.task_memory_gib=0.75", "--rollout.sample_attempts=1"]
+    keys += ["--rollout.task_workers=2", "--rollout.engine.max_num_seqs=16"]  # by the last: 272 processes a worker
 
     async def run() -> tuple[dict[str, Group | Failure], list[Group | Failure], int]:
-        setup, episodes, _ = calculator(tmp_path, f"{USER}:{function}", *keys, "--rollout.task_workers=2")
+        setup, episodes, _ = calculator(tmp_path, f"{USER}:{function}", *keys)
         places, beside, fine = asyncio.Semaphore(at_once), asyncio.Semaphore(3), {"problem": "2+2=", "how": "fine"}
         async with setup:
             assert isinstance(await episodes.attempt(fine), Group)
@@ -112,7 +114,7 @@ def test_a_run_goes_on_whatever_its_episodes_do(
             assert isinstance(outcome, Failure) and words in outcome.reason, (way, outcome)
             assert "\n" not in outcome.reason
     assert left <= 4, "files or sockets are left open"  # a worker that was replaced may still be closing
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
     late = tmp_path / "later"
     assert not late.exists() or not late.read_text()
 

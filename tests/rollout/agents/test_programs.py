@@ -13,6 +13,7 @@ import pytest
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.process_table import below, children_of_all
+from tests.harness.children import children
 
 LOADER = "tests.rollout.agents.user_agents:load"
 MEMORY = "rollout.task_memory_gib (1 GiB)"
@@ -51,7 +52,7 @@ async def test_results_travel_and_an_imported_file_s_own_files_stay_open():
         assert await cage.run("file") not in (True, None)
         pids = await asyncio.gather(*(cage.run("pid") for _ in range(20)))
         assert len(set(pids)) == 20 and wards() == []
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ async def test_nothing_survives_the_death_of_the_worker_or_its_warden():
                 while len(wards()) < 2:
                     await asyncio.sleep(0.01)
             before = wards()
-            (warden,) = psutil.Process().children()
+            (warden,) = children()
             os.kill([warden, *warden.children()][victim].pid, signal.SIGKILL)
             assert (await error_of(running)).origin == "died"
             async with asyncio.timeout(120):

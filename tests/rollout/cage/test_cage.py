@@ -16,6 +16,7 @@ import uvloop
 
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
+from tests.harness.children import children
 
 LOADER = "tests.rollout.cage.user_rewards:load"
 
@@ -33,7 +34,7 @@ async def error_of(call) -> CagedError:
 
 
 def wards() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    return children(recursive=True)
 
 
 async def gone(pid: int) -> None:
@@ -223,7 +224,7 @@ async def test_a_worker_killed_while_idle_fails_no_call():
         os.kill(first, signal.SIGKILL)
         second = await asyncio.wait_for(pool.call(), 120)  # the pool may not know yet
         assert second != first
-        for warden in psutil.Process().children():
+        for warden in children():
             warden.kill()
         await asyncio.gather(gone(second), *(asyncio.shield(worker.end) for worker in pool._workers))
         assert await asyncio.wait_for(pool.call(), 120) not in (first, second)

@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from configs.load import load
@@ -19,6 +18,7 @@ from rollout.episodes.episode import Episodes, Failure
 from rollout.errors import ChatRefused, EpisodeError
 from rollout.tasks.trajectory import Completion, Problem
 from tests.harness import fakes
+from tests.harness.children import children
 from tests.harness.fakes import FakePrompts, FakeRewards, fake_sampler
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
@@ -80,7 +80,7 @@ async def test_episodes_and_their_options_reach_the_engine():
         ([1, 2], {"max_tokens": 1, "stop": ["\n"]}),
         ([1, 2, 7, 2], {"max_tokens": 2, "stop": ["\n"]}),
     ]
-    assert psutil.Process().children(recursive=True) == []
+    assert children(recursive=True) == []
 
 
 async def test_many_episodes_run_at_the_same_time_in_one_worker():
