@@ -1,9 +1,9 @@
 """For all tests: one CPU thread per process, because many tests start several processes on few cores; the same cases of
 each property in every run, `--hypothesis-profile explore` draws others; no process that makes entries of
 reasoning-gym outlives the file of tests that asked for it, because others count the processes that are left; and a
-command that a test calls here quietens no logger for the tests after it, nor does a file of tests leave a variable of
-ours in the environment of those that follow. Whoever starts the tests in the background
-may have SIGINT, SIGQUIT and SIGHUP ignored, which children inherit: here they do what they do in a terminal.
+command that a test calls here quietens no logger for the tests after it and leaves SIGPIPE ignored, nor does a file of
+tests leave a variable of ours in the environment of those that follow. Whoever starts the tests in the background may
+have SIGINT, SIGQUIT and SIGHUP ignored, which children inherit: here they do what they do in a terminal.
 """
 
 import logging
@@ -33,6 +33,14 @@ def loggers_keep_their_levels() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def a_broken_pipe_ends_no_test() -> Iterator[None]:
+    """A command that prints has the signal end it; here it would end the process of all tests that follow."""
+    yield
+    if signal.getsignal(signal.SIGPIPE) is not signal.SIG_IGN:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 @pytest.fixture(scope="module", autouse=True)
