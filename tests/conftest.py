@@ -44,8 +44,12 @@ def a_broken_pipe_ends_no_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def other_files_processes_are_known() -> None:
+def other_files_processes_are_known() -> Iterator[None]:
+    """And the one that serves all files outlives each of them."""
     children.remember()
+    before = children.trackers()
+    yield
+    assert {*before} <= {*children.trackers()}, "a test ended the resource tracker of this process"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,6 +21,7 @@ import pytest
 
 from actors.report import summary
 from buffer.wire.protocol import State
+from tests.harness.children import children
 from tests.harness.watched import HOSTILE, append, evaluation, look, make_config, record, sample, state, store
 
 pytestmark = pytest.mark.timeout(900)
@@ -39,11 +40,11 @@ def chromium() -> str | None:
 
 @contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """After so long, kill all that this process has started: Playwright's `evaluate` and `close`, and a line that is
+    """After so long, kill all that this file has started: Playwright's `evaluate` and `close`, and a line that is
     waited for, have no limits of their own, and fail then."""
 
     def kill() -> None:
-        for child in psutil.Process().children(recursive=True):
+        for child in children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
 
