@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 
 from actors.process import FINAL
-from actors.watch.run_state import find_run, silent
+from actors.watch.run_state import absences, find_run
 from buffer.curve import KeysError, client_keys_for
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import Ack, Kept, Scale, State, Status
@@ -130,8 +130,8 @@ async def arrival(config: Config, connection: Connection, servers: int, broken: 
 
 def lives(state: State, config: Config) -> dict[str, str]:
     """The kept servers, as `ServerLife` has it, and `generates` for those that work."""
-    found, gone = dict[str, str](state.kept.servers if state.kept else {}), silent(state, config)
+    found, absent = dict[str, str](state.kept.servers if state.kept else {}), absences(state, config)
     for name, life in found.items():
-        if life == "started" and name not in gone and state.servers.get(name, {}).get("version") is not None:
+        if life == "started" and name not in absent:
             found[name] = "generates"
     return found

@@ -186,7 +186,7 @@ def find_alerts(
     if live and state is not None:
         found += [_silence(config, name, state.servers[name]) for name in silent(state, config)]
         if state.launcher_gone_s is not None:
-            found.append(Alert("bad", next(iter(servers_lines(state)))))
+            found.append(Alert("bad", next(iter(servers_lines(state, config)))))
         if config.buffer.max_gib * 2**30 * 0.95 < state.bytes_stored:
             remedy = "the learner has to train some, or raise buffer.max_gib"
             found.append(Alert("warn", f"the buffer is full ({state.bytes_stored / 2**30:.3g} GiB): {remedy}"))

@@ -154,21 +154,22 @@ def waiting_rows(state: State, config: Config) -> list[Wait]:
 
     A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
     learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
-    buffer says why. Where more attempts have failed since the last batch than groups are stored, the servers are not
-    to blame.
+    buffer says why. Where more attempts have failed since the last batch than groups are stored, the servers that work
+    are not to blame. A server that has ended waits for nobody, though the buffer still has its requests.
     """
-    gone = silent(state, config)
-    holding = [name for name, server in state.servers.items() if server.get("leases") and name not in gone]
-    working = ", ".join(name + _stages(state.servers[name]) for name in holding)
-    absent = ", ".join(f"{name}, {_absence(server)}" for name, server in state.servers.items() if _absence(server))
-    servers = working or absent or "any rollout server"
-    whom = {"Take": _culprit(state) or servers, "Results": "the last evaluation"}
+    absent = absences(state, config)
+    present = {name: server for name, server in state.servers.items() if name not in absent}
+    working = ", ".join(name + _stages(server) for name, server in present.items() if server.get("leases"))
+    missing = ", ".join(f"{name}, which {why}" for name, why in absent.items())
+    culprit = _culprit(state) if present else ""
+    whom = {"Take": culprit or working or missing or "any rollout server", "Results": "the last evaluation"}
     learner = "the learner"
     if state.learner_gone_s is not None:
         learner = f"the learner, which ended {state.learner_gone_s:.0f} s ago"
     return [
         Wait(waiter.who, whom.get(waiter.kind, learner), waiter.seconds, waiter.why)
         for waiter in sorted(state.waiters, key=lambda waiter: -waiter.seconds)
+        if "gone_s" not in state.servers.get(waiter.who, {})
     ]
 
 
@@ -209,18 +210,26 @@ def silent(state: State, config: Config) -> list[str]:
     return [name for name, server in servers if "gone_s" in server or float(server.get("silent_s", 0.0)) > limit_s]
 
 
-def _absence(server: Mapping[str, Any]) -> str:
-    """Why a server does not work, nothing for one that may: `which ended 3 s ago`."""
-    if "gone_s" in server:
-        return f"which ended {server['gone_s']:.0f} s ago"
-    if server.get("silent_s") is not None and server.get("version") is None:
-        return "which is starting"
-    return ""
+def absences(state: State, config: Config) -> dict[str, str]:
+    """The servers that cannot work now, kept ones of which the buffer has not heard included, and why.
+
+    Example: `{"rollout-0": "ended 3 s ago", "rollout-1": "is starting"}`
+    """
+    kept, gone = state.kept.servers if state.kept else {}, silent(state, config)
+    found = {name: "has not said Hello yet" for name in kept if name not in state.servers}
+    for name, server in state.servers.items():
+        if "gone_s" in server:
+            found[name] = f"ended {server['gone_s']:.0f} s ago"
+        elif server.get("version") is None:
+            found[name] = "is starting"
+        elif name in gone:
+            found[name] = f"has been silent for {server['silent_s']:.0f} s"
+    return found
 
 
-def servers_lines(state: State) -> Iterator[str]:
-    """How many rollout servers are wanted, and those that do not just run, or that their launcher has ended; nothing
-    where there was none.
+def servers_lines(state: State, config: Config) -> Iterator[str]:
+    """How many rollout servers are wanted, how many run, and what the others do; or that their launcher has ended;
+    nothing where there was none. A server runs once it has asked for work, not as soon as its keeper has started it.
 
     Example: `"servers: 3 wanted by hand, 2 run; rollout-2 placing"`
     """
@@ -229,8 +238,10 @@ def servers_lines(state: State) -> Iterator[str]:
     if state.launcher_gone_s is not None:
         yield f"servers: the launcher ended {state.launcher_gone_s:.0f} s ago: nobody starts, drains or restarts them"
         return
-    by = " by hand" * state.wanted_by_person
-    others = [f"{name} {life.replace('_', ' ')}" for name, life in kept.servers.items() if life != "started"]
+    by, absent = " by hand" * state.wanted_by_person, absences(state, config)
+    started = {name: absent.get(name, "") for name, life in kept.servers.items() if life == "started"}
+    lives = {name: life.replace("_", " ") for name, life in kept.servers.items()} | started
+    others = [f"{name} {life}" for name, life in lives.items() if life]
     runs = f"{len(kept.servers) - len(others)} run"
     yield "; ".join([f"servers: {state.wanted_servers} wanted{by}, {runs}", *others])
     if kept.advice:

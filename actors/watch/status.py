@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if answer and answer.evaluation:
         console.print(answer.evaluation)
     if answer:
-        console.print(*servers_lines(answer), sep="\n", end="\n" * bool(answer.kept))
+        console.print(*servers_lines(answer, config), sep="\n", end="\n" * bool(answer.kept))
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
         if state.servers and answer is None:

@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,6 +210,32 @@ def test_a_learner_waits_for_the_server_that_has_ended_and_then_for_its_next_sta
     assert waits(now, settings)[0].startswith("learner for rollout-0, which is starting, 3.2 s: ")
 
 
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        ({"version": 6, "silent_s": 20.5}, "has been silent for 20 s"),
+        ({"version": 6, "silent_s": 20.5, "gone_s": 20.4}, "ended 20 s ago"),
+        ({"version": None, "silent_s": 20.5}, "is starting"),
+        ({}, "has not said Hello yet"),
+    ],
+)
+def test_where_no_server_works_the_learner_waits_for_the_one_that_is_missing(
+    server: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:5600")
+    kept = Kept(servers={"rollout-0": "started"}, wanted=1, least=1, most=1)
+    servers = {"rollout-0": {"leases": 0, "stats": {}} | server} if server else {}
+    update = {"servers": servers, "kept": kept, "recent_failed": {"reward: KeyError": 99}}
+    lines = waits(state(WAITERS[:1]).model_copy(update=update), settings)
+    assert lines == [f"learner for rollout-0, which {why}, 3.2 s: batch 7 has 20 of 32 groups"]
+
+
+def test_a_server_that_has_ended_waits_for_nobody(tmp_path: Path) -> None:
+    settings, now = config(tmp_path, "tcp://127.0.0.1:5600"), state(WAITERS)
+    now.servers["rollout-1"] |= {"gone_s": 3.2}
+    assert waits(now, settings) == ["learner for rollout-0, rollout-2, 3.2 s: batch 7 has 20 of 32 groups"]
+
+
 def test_what_a_dead_server_said_last_is_not_shown_as_if_it_were_so(tmp_path: Path) -> None:
     settings, now = config(tmp_path, "tcp://127.0.0.1:5600"), state([], silent_s=10.5)
     now.servers["rollout-0"] |= {"gone_s": 3.2}
@@ -227,8 +254,8 @@ def test_a_launcher_that_is_gone_is_told_and_not_the_servers_that_it_kept(tmp_pa
     kept = Kept(servers={"rollout-0": "started"}, wanted=1, least=1, most=8)
     now = state([]).model_copy(update={"kept": kept, "wanted_servers": 1, "launcher_gone_s": 7.4})
     line = "servers: the launcher ended 7 s ago: nobody starts, drains or restarts them"
-    assert list(servers_lines(now)) == [line]
     settings = config(tmp_path, "tcp://127.0.0.1:5600")
+    assert list(servers_lines(now, settings)) == [line]
     assert Alert("bad", line) in find_alerts(settings, Records(tmp_path / "none"), now, None, live=True)
 
 
@@ -312,12 +339,26 @@ def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:
     assert asyncio.run(ask(config(tmp_path, "tcp://127.0.0.1:9"), 0.2)) is None
 
 
-def test_how_many_servers_are_wanted_and_what_the_others_do() -> None:
+def test_how_many_servers_are_wanted_and_what_the_others_do(tmp_path: Path) -> None:
+    settings = config(tmp_path, "tcp://127.0.0.1:5600")
     lives: dict[str, ServerLife] = {"rollout-0": "started", "rollout-2": "placing", "rollout-1": "gave_up"}
     kept = Kept(servers=lives, wanted=3, least=1, most=8, advice="the learner waits: raise batch.max_staleness (0)")
     now = state(WAITERS).model_copy(update={"kept": kept, "wanted_servers": 3, "wanted_by_person": True})
-    assert list(servers_lines(now)) == [
+    assert list(servers_lines(now, settings)) == [
         "servers: 3 wanted by hand, 1 run; rollout-2 placing; rollout-1 gave up",
         "servers: the learner waits: raise batch.max_staleness (0)",
     ]
-    assert list(servers_lines(state(WAITERS))) == []
+    assert list(servers_lines(state(WAITERS), settings)) == []
+
+
+def test_a_server_that_its_keeper_has_started_does_not_run_before_it_asks_for_work(tmp_path: Path) -> None:
+    settings, names = config(tmp_path, "tcp://127.0.0.1:5600"), [f"rollout-{number}" for number in range(5)]
+    kept = Kept(servers=dict.fromkeys(names, "started"), wanted=5, least=1, most=8)
+    now = state([], silent_s=20.5).model_copy(update={"kept": kept, "wanted_servers": 5})
+    now.servers["rollout-0"] |= {"gone_s": 3.2}
+    now.servers["rollout-3"] = {"version": None, "leases": 0, "silent_s": 40.0, "stats": {}}
+    others = (
+        "rollout-0 ended 3 s ago; rollout-2 has been silent for 20 s; rollout-3 is starting; "
+        "rollout-4 has not said Hello yet"
+    )
+    assert list(servers_lines(now, settings)) == [f"servers: 5 wanted, 1 run; {others}"]
