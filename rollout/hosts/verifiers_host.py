@@ -163,20 +163,24 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Have an answer without a word go on to be scored: it is the policy's own, and verifiers 0.2 takes it for a
-    failure of the model's server."""
+    """Have an answer without a word go on to be scored, as an empty text: it is the policy's own. verifiers 0.2 takes
+    it for a failure of the model's server, and would show it to stops and reward functions as None, which most cannot
+    read."""
     from verifiers.errors import EmptyModelResponseError
 
-    check = client.raise_from_native_response
+    check, read = client.raise_from_native_response, client.from_native_response
 
     async def check_but_for_words(response: Any) -> None:
-        try:
+        with contextlib.suppress(EmptyModelResponseError):  # where there is no answer at all, reading it fails
             await check(response)
-        except EmptyModelResponseError:
-            if not getattr(response, "choices", None):
-                raise
 
-    client.raise_from_native_response = check_but_for_words
+    async def read_as_text(response: Any) -> Any:
+        answer = await read(response)
+        if not answer.message.tool_calls:
+            answer.message.content = answer.message.content or ""
+        return answer
+
+    client.raise_from_native_response, client.from_native_response = check_but_for_words, read_as_text
 
 
 def note_errors(rubric: Any) -> None:

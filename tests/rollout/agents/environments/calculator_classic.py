@@ -25,7 +25,7 @@ class Calculator(vf.MultiTurnEnv):
 
 def said(messages):
     last = messages[-1]
-    return (last["content"] if isinstance(last, dict) else last.content) or ""
+    return last["content"] if isinstance(last, dict) else last.content
 
 
 def right(completion, answer):
