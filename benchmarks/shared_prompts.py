@@ -32,6 +32,7 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.split import parts
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
+from learner.model import microbatch
 from learner.model.policy import Policy
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
@@ -138,9 +139,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="measured of each kind, after one that warms up")
     parser.add_argument("--tokens", type=int, default=32768, help="of a microbatch")
     parser.add_argument("--learner", type=json.loads, default={}, help="keys of `learner`, as JSON")
+    parser.add_argument(
+        "--most-copied", type=float, default=microbatch.MOST_COPIED,
+        help="keys that a row copies at most, as a multiple of its tokens; -1: none, two calls of attention",
+    )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of each kind, by time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shared_prompts.json")
     args = parser.parse_args()
+    microbatch.MOST_COPIED = args.most_copied
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda" if gpu else "cpu", (1,))
     with tempfile.TemporaryDirectory() as folder:

@@ -20,8 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from configs.load import ConfigError
-from learner.model.kernels import joined
+from learner.model.kernels import copied, joined
 from learner.model.kernels.implementations import KERNELS
+from learner.model.microbatch import CopiedPrompts, SharedPrompts
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
@@ -123,9 +124,24 @@ def adapt(name: str) -> Attention:
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
         if name == "sdpa" and shared is None:
             return sdpa(q, k, v, *row, causal, scale, window)[None], None
-        return joined.attention(q, k, v, *row, shared, (causal, scale, window, name))[None], None
+        return over_row(q, k, v, *row, shared, (causal, scale, window, name))[None], None
 
     return attend
+
+
+def over_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    shared: SharedPrompts | CopiedPrompts | None,
+    options: joined.Options,
+) -> Tensor:
+    """Attention of query, key and value [tokens, heads, head_dim] over the pieces of a row, with gradient."""
+    if isinstance(shared, CopiedPrompts):
+        return copied.attention(q, k, v, starts, longest, shared, options)
+    return joined.attention(q, k, v, starts, longest, shared, options)
 
 
 def sdpa(

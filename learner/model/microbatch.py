@@ -2,8 +2,9 @@
 
 Where samples of a group share their prompt, the row is [shared prompts | their answers, group by group | whole
 documents]: pieces that attention treats as documents, except that an answer sees its prompt too, and its positions go
-on from there. Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides which documents go
-together, `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its trainable tokens.
+on from there. It sees the prompt's keys (`SharedPrompts`) or, where the row's prompts are short, copies of them
+(`CopiedPrompts`). Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides which documents
+go together, `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its trainable tokens.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,10 @@ import torch
 from torch import Tensor
 
 from learner.model.vision import PackedImages
+
+MOST_COPIED = 2.0
+"""Keys that a row copies at most, as a multiple of its tokens. Up to 1.8 that is faster than a second call of attention
+where six heads share a key (docs/learner.md); more has not been measured."""
 
 
 class SharedPrompts(NamedTuple):
@@ -36,6 +41,21 @@ class SharedPrompts(NamedTuple):
     """Tokens of all prompts: the answers start here."""
     answers_end: int
     """Tokens of all prompts and answers: the whole documents start here."""
+
+
+class CopiedPrompts(NamedTuple):
+    """What each piece of a row sees: its own tokens, an answer those of its prompt before them.
+
+    Example: a prompt of 2 with answers of 1 and 3, and a document of 2: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 6, 7],
+    `starts` [0, 2, 5, 10, 12], `longest` 5.
+    """
+
+    keys: Tensor
+    """int64 [keys]: index in the row of each."""
+    starts: Tensor
+    """int32 [pieces + 1]: where the keys of each piece start, and the end."""
+    longest: int
+    """Keys of the piece that has most."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +89,9 @@ class Microbatch:
     """int64 index of the token's sample in `Batch.rows`, of any of its group in a shared prompt; 0 in a dummy."""
     turn: Tensor
     """int64 index of a sampled token's turn in `Batch.turns`; -1 for tokens that were given."""
-    shared: SharedPrompts | None
+    prompts: int
+    """Shared prompts: so many of the first pieces."""
+    shared: SharedPrompts | CopiedPrompts | None
     """None: the row has whole documents only."""
     images: PackedImages | None = None
     """None: the row has no image."""
@@ -80,8 +102,8 @@ class Microbatch:
         """The same microbatch on `device`."""
 
         def moved(value: Any) -> Any:
-            if isinstance(value, SharedPrompts):
-                return SharedPrompts(*map(moved, value))
+            if isinstance(value, SharedPrompts | CopiedPrompts):
+                return type(value)(*map(moved, value))
             if isinstance(value, PackedImages):
                 return value.to(device)
             return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -130,11 +152,26 @@ def lay_out(
         versions=joined(versions, np.int64),
         sequence=torch.from_numpy(np.repeat(rows, lengths).astype(np.int64)),
         turn=torch.full((len(before),), -1) if turns is None else joined(turns, np.int64),
+        prompts=len(groups),
         shared=_shared_prompts(cu_seqlens, groups) if groups else None,
     )
 
 
-def _shared_prompts(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
+def _shared_prompts(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts | CopiedPrompts:
+    copies = np.diff(cu_seqlens[: len(groups) + 1]).dot(groups)
+    return (_copied if copies <= MOST_COPIED * cu_seqlens[-1] else _seen)(cu_seqlens, groups)
+
+
+def _copied(cu_seqlens: np.ndarray, groups: Sequence[int]) -> CopiedPrompts:
+    pieces = np.split(np.arange(cu_seqlens[-1]), cu_seqlens[1:-1])
+    for answer, prompt in enumerate(np.repeat(np.arange(len(groups)), groups), len(groups)):
+        pieces[answer] = np.concatenate([pieces[prompt], pieces[answer]])
+    starts = np.cumsum([0, *map(len, pieces)])
+    keys = torch.from_numpy(np.concatenate(pieces))
+    return CopiedPrompts(keys, torch.from_numpy(starts.astype(np.int32)), int(np.diff(starts).max()))
+
+
+def _seen(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
     prompts = cu_seqlens[: len(groups) + 1]
     answers = cu_seqlens[len(groups) + np.cumsum([0, *groups])]
     return SharedPrompts(

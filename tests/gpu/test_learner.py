@@ -14,12 +14,13 @@ from configs.schema import AlgorithmConfig
 from learner.model import attention
 from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
 from learner.model.kernels import joined
-from learner.model.microbatch import SharedPrompts, lay_out
+from learner.model.microbatch import CopiedPrompts, SharedPrompts, lay_out
 from learner.train.batch import Batch
 from tests.harness import world
 from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, make_samples, plain, policy_of, tiny_model
 from tests.learner.model.test_attention import documents, packed, padded_scores
 from tests.learner.model.test_shared_prompts import (
+    FORMS,
     MIXED,
     Groups,
     attending,
@@ -46,7 +47,7 @@ KERNELS = [
 """All that share prompts on a GPU."""
 LONG: Groups = [(700, [130, 260, 5]), (1, [64, 64, 3]), (40, [7]), (129, [1] * 16), (300, [513])]
 """Longer and shorter than the kernels' blocks of 64, 128 and 192."""
-Places = tuple[torch.Tensor, int, SharedPrompts | None]
+Places = tuple[torch.Tensor, int, SharedPrompts | CopiedPrompts | None]
 
 
 @pytest.fixture
@@ -154,12 +155,15 @@ def test_attentions_are_equal(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("groups", [MIXED, LONG, [(9, [3, 5])]], ids=["mixed", "long", "one group"])
 @pytest.mark.parametrize(("heads", "head_dim"), [((12, 2), 128), ((4, 4), 64)])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_shared_prompts_by_an_explicit_mask(name: str, heads: tuple[int, int], head_dim: int, groups: Groups) -> None:
-    """Both calls joined, in bf16, against fp32 arithmetic on the same inputs; beside it the kernel without sharing."""
+def test_shared_prompts_by_an_explicit_mask(
+    name: str, form: str, heads: tuple[int, int], head_dim: int, groups: Groups
+) -> None:
+    """In bf16, against fp32 arithmetic on the same inputs; beside it the kernel without sharing."""
     errors = []
     for share in (True, False):
-        row = row_of(groups, share)
+        row = row_of(groups, share, form)
         given = [x.cuda() for x in inputs_of(row, heads, torch.bfloat16, head_dim)]
         seen = visible(row).cuda()
         wanted = with_gradients(lambda q, k, v, seen=seen: by_mask(q, k, v, seen), *(x.float() for x in given))
@@ -181,8 +185,9 @@ def test_attentions_of_whole_pieces(name: str) -> None:
     assert largest_error(found, wanted) < 2e-2
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_shared_prompts_compiled(name: str) -> None:
+def test_shared_prompts_compiled(name: str, form: str) -> None:
     """One graph without a break, for rows of several kinds and lengths, and what the kernel gives by itself."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
@@ -190,14 +195,14 @@ def test_shared_prompts_compiled(name: str) -> None:
 
     def block(x: torch.Tensor, weights: list[torch.Tensor], places: Places, options: joined.Options) -> torch.Tensor:
         q, k, v = ((x @ weight).view(x.shape[0], -1, 64) for weight in weights)
-        return torch.nn.functional.silu(joined.attention(q, k, v, *places, options).flatten(1))
+        return torch.nn.functional.silu(attention.over_row(q, k, v, *places, options).flatten(1))
 
     compiled = torch.compile(block, dynamic=True, fullgraph=True)
     draw = torch.Generator("cuda").manual_seed(0)
     weights = [0.1 * torch.randn(96, 64 * n, device="cuda", generator=draw) for n in (4, 2, 2)]
     weights = [weight.bfloat16().requires_grad_() for weight in weights]
     for groups in (MIXED[:3], LONG, [(50, [20, 60])], MIXED):
-        row = row_of(groups).to(torch.device("cuda"))
+        row = row_of(groups, form=form).to(torch.device("cuda"))
         places, options = (row.cu_seqlens, row.max_seqlen, row.shared), (True, 0.125, None, name)
         x = torch.randn(len(row.tokens), 96, device="cuda", generator=draw).bfloat16().requires_grad_()
         found = []

@@ -17,15 +17,17 @@ aten = torch.ops.aten
 
 
 class Sequences(NamedTuple):
-    """Queries of sequence i see the keys of sequence i: all, or if `causal` those up to their own place.
+    """Queries of sequence i see the keys of sequence i: all, or if `causal` those up to their own place. The last query
+    is at the place of the last key.
 
-    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9].
+    Example: answers of 3 and 5 tokens to a prompt of 9 see all of it: `q_starts` [0, 8], `k_starts` [0, 9]. Causal, and
+    each with its own copy of the prompt's keys before its own: `q_starts` [0, 3, 8], `k_starts` [0, 12, 26].
     """
 
     q_starts: Tensor
     """int32 [sequences + 1]: where each starts in the queries, and the end."""
     k_starts: Tensor
-    """int32 [sequences + 1]: likewise in the keys. Causal ones must be equally long in both."""
+    """int32 [sequences + 1]: likewise in the keys. Causal ones have at least as many keys as queries."""
     q_longest: int
     k_longest: int
     causal: bool
@@ -72,13 +74,23 @@ def _by_head(x: Tensor) -> Tensor:
     return x[None].transpose(1, 2)
 
 
+def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
+    """Whether to ask for aten's own causal mask, and a mask [queries, keys] in its place: aten's has the first query at
+    the place of the first key."""
+    (queries, keys), dtype = (len(q), len(k)), q.dtype
+    if not causal or queries == keys:
+        return causal, None
+    return False, torch.full((queries, keys), -torch.inf, dtype=dtype).triu(1 + keys - queries)
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
     """One call a sequence: an empty query would kill the process (SIGFPE), so nothing is padded."""
     assert at.window is None
     out, lse = empty_results(q, v)
     for own, seen in at.spans():
+        causal, mask = _cpu_mask(q[own], k[seen], at.causal)
         found = aten._scaled_dot_product_flash_attention_for_cpu(
-            _by_head(q[own]), _by_head(k[seen]), _by_head(v[seen]), 0.0, at.causal, scale=at.scale
+            _by_head(q[own]), _by_head(k[seen]), _by_head(v[seen]), 0.0, causal, attn_mask=mask, scale=at.scale
         )
         out[own], lse[:, own] = found[0][0].transpose(0, 1), found[1][0]
     return out, lse
@@ -87,9 +99,10 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     for own, seen in at.spans():
+        causal, mask = _cpu_mask(q[own], k[seen], at.causal)
         inputs = map(_by_head, (grad[own], q[own], k[seen], v[seen], out[own]))
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, lse[None, :, own], 0.0, at.causal, scale=at.scale
+            *inputs, lse[None, :, own], 0.0, causal, attn_mask=mask, scale=at.scale
         )
         for whole, part, of in zip(grads, found, (own, seen, seen), strict=True):
             whole[of] = part[0].transpose(0, 1)

@@ -8,7 +8,8 @@ O, log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
 
 In the backward pass each call gets O and L of the whole softmax: its probabilities exp(score - L) and the row sums
 dO . O are then those of the whole, so both calls' gradients are exact and add up. torch.compile traces all of it.
-Called by `learner/model/attention.py`; waits for nothing.
+For short prompts, whose keys are cheaper to copy: `copied.py`. Called by `learner/model/attention.py`; waits for
+nothing.
 """
 
 from typing import Any

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3NextConfig
 
-from learner.model import attention
-from learner.model.kernels import joined
+from learner.model import attention, microbatch
 from learner.model.kernels.implementations import KERNELS, Sequences
-from learner.model.microbatch import Microbatch, lay_out
+from learner.model.microbatch import CopiedPrompts, Microbatch, SharedPrompts, lay_out
 from learner.model.policy import _Gather
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
@@ -24,7 +24,11 @@ Groups = Sequence[tuple[int, Sequence[int]]]
 MIXED: Groups = [(17, [5, 9, 1]), (3, [4]), (40, [1, 7]), (1, [3, 3, 3, 3]), (25, [6]), (64, [30] * 16)]
 
 
-def row_of(groups: Groups, share: bool = True) -> Microbatch:
+FORMS = {"joined": -1.0, "copied": np.inf}
+"""Keys that a row may copy, so that it is of this form."""
+
+
+def row_of(groups: Groups, share: bool = True, form: str = "joined") -> Microbatch:
     """A row with the prompts of groups of several answers shared, or with every sample a whole document."""
     draw = np.random.default_rng(0)
     texts = [[draw.integers(0, 64, n) for n in (prompt, *answers)] for prompt, answers in groups]
@@ -35,7 +39,8 @@ def row_of(groups: Groups, share: bool = True) -> Microbatch:
     pieces += [np.concatenate(x) for x in whole]
     sampled += [np.repeat([0, 1], [len(prompt), len(answer)]) for prompt, answer in whole]
     zeros = [np.zeros(len(ids)) for ids in pieces]
-    return lay_out(pieces, sampled, zeros, zeros, list(range(len(pieces))), [len(text) - 1 for text in many])
+    with mock.patch.object(microbatch, "MOST_COPIED", FORMS[form]):
+        return lay_out(pieces, sampled, zeros, zeros, list(range(len(pieces))), [len(text) - 1 for text in many])
 
 
 def visible(row: Microbatch) -> Tensor:
@@ -43,8 +48,13 @@ def visible(row: Microbatch) -> Tensor:
     place, device = torch.arange(len(row.tokens)), torch.device("cpu")
     piece = torch.bucketize(place, row.cu_seqlens.to(device)[1:], right=True)
     seen = (piece[:, None] == piece) & (place[:, None] >= place)
-    if row.shared:
-        shared = row.shared
+    shared = row.shared
+    if isinstance(shared, CopiedPrompts):
+        bounds = zip(row.cu_seqlens.tolist(), row.cu_seqlens[1:].tolist(), strict=False)
+        for (start, stop), keys in zip(bounds, shared.keys.split(shared.starts.diff().tolist()), strict=True):
+            for query in range(start, stop):
+                seen[query, keys[: len(keys) - (stop - 1 - query)].to(device)] = True
+    elif shared:
         of_prompt = torch.bucketize(place, shared.prompt_starts.to(device)[1:], right=True)
         of_answer = torch.bucketize(place - shared.prompts_end, shared.answer_starts.to(device)[1:], right=True)
         answer, prompt = (place >= shared.prompts_end) & (place < shared.answers_end), place < shared.prompts_end
@@ -76,7 +86,7 @@ def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> lis
 def attending(row: Microbatch, name: str, causal: bool = True):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = (causal, q.shape[-1] ** -0.5, None, name)
-        return joined.attention(q, k, v, row.cu_seqlens, row.max_seqlen, row.shared, options)
+        return attention.over_row(q, k, v, row.cu_seqlens, row.max_seqlen, row.shared, options)
 
     return attend
 
@@ -87,9 +97,15 @@ def largest_error(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
+def test_both_forms_see_the_same() -> None:
+    rows = [row_of(MIXED, form=form) for form in FORMS]
+    assert torch.equal(*map(visible, rows)) and [type(row.shared) for row in rows] == [SharedPrompts, CopiedPrompts]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (3, 1)])
-def test_attention_is_exact(heads: tuple[int, int]) -> None:
-    row = row_of(MIXED)
+def test_attention_is_exact(heads: tuple[int, int], form: str) -> None:
+    row = row_of(MIXED, form=form)
     given = inputs_of(row, heads, torch.float64)
     wanted = with_gradients(lambda q, k, v: by_mask(q, k, v, visible(row)), *given)
     assert largest_error(with_gradients(attending(row, "sdpa"), *given), wanted) < 1e-13
@@ -98,20 +114,22 @@ def test_attention_is_exact(heads: tuple[int, int]) -> None:
 GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 9), min_size=1, max_size=5)), max_size=4)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=30)
 @given(groups=GROUPS.filter(bool))
-def test_attention_of_any_row_is_exact(groups: Groups) -> None:
+def test_attention_of_any_row_is_exact(groups: Groups, form: str) -> None:
     """A single group, all groups of one, no whole documents, prompts and answers of one token."""
-    row = row_of(groups)
+    row = row_of(groups, form=form)
     given = inputs_of(row, (2, 1), torch.float64, head_dim=8)
     wanted = with_gradients(lambda q, k, v: by_mask(q, k, v, visible(row)), *given)
     assert largest_error(with_gradients(attending(row, "sdpa"), *given), wanted) < 1e-13
 
 
-def test_attention_in_bfloat16_is_as_exact_as_without_sharing() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_in_bfloat16_is_as_exact_as_without_sharing(form: str) -> None:
     errors = {}
     for share in (True, False):
-        row = row_of(MIXED, share)
+        row = row_of(MIXED, share, form)
         given = inputs_of(row, (4, 2), torch.bfloat16)
         exact = [x.double() for x in given]
         wanted = with_gradients(lambda q, k, v, row=row: by_mask(q, k, v, visible(row)), *exact)
@@ -180,6 +198,24 @@ def test_layout() -> None:
     assert moved.shared.prompts_end == 6
 
 
+def test_layout_of_copies() -> None:
+    row = row_of([(2, [1, 3]), (2, [1]), (1, [1, 1])], form="copied")
+    assert row.cu_seqlens.tolist() == [0, 2, 3, 4, 7, 8, 9, 12] and row.prompts == 2
+    keys = [[0, 1], [2], [0, 1, 3], [0, 1, 4, 5, 6], [2, 7], [2, 8], [9, 10, 11]]
+    assert isinstance(row.shared, CopiedPrompts)
+    assert row.shared.keys.tolist() == [key for piece in keys for key in piece]
+    assert row.shared.starts.diff().tolist() == list(map(len, keys))
+    assert row.shared.longest == 5
+    moved = row.to(torch.device("meta")).shared
+    assert isinstance(moved, CopiedPrompts) and moved.keys.device.type == moved.starts.device.type == "meta"
+
+
+def test_a_row_copies_at_most_twice_as_many_keys_as_it_has_tokens() -> None:
+    few, many = ([np.zeros(n)] + [np.zeros(4)] * 4 for n in (16, 17))  # 4 copies of 16 keys, in a row of 32
+    found = [lay_out(texts, texts, texts, texts, range(5), [4]).shared for texts in (few, many)]
+    assert list(map(type, found)) == [CopiedPrompts, SharedPrompts]
+
+
 def test_a_shared_state_s_gradient_adds_up_in_float32() -> None:
     """Sixteen answers begin at one hidden state; their gradients, added up in bfloat16, would lose digits."""
     index = torch.arange(8).repeat_interleave(16)
@@ -190,9 +226,10 @@ def test_a_shared_state_s_gradient_adds_up_in_float32() -> None:
     assert torch.equal(hidden.grad, exact.bfloat16())
 
 
-def test_compiled_blocks_are_one_graph(tmp_path: Path) -> None:
-    """The first row compiles each block in one piece, and later ones compile nothing, whatever their lengths and kinds:
-    documents at the end or none, one group or several."""
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
+    """The first row compiles each block in one piece, and later ones of its form compile nothing, whatever their
+    lengths and kinds: documents at the end or none, one group or several."""
     path, name = tiny_model(tmp_path).path, attention.registered("sdpa")
     eager, compiled = (AutoModelForCausalLM.from_pretrained(path, attn_implementation=name) for _ in range(2))
     torch._dynamo.reset()
@@ -200,7 +237,7 @@ def test_compiled_blocks_are_one_graph(tmp_path: Path) -> None:
     for layer in compiled.model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend="aot_eager")
     for groups in (MIXED[:3], [(5, [3, 2]), (9, [1] * 7)], [(4, [30, 4, 4])], MIXED):
-        row, found = row_of(groups), []
+        row, found = row_of(groups, form=form), []
         for model in (eager, compiled):
             hidden = model.model(
                 input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False,
