@@ -32,7 +32,6 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.split import parts
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
-from learner.model import microbatch
 from learner.model.policy import Policy
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
@@ -99,6 +98,7 @@ def compare(policy: Policy, algorithm: Algorithm, prompt: int, args: argparse.Na
     groups, least = CASES[prompt]
     vocabulary, answer = policy.model.config.vocab_size, args.answer
     label = f"{prompt} + {answer}: tokens of prompt and answer, {groups} groups of {SAMPLES}"
+    label += "" if args.most_copied is None else f", at most {args.most_copied:g} keys copied for a token"
     found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for step in range(args.steps + 1):  # the first ones compile
         for share in found:
@@ -140,19 +140,19 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768, help="of a microbatch")
     parser.add_argument("--learner", type=json.loads, default={}, help="keys of `learner`, as JSON")
     parser.add_argument(
-        "--most-copied", type=float, default=microbatch.MOST_COPIED,
-        help="keys that a row copies at most, as a multiple of its tokens; -1: none, two calls of attention",
+        "--most-copied", type=float,
+        help="keys that a row copies at most, as a multiple of its tokens, if not as a run; 0: two calls of attention",
     )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of each kind, by time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "shared_prompts.json")
     args = parser.parse_args()
-    microbatch.MOST_COPIED = args.most_copied
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda" if gpu else "cpu", (1,))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"dtype": "bfloat16"}))
         learner = LearnerConfig(**(OURS | {"tokens_per_microbatch": args.tokens} | args.learner))
         policy = Policy(ModelConfig(path=folder, dtype="bfloat16" if gpu else "float32"), learner, mesh, random=True)
+    policy.most_copied = policy.most_copied if args.most_copied is None else args.most_copied
     algorithm = Algorithm(AlgorithmConfig(), Optimizer(policy, learner, 100), args.tokens, args.answer)
     lines = [ResultRow(f"attention {policy.attention}", args.tokens, "tokens", "of a microbatch").line()]
     for prompt in map(int, args.prompts.split(",")):

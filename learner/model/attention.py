@@ -20,9 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from configs.load import ConfigError
-from learner.model.kernels import copied, joined
+from learner.model.kernels import joined
 from learner.model.kernels.implementations import KERNELS
-from learner.model.microbatch import CopiedPrompts, SharedPrompts
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
@@ -35,6 +34,9 @@ PACKAGES = {
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
 """The package to install, and the module it provides."""
+MOST_COPIED = 1 / 3
+"""Keys and values that a row copies at most, in heads, as a share of its queries: a second call of attention moves all
+queries and outputs instead. Measured up to 0.3, where copying is the faster way (docs/learner.md)."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
 
@@ -98,6 +100,13 @@ def installed(name: str) -> bool:
     return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
+def most_copied(config: PreTrainedConfig) -> float:
+    """Keys that a row of this model copies at most for answers to short prompts, as a multiple of its tokens."""
+    text = config.get_text_config()
+    heads: int = text.num_attention_heads
+    return MOST_COPIED * heads / (getattr(text, "num_key_value_heads", None) or heads)
+
+
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device) -> str | None:
     """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can."""
     text = config.get_text_config()
@@ -124,24 +133,9 @@ def adapt(name: str) -> Attention:
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
         if name == "sdpa" and shared is None:
             return sdpa(q, k, v, *row, causal, scale, window)[None], None
-        return over_row(q, k, v, *row, shared, (causal, scale, window, name))[None], None
+        return joined.attention(q, k, v, *row, shared, (causal, scale, window, name))[None], None
 
     return attend
-
-
-def over_row(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    longest: int,
-    shared: SharedPrompts | CopiedPrompts | None,
-    options: joined.Options,
-) -> Tensor:
-    """Attention of query, key and value [tokens, heads, head_dim] over the pieces of a row, with gradient."""
-    if isinstance(shared, CopiedPrompts):
-        return copied.attention(q, k, v, starts, longest, shared, options)
-    return joined.attention(q, k, v, starts, longest, shared, options)
 
 
 def sdpa(

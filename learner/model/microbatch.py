@@ -1,14 +1,15 @@
-"""A microbatch: documents (a prompt and what follows it) one after another in a single row, without padding.
+"""A microbatch: pieces of text packed without padding, one after another, and the arithmetic of their layout.
 
 Where samples of a group share their prompt, the row is [shared prompts | their answers, group by group | whole
 documents]: pieces that attention treats as documents, except that an answer sees its prompt too, and its positions go
-on from there. It sees the prompt's keys (`SharedPrompts`) or, where the row's prompts are short, copies of them
-(`CopiedPrompts`). Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides which documents
-go together, `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its trainable tokens.
+on from there. It sees the prompt's keys (`SharedPrompts`) or, where the policy takes the row's prompts for short,
+copies of them (`CopiedPrompts`). Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides
+which documents go together, `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its
+trainable tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,6 @@ import torch
 from torch import Tensor
 
 from learner.model.vision import PackedImages
-
-MOST_COPIED = 2.0
-"""Keys that a row copies at most, as a multiple of its tokens. Up to 1.8 that is faster than a second call of attention
-where six heads share a key (docs/learner.md); more has not been measured."""
 
 
 class SharedPrompts(NamedTuple):
@@ -89,14 +86,20 @@ class Microbatch:
     """int64 index of the token's sample in `Batch.rows`, of any of its group in a shared prompt; 0 in a dummy."""
     turn: Tensor
     """int64 index of a sampled token's turn in `Batch.turns`; -1 for tokens that were given."""
-    prompts: int
-    """Shared prompts: so many of the first pieces."""
+    groups: Sequence[int]
+    """Numbers of answers to the shared prompts, which are the first pieces."""
     shared: SharedPrompts | CopiedPrompts | None
     """None: the row has whole documents only."""
     images: PackedImages | None = None
     """None: the row has no image."""
     routes: Tensor | None = None
     """uint8 or int32 [layers with experts, tokens, k]: ids of the experts that the server chose; None: not replayed."""
+
+    def copying(self, most: float) -> "Microbatch":
+        """With the keys of its prompts copied for their answers, if that is at most `most` keys a token; on the CPU."""
+        bounds = self.cu_seqlens.numpy()
+        copies = np.diff(bounds[: len(self.groups) + 1]).dot(self.groups)
+        return replace(self, shared=_copied(bounds, self.groups)) if 0 < copies <= most * bounds[-1] else self
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch on `device`."""
@@ -152,14 +155,9 @@ def lay_out(
         versions=joined(versions, np.int64),
         sequence=torch.from_numpy(np.repeat(rows, lengths).astype(np.int64)),
         turn=torch.full((len(before),), -1) if turns is None else joined(turns, np.int64),
-        prompts=len(groups),
-        shared=_shared_prompts(cu_seqlens, groups) if groups else None,
+        groups=tuple(groups),
+        shared=_shared(cu_seqlens, groups) if groups else None,
     )
-
-
-def _shared_prompts(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts | CopiedPrompts:
-    copies = np.diff(cu_seqlens[: len(groups) + 1]).dot(groups)
-    return (_copied if copies <= MOST_COPIED * cu_seqlens[-1] else _seen)(cu_seqlens, groups)
 
 
 def _copied(cu_seqlens: np.ndarray, groups: Sequence[int]) -> CopiedPrompts:
@@ -171,7 +169,7 @@ def _copied(cu_seqlens: np.ndarray, groups: Sequence[int]) -> CopiedPrompts:
     return CopiedPrompts(keys, torch.from_numpy(starts.astype(np.int32)), int(np.diff(starts).max()))
 
 
-def _seen(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
+def _shared(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
     prompts = cu_seqlens[: len(groups) + 1]
     answers = cu_seqlens[len(groups) + np.cumsum([0, *groups])]
     return SharedPrompts(

@@ -40,6 +40,9 @@ SAVED_OPS = [
     torch.ops.headrace.attend.default,
 ]
 """Matmuls and attention: what selective activation checkpointing keeps, because recomputing it is expensive."""
+MOST_GRAPHS = 32
+"""Graphs of a block's code at most: one for each way to see a prompt, with gradient and without, recomputed or not, in
+the first block or another, with an adapter or without. Beyond torch's own limit of 8 a block would run uncompiled."""
 
 
 class Policy(nn.Module):
@@ -83,6 +86,7 @@ class Policy(nn.Module):
         self.costs, self.tower_costs = Costs.of(self.model), TowerCosts.of(self.model)
         unshared = attention.why_unshared(self.model.config, self.attention, self.device)
         self.share_prompts = learner.share_prompts and unshared is None
+        self.most_copied = attention.most_copied(self.model.config)
         if learner.share_prompts and unshared and not frozen:
             log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", unshared)
         offload = learner.cpu_offload and on_gpu
@@ -103,6 +107,7 @@ class Policy(nn.Module):
         }
         for block in loading.all_blocks(self.model):
             if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
+                torch._dynamo.config.recompile_limit = MOST_GRAPHS
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             fully_shard(block, **options)
         fully_shard(self, **options)
@@ -164,7 +169,7 @@ class Policy(nn.Module):
         """`microbatch`, made on the CPU, on this policy's device."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
-        return microbatch.to(self.device)
+        return microbatch.copying(self.most_copied).to(self.device)
 
     def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
         """Log-probabilities, at temperature 1, of `tokens[1:]`, each given those before it; with images as a microbatch

@@ -25,7 +25,7 @@ from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, n
 from learner.train.routes import RouteMismatch, laid_out, open_routes
 
 LEAST_SAVED = 0.03
-"""A prompt is shared where that saves at least this share of its samples' tokens: to share it has its price too."""
+"""A prompt is shared where that saves at least this share of its samples' tokens: sharing costs some time itself."""
 
 
 @dataclass(frozen=True)

@@ -113,18 +113,19 @@ def test_chunked_loss(vocabulary: int, tokens: int, bonus: bool) -> None:
         assert (a.double() - b.double()).norm() <= 1e-2 * b.double().norm()
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["alone", "shared_prompts"])
+@pytest.mark.parametrize("form", ["alone", *FORMS])
 @pytest.mark.parametrize("loss", ["dppo", "m2po", "gspo"])
-def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: str, share: bool) -> None:
+def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu: DeviceMesh, loss: str, form: str) -> None:
     """From the forward pass to the end of the backward pass the CPU only launches kernels."""
     learner = LEARNER.model_copy(update={"attention": "varlen"})
-    policy = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner)
+    policy, share = policy_of(tiny_model(tmp_path, dtype=torch.bfloat16), gpu, learner), form in FORMS
+    policy.most_copied = FORMS.get(form, 0.0)
     step, entries = algorithm_of(policy, 200, AlgorithmConfig(loss=loss)), make_samples(long=90)
     entries = make_groups() if share else entries
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 200, share_prompts=share)
     assert (batch.microbatches[0].shared is not None) == share
     shared = step.shared_context(batch, policy.device) | {"m2_limit": torch.ones((), device="cuda")}
-    microbatch = batch.microbatches[0].to(policy.device)
+    microbatch = policy.place(batch.microbatches[0])
     step.backward_of(policy, microbatch, shared)  # compiles kernels, records FSDP's order
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -195,7 +196,7 @@ def test_shared_prompts_compiled(name: str, form: str) -> None:
 
     def block(x: torch.Tensor, weights: list[torch.Tensor], places: Places, options: joined.Options) -> torch.Tensor:
         q, k, v = ((x @ weight).view(x.shape[0], -1, 64) for weight in weights)
-        return torch.nn.functional.silu(attention.over_row(q, k, v, *places, options).flatten(1))
+        return torch.nn.functional.silu(joined.attention(q, k, v, *places, options).flatten(1))
 
     compiled = torch.compile(block, dynamic=True, fullgraph=True)
     draw = torch.Generator("cuda").manual_seed(0)
@@ -213,9 +214,12 @@ def test_shared_prompts_compiled(name: str, form: str) -> None:
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def shared_step(model, mesh: DeviceMesh, share: bool, budget: int, **changes) -> tuple[dict[str, torch.Tensor], Batch]:
+def shared_step(
+    model, mesh: DeviceMesh, share: bool, budget: int, form: str = "joined", **changes
+) -> tuple[dict[str, torch.Tensor], Batch]:
     policy = policy_of(model, mesh, LEARNER.model_copy(update={"share_prompts": share} | changes))
     assert policy.share_prompts == share
+    policy.most_copied = FORMS[form]
     entries = make_groups()
     batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), budget, policy.attention_cost, policy.share_prompts)
     algorithm_of(policy, budget).backward(policy, batch)
@@ -223,8 +227,9 @@ def shared_step(model, mesh: DeviceMesh, share: bool, budget: int, **changes) ->
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", KERNELS)
-def test_shared_prompts_change_no_step(tmp_path: Path, gpu: DeviceMesh, name: str, compiled: bool) -> None:
+def test_shared_prompts_change_no_step(tmp_path: Path, gpu: DeviceMesh, name: str, form: str, compiled: bool) -> None:
     """Gradients of a whole step in bf16, with and without: both are equally far from those in fp32."""
     torch._dynamo.reset()
     model = tiny_model(tmp_path, dtype=torch.bfloat16)
@@ -232,7 +237,7 @@ def test_shared_prompts_change_no_step(tmp_path: Path, gpu: DeviceMesh, name: st
     options = {"attention": name, "activation_checkpointing": "none", "compile": compiled}
     errors, tokens = [], []
     for share in (True, False):
-        found, batch = shared_step(model, gpu, share, 300, **options)
+        found, batch = shared_step(model, gpu, share, 300, form, **options)
         parameters = [one for one in exact if "k_proj.bias" not in one]  # attention does not depend on it
         squares = [float((found[one] - exact[one]).norm() / exact[one].norm()) ** 2 for one in parameters]
         errors.append((sum(squares) / len(squares)) ** 0.5)

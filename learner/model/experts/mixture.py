@@ -96,7 +96,7 @@ def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any])
 def _counted(microbatch: Microbatch) -> Tensor:
     """The tokens that a server computes too, all but the last of each document: bool [tokens]; none of a dummy."""
     counted = torch.full_like(microbatch.sampled, len(microbatch.scored) > 0)
-    return counted.index_fill(0, (microbatch.cu_seqlens[1 + microbatch.prompts :] - 1).long(), False)
+    return counted.index_fill(0, (microbatch.cu_seqlens[1 + len(microbatch.groups) :] - 1).long(), False)
 
 
 def load_metrics(tally: Tensor, sizes: Experts, replayed: bool) -> dict[str, float]:

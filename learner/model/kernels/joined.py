@@ -1,15 +1,15 @@
-"""Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a prompt.
+"""Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a long prompt.
 
 A row is [prompts of shared groups | their answers, group by group | whole documents]. One causal call covers every
-piece by itself. A second one lets the answers of a group, as one query sequence, see all of its prompt. With outputs
-O, log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
+piece by itself. Where prompts are short, it lets each answer see a copy of its prompt's keys before its own. Where they
+are long, a second call lets the answers of a group, as one query sequence, see all of its prompt. With outputs O,
+log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).
 
 In the backward pass each call gets O and L of the whole softmax: its probabilities exp(score - L) and the row sums
 dO . O are then those of the whole, so both calls' gradients are exact and add up. torch.compile traces all of it.
-For short prompts, whose keys are cheaper to copy: `copied.py`. Called by `learner/model/attention.py`; waits for
-nothing.
+Called by `learner/model/attention.py`; waits for nothing.
 """
 
 from typing import Any
@@ -18,18 +18,27 @@ import torch
 from torch import Tensor
 
 from learner.model.kernels.operators import attend, attend_backward
-from learner.model.microbatch import SharedPrompts
+from learner.model.microbatch import CopiedPrompts, SharedPrompts
 
 Options = tuple[bool, float, int | None, str]
 """Whether causal, scale, sliding window, name of the kernel."""
+NOTHING_COPIED = (None, None, 0)
 NOTHING_SHARED = (None, None, 0, 0, 0, 0)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, shared: SharedPrompts | None, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    shared: SharedPrompts | CopiedPrompts | None,
+    options: Options,
 ) -> Tensor:
     """Attention of query, key and value [tokens, heads, head_dim] over the pieces at `starts`, with gradient."""
-    out: Tensor = _Attention.apply(q, k, v, starts, longest, options, *(shared or NOTHING_SHARED))  # type: ignore[no-untyped-call]
+    copied = shared if isinstance(shared, CopiedPrompts) else NOTHING_COPIED
+    prompts = shared if isinstance(shared, SharedPrompts) else NOTHING_SHARED
+    out: Tensor = _Attention.apply(q, k, v, starts, longest, options, *copied, *prompts)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -43,6 +52,9 @@ class _Attention(torch.autograd.Function):
         starts: Tensor,
         longest: int,
         options: Options,
+        copied: Tensor | None,
+        key_starts: Tensor | None,
+        longest_keys: int,
         answers: Tensor | None,
         prompts: Tensor | None,
         longest_answers: int,
@@ -51,7 +63,8 @@ class _Attention(torch.autograd.Function):
         e: int,
     ) -> Tensor:
         out: Tensor
-        out, lse = attend(q, k, v, starts, starts, longest, longest, *options)
+        keys = (starts, longest) if key_starts is None else (key_starts, longest_keys)
+        out, lse = attend(q, k, v, starts, keys[0], longest, keys[1], *options, copied)
         if answers is not None and prompts is not None:
             places = answers, prompts, longest_answers, longest_prompt
             prompt_out, prompt_lse = attend(q[p:e], k[:p], v[:p], *places, False, *options[1:])
@@ -61,20 +74,21 @@ class _Attention(torch.autograd.Function):
             # Not in place: selective checkpointing keeps the operator's results as they are.
             out = torch.slice_scatter(out, merged, 0, p, e)
             lse = torch.slice_scatter(lse, torch.logaddexp(own_lse, prompt_lse), 1, p, e)
-        ctx.save_for_backward(q, k, v, out, lse, starts, answers, prompts)
-        ctx.rest = longest, longest_answers, longest_prompt, p, e, options
+        ctx.save_for_backward(q, k, v, out, lse, starts, copied, key_starts, answers, prompts)
+        ctx.rest = longest, longest_keys, longest_answers, longest_prompt, p, e, options
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        q, k, v, out, lse, starts, answers, prompts = ctx.saved_tensors
-        longest, longest_answers, longest_prompt, p, e, options = ctx.rest
-        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, starts, starts, longest, longest, *options)
+        q, k, v, out, lse, starts, copied, key_starts, answers, prompts = ctx.saved_tensors
+        longest, longest_keys, longest_answers, longest_prompt, p, e, options = ctx.rest
+        keys = (starts, longest) if key_starts is None else (key_starts, longest_keys)
+        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, starts, keys[0], longest, keys[1], *options, copied)
         if answers is not None:
             of_answers = grad[p:e], q[p:e], k[:p], v[:p], out[p:e], lse[:, p:e]
             places = answers, prompts, longest_answers, longest_prompt
             more_q, more_k, more_v = attend_backward(*of_answers, *places, False, *options[1:])
             dq = dq.slice_scatter(dq[p:e] + more_q, 0, p, e)
             dk, dv = (x.slice_scatter(x[:p] + more, 0, 0, p) for x, more in ((dk, more_k), (dv, more_v)))
-        return dq, dk, dv, *(None,) * 9
+        return dq, dk, dv, *(None,) * 12

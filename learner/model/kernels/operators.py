@@ -1,8 +1,11 @@
 """Variable-length attention as two operators that torch.compile does not look into: `attend` and `attend_backward`.
 
-Their signature is the same for every kernel of `implementations.py`, which the last argument names, so a compiled block
-is one graph with any of them. Neither has a gradient of its own: `joined.py` differentiates, because an operator that
-also answers a log-sum-exp would drop that one's gradient without a word. Results are contiguous, as the fakes say.
+Their signature is the same for every kernel of `implementations.py`, which `kernel` names, so a compiled block is one
+graph with any of them. Neither has a gradient of its own: `joined.py` differentiates, because an operator that also
+answers a log-sum-exp would drop that one's gradient without a word. Results are contiguous, as the fakes say.
+
+With `copied`, int64 indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]] and likewise of v. The copies are
+made in here, in both operators: the compiler would keep them from the forward to the backward pass of every layer.
 """
 
 import torch
@@ -24,10 +27,11 @@ def attend(
     scale: float,
     window: int | None,
     kernel: str,
+    copied: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [queries, heads, head_dim] and float32 log-sum-exp [heads, queries]; see `Sequences`."""
     at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window)
-    out, lse = KERNELS[kernel].forward(q, k, v, at)
+    out, lse = KERNELS[kernel].forward(q, *_copies(k, v, copied), at)
     return out.contiguous(), lse.contiguous()
 
 
@@ -52,13 +56,26 @@ def attend_backward(
     scale: float,
     window: int | None,
     kernel: str,
+    copied: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; `grad` is that of `out`."""
     at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window)
-    dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, k, v, out, lse.contiguous(), at)
+    dq, dk, dv = KERNELS[kernel].backward(grad.contiguous(), q, *_copies(k, v, copied), out, lse.contiguous(), at)
+    if copied is not None:
+        dk, dv = _added_up(dk, copied, k), _added_up(dv, copied, v)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @attend_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _copies(k: Tensor, v: Tensor, copied: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (k, v) if copied is None else (k.index_select(0, copied), v.index_select(0, copied))
+
+
+def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
+    """The gradients of each key's copies, added up in float32; shape and dtype of `like`."""
+    total = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    return total.index_add_(0, copied, gradients.to(total.dtype)).to(like.dtype)

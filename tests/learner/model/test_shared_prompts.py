@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,10 +12,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3NextConfig
 
-from learner.model import attention, microbatch
+from configs.schema import LoraConfig
+from learner.model import attention
+from learner.model.kernels import joined
 from learner.model.kernels.implementations import KERNELS, Sequences
+from learner.model.lora.base import Base
 from learner.model.microbatch import CopiedPrompts, Microbatch, SharedPrompts, lay_out
-from learner.model.policy import _Gather
+from learner.model.policy import MOST_GRAPHS, _Gather
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
 Groups = Sequence[tuple[int, Sequence[int]]]
@@ -24,8 +26,8 @@ Groups = Sequence[tuple[int, Sequence[int]]]
 MIXED: Groups = [(17, [5, 9, 1]), (3, [4]), (40, [1, 7]), (1, [3, 3, 3, 3]), (25, [6]), (64, [30] * 16)]
 
 
-FORMS = {"joined": -1.0, "copied": np.inf}
-"""Keys that a row may copy, so that it is of this form."""
+FORMS = {"joined": 0.0, "copied": np.inf}
+"""Keys that a row copies at most, as a multiple of its tokens, so that it is of this form."""
 
 
 def row_of(groups: Groups, share: bool = True, form: str = "joined") -> Microbatch:
@@ -39,8 +41,8 @@ def row_of(groups: Groups, share: bool = True, form: str = "joined") -> Microbat
     pieces += [np.concatenate(x) for x in whole]
     sampled += [np.repeat([0, 1], [len(prompt), len(answer)]) for prompt, answer in whole]
     zeros = [np.zeros(len(ids)) for ids in pieces]
-    with mock.patch.object(microbatch, "MOST_COPIED", FORMS[form]):
-        return lay_out(pieces, sampled, zeros, zeros, list(range(len(pieces))), [len(text) - 1 for text in many])
+    row = lay_out(pieces, sampled, zeros, zeros, list(range(len(pieces))), [len(text) - 1 for text in many])
+    return row.copying(FORMS[form])
 
 
 def visible(row: Microbatch) -> Tensor:
@@ -86,7 +88,7 @@ def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> lis
 def attending(row: Microbatch, name: str, causal: bool = True):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = (causal, q.shape[-1] ** -0.5, None, name)
-        return attention.over_row(q, k, v, row.cu_seqlens, row.max_seqlen, row.shared, options)
+        return joined.attention(q, k, v, row.cu_seqlens, row.max_seqlen, row.shared, options)
 
     return attend
 
@@ -200,7 +202,7 @@ def test_layout() -> None:
 
 def test_layout_of_copies() -> None:
     row = row_of([(2, [1, 3]), (2, [1]), (1, [1, 1])], form="copied")
-    assert row.cu_seqlens.tolist() == [0, 2, 3, 4, 7, 8, 9, 12] and row.prompts == 2
+    assert row.cu_seqlens.tolist() == [0, 2, 3, 4, 7, 8, 9, 12] and row.groups == (2, 2)
     keys = [[0, 1], [2], [0, 1, 3], [0, 1, 4, 5, 6], [2, 7], [2, 8], [9, 10, 11]]
     assert isinstance(row.shared, CopiedPrompts)
     assert row.shared.keys.tolist() == [key for piece in keys for key in piece]
@@ -210,10 +212,17 @@ def test_layout_of_copies() -> None:
     assert isinstance(moved, CopiedPrompts) and moved.keys.device.type == moved.starts.device.type == "meta"
 
 
-def test_a_row_copies_at_most_twice_as_many_keys_as_it_has_tokens() -> None:
+def test_a_row_copies_at_most_so_many_keys_as_it_is_told() -> None:
     few, many = ([np.zeros(n)] + [np.zeros(4)] * 4 for n in (16, 17))  # 4 copies of 16 keys, in a row of 32
-    found = [lay_out(texts, texts, texts, texts, range(5), [4]).shared for texts in (few, many)]
+    found = [lay_out(texts, texts, texts, texts, range(5), [4]).copying(2.0).shared for texts in (few, many)]
     assert list(map(type, found)) == [CopiedPrompts, SharedPrompts]
+
+
+def test_a_model_copies_a_third_of_its_queries_at_most() -> None:
+    """Keys are cheaper to copy, beside the queries, where several heads share one."""
+    shape = {"hidden_size": 96, "num_attention_heads": 12}
+    for key_heads, most in ((2, 2.0), (4, 1.0), (12, 1 / 3)):
+        assert attention.most_copied(Qwen2Config(**shape, num_key_value_heads=key_heads)) == pytest.approx(most)
 
 
 def test_a_shared_state_s_gradient_adds_up_in_float32() -> None:
@@ -248,6 +257,22 @@ def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
             found.append([hidden.detach(), *torch.autograd.grad(hidden.square().sum(), parameters)])
         assert largest_error(*found) < 1e-5
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_a_block_has_no_more_graphs_than_the_compiler_may_keep(tmp_path: Path, mesh, monkeypatch) -> None:
+    """The most kinds of graphs: an adapter, its base, recomputed blocks, three ways to see a prompt."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", MOST_GRAPHS)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    model = tiny_model(tmp_path).model_copy(update={"lora": LoraConfig(rank=2)})
+    policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": "block"}))
+    for layer in policy.model.model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager")
+    for share, most in ((False, 0.0), *((True, most) for most in FORMS.values())):
+        policy.most_copied = most
+        row = policy.place(row_of(MIXED, share))
+        policy(row)[0].sum().backward()
+        assert torch.isfinite(policy.score(row)).all() and torch.isfinite(Base(policy).score(row)).all()
 
 
 NEXT = Qwen3NextConfig(num_hidden_layers=4)

@@ -1,6 +1,7 @@
 """A step in which each prompt is computed once is the step in which every sample has its own: gradients, sums,
 log-probabilities. Beside each comparison stands its control, the same step without sharing in other microbatches."""
 
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from tests.harness.world import (
     policy_of,
     tiny_model,
 )
-from tests.learner.model.test_shared_prompts import scored, visible
+from tests.learner.model.test_shared_prompts import FORMS, scored, visible
 
 TOLERANCE = 2e-5
 LOSSES = [
@@ -60,7 +61,7 @@ def step(policy, budget: int, algorithm: AlgorithmConfig, share: bool) -> Found:
     made.optimizer.adamw.zero_grad()
     scores = {}
     for row in batch.microbatches:
-        score = policy.score(row)[row.scored].tolist()
+        score = policy.score(policy.place(row))[row.scored].tolist()
         keys = zip(row.sequence[row.scored].tolist(), row.positions[row.scored].tolist(), strict=True)
         scores |= dict(zip(keys, score, strict=True))
     return Found(gradients, sums, torch.tensor([scores[key] for key in sorted(scores)]), batch)
@@ -87,10 +88,10 @@ def test_sharing_changes_nothing(tmp_path: Path, mesh, options: dict, saving: st
     policy = policy_of(model, mesh, learner, entropy_gradient=bonus)
     alone, control = (step(policy, budget, algorithm, share=False) for budget in (160, 90))
     assert max(differences(control, alone)) < TOLERANCE
-    for budget in (10**6, 160, 50):  # all groups whole, some, none
+    for budget, (form, policy.most_copied) in product((10**6, 160, 50), FORMS.items()):  # all groups whole, some, none
         shared = step(policy, budget, algorithm, share=True)
         assert shared.batch.tokens < alone.batch.tokens
-        assert max(differences(shared, alone)) < TOLERANCE, budget
+        assert max(differences(shared, alone)) < TOLERANCE, (budget, form)
         for name, value in alone.sums.items():
             torch.testing.assert_close(shared.sums[name], value, rtol=1e-4, atol=1e-5)
 
