@@ -130,8 +130,9 @@ async def arrival(config: Config, connection: Connection, servers: int, broken: 
 
 def lives(state: State, config: Config) -> dict[str, str]:
     """The kept servers, as `ServerLife` has it, and `generates` for those that work."""
-    found, absent = dict[str, str](state.kept.servers if state.kept else {}), absences(state, config)
+    found = dict[str, str](state.kept.servers if state.kept else {})
+    present = state.servers.keys() - absences(state, config).keys()
     for name, life in found.items():
-        if life == "started" and name not in absent:
+        if life == "started" and name in present:
             found[name] = "generates"
     return found

@@ -40,6 +40,8 @@ LIMITS = {
     "limit_preempted": "the KV cache was full, {preempted:.0f} preemptions",
 }
 """What bounds a server's places, by the number of its heartbeats that says so; the smallest one does."""
+UNHEARD = {"placing": "is being placed", "started": "has not said Hello yet", "draining": "is being drained"}
+"""What a kept server does of which the buffer has not heard, by its life; the other lives are words themselves."""
 MISSED_HEARTBEATS = 5
 """After so many the buffer ends a server's leases."""
 
@@ -155,14 +157,15 @@ def waiting_rows(state: State, config: Config) -> list[Wait]:
     A learner that asks for a batch waits for the servers that hold leases. A server that asks for work waits for the
     learner, whose next batch reopens admission, and so does a server with a group that exceeds the byte budget. The
     buffer says why. Where more attempts have failed since the last batch than groups are stored, the servers that work
-    are not to blame. A server that has ended waits for nobody, though the buffer still has its requests.
+    are not to blame. A server that is missing is to blame only where none is there. A server that has ended waits for
+    nobody, though the buffer still has its requests.
     """
     absent = absences(state, config)
     present = {name: server for name, server in state.servers.items() if name not in absent}
     working = ", ".join(name + _stages(server) for name, server in present.items() if server.get("leases"))
-    missing = ", ".join(f"{name}, which {why}" for name, why in absent.items())
-    culprit = _culprit(state) if present else ""
-    whom = {"Take": culprit or working or missing or "any rollout server", "Results": "the last evaluation"}
+    missing = "; ".join(f"{name}, which {why}" for name, why in absent.items())
+    blamed = (_culprit(state) or working) if present else missing
+    whom = {"Take": blamed or "any rollout server", "Results": "the last evaluation"}
     learner = "the learner"
     if state.learner_gone_s is not None:
         learner = f"the learner, which ended {state.learner_gone_s:.0f} s ago"
@@ -211,17 +214,19 @@ def silent(state: State, config: Config) -> list[str]:
 
 
 def absences(state: State, config: Config) -> dict[str, str]:
-    """The servers that cannot work now, kept ones of which the buffer has not heard included, and why.
+    """The servers that cannot work now, and why, with those that a live launcher keeps and the buffer does not know.
 
     Example: `{"rollout-0": "ended 3 s ago", "rollout-1": "is starting"}`
     """
-    kept, gone = state.kept.servers if state.kept else {}, silent(state, config)
-    found = {name: "has not said Hello yet" for name in kept if name not in state.servers}
+    kept = state.kept.servers if state.kept and state.launcher_gone_s is None else {}
+    unheard = {name: life for name, life in kept.items() if name not in state.servers}
+    found = {name: UNHEARD.get(life, life.replace("_", " ")) for name, life in unheard.items()}
+    gone = silent(state, config)
     for name, server in state.servers.items():
         if "gone_s" in server:
             found[name] = f"ended {server['gone_s']:.0f} s ago"
         elif server.get("version") is None:
-            found[name] = "is starting"
+            found[name] = f"is starting, silent for {server['silent_s']:.0f} s" if name in gone else "is starting"
         elif name in gone:
             found[name] = f"has been silent for {server['silent_s']:.0f} s"
     return found
@@ -231,18 +236,21 @@ def servers_lines(state: State, config: Config) -> Iterator[str]:
     """How many rollout servers are wanted, how many run, and what the others do; or that their launcher has ended;
     nothing where there was none. A server runs once it has asked for work, not as soon as its keeper has started it.
 
-    Example: `"servers: 3 wanted by hand, 2 run; rollout-2 placing"`
+    Example: `"servers: 4 wanted by hand, 2 run; placing: rollout-2, rollout-3"`
     """
-    if (kept := state.kept) is None:
-        return
     if state.launcher_gone_s is not None:
         yield f"servers: the launcher ended {state.launcher_gone_s:.0f} s ago: nobody starts, drains or restarts them"
         return
+    if (kept := state.kept) is None:
+        return
     by, absent = " by hand" * state.wanted_by_person, absences(state, config)
-    started = {name: absent.get(name, "") for name, life in kept.servers.items() if life == "started"}
-    lives = {name: life.replace("_", " ") for name, life in kept.servers.items()} | started
-    others = [f"{name} {life}" for name, life in lives.items() if life]
-    runs = f"{len(kept.servers) - len(others)} run"
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for name, life in kept.servers.items():
+        why = absent.get(name, "") if life == "started" else life.replace("_", " ")
+        reason, _, since = why.removeprefix("is ").partition(", ")
+        by_reason[reason].append(f"{name} ({since})" if since else name)
+    runs = f"{len(by_reason.pop('', []))} run"
+    others = [f"{reason}: {', '.join(names)}" for reason, names in by_reason.items()]
     yield "; ".join([f"servers: {state.wanted_servers} wanted{by}, {runs}", *others])
     if kept.advice:
         yield f"servers: {kept.advice}"

@@ -73,8 +73,8 @@ def main(argv: Sequence[str]) -> int:
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
     if answer and answer.evaluation:
         console.print(answer.evaluation)
-    if answer:
-        console.print(*servers_lines(answer, config), sep="\n", end="\n" * bool(answer.kept))
+    for line in servers_lines(answer, config) if answer else ():
+        console.print(line)
     if state := answer or held:
         console.print(*ledger_lines(state), sep="\n")
         if state.servers and answer is None:

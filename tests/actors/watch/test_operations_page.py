@@ -10,7 +10,7 @@ import yaml
 
 from actors.doctor.findings import doctor
 from actors.doctor.host import Gpu, Machine, Torch
-from actors.watch.run_state import CULPRITS
+from actors.watch.run_state import CULPRITS, UNHEARD
 from configs.flow.alerts import ALERTS
 from configs.load import load
 from tests.harness.toy import ROOT
@@ -41,8 +41,9 @@ def test_a_finding_of_the_doctor_has_its_line() -> None:
 def test_whom_a_wait_blames_has_its_line() -> None:
     stalls = section("When a run stalls")
     assert [whom for whom in CULPRITS.values() if re.split(r"[ ,]", whom)[0] not in stalls] == []
-    for words in ("which ended", "which is starting", "any rollout server", "the last evaluation"):
-        assert f"learner for {words}" in stalls or f"rollout-0, {words}" in stalls
+    for words in ("ended", "is starting", "gave up", *UNHEARD.values()):
+        assert f"learner for rollout-0, which {words}" in stalls
+    assert "learner for any rollout server" in stalls and "learner for the last evaluation" in stalls
 
 
 def pods(job: dict[str, Any]) -> list[tuple[dict[str, Any], int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.scaling.command import lives
 from actors.watch import status
 from actors.watch.advice import Alert, find_alerts
 from actors.watch.metrics_log import Records
@@ -207,7 +208,7 @@ def test_a_learner_waits_for_the_server_that_has_ended_and_then_for_its_next_sta
     assert list(rows.columns[3].cells) == ["1.5 s ago (it ended 1 s ago)"]
     starting = {"rollout-0": {"version": None, "leases": 0, "silent_s": 15.0, "stats": {}}}
     now = now.model_copy(update={"servers": starting})
-    assert waits(now, settings)[0].startswith("learner for rollout-0, which is starting, 3.2 s: ")
+    assert waits(now, settings)[0].startswith("learner for rollout-0, which is starting, silent for 15 s, 3.2 s: ")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,8 @@ def test_a_learner_waits_for_the_server_that_has_ended_and_then_for_its_next_sta
     [
         ({"version": 6, "silent_s": 20.5}, "has been silent for 20 s"),
         ({"version": 6, "silent_s": 20.5, "gone_s": 20.4}, "ended 20 s ago"),
-        ({"version": None, "silent_s": 20.5}, "is starting"),
+        ({"version": None, "silent_s": 9.5}, "is starting"),
+        ({"version": None, "silent_s": 4000.4}, "is starting, silent for 4000 s"),
         ({}, "has not said Hello yet"),
     ],
 )
@@ -228,6 +230,35 @@ def test_where_no_server_works_the_learner_waits_for_the_one_that_is_missing(
     update = {"servers": servers, "kept": kept, "recent_failed": {"reward: KeyError": 99}}
     lines = waits(state(WAITERS[:1]).model_copy(update=update), settings)
     assert lines == [f"learner for rollout-0, which {why}, 3.2 s: batch 7 has 20 of 32 groups"]
+
+
+@pytest.mark.parametrize(
+    ("life", "launcher_gone_s", "whom"),
+    [
+        ("placing", None, "rollout-1, which is being placed; rollout-0, which ended 3 s ago"),
+        ("gave_up", None, "rollout-1, which gave up; rollout-0, which ended 3 s ago"),
+        ("draining", None, "rollout-1, which is being drained; rollout-0, which ended 3 s ago"),
+        ("started", 7.4, "rollout-0, which ended 3 s ago"),
+    ],
+)
+def test_a_server_not_heard_of_is_missing_by_what_a_live_launcher_does_with_it(
+    life: ServerLife, launcher_gone_s: float | None, whom: str, tmp_path: Path
+) -> None:
+    kept = Kept(servers={"rollout-0": "started", "rollout-1": life}, wanted=2, least=1, most=2)
+    servers = {"rollout-0": {"version": 6, "leases": 4, "silent_s": 3.1, "gone_s": 3.0, "stats": {}}}
+    update = {"servers": servers, "kept": kept, "launcher_gone_s": launcher_gone_s}
+    now, settings = state(WAITERS[:1]).model_copy(update=update), config(tmp_path, "tcp://127.0.0.1:5600")
+    assert waits(now, settings) == [f"learner for {whom}, 3.2 s: batch 7 has 20 of 32 groups"]
+    assert lives(now, settings)["rollout-1"] == life, "a server that nobody has heard of does not generate"
+
+
+@pytest.mark.parametrize("life", ["placing", "gave_up", "started"])
+def test_where_some_server_is_there_a_missing_one_is_not_to_blame(life: ServerLife, tmp_path: Path) -> None:
+    kept = Kept(servers={"rollout-0": "started", "rollout-1": life}, wanted=2, least=1, most=2)
+    servers = {"rollout-0": {"version": 6, "leases": 0, "silent_s": 0.1, "stats": {}}}
+    now = state(WAITERS[:1]).model_copy(update={"servers": servers, "kept": kept})
+    (line,) = waits(now, config(tmp_path, "tcp://127.0.0.1:5600"))
+    assert line == "learner for any rollout server, 3.2 s: batch 7 has 20 of 32 groups"
 
 
 def test_a_server_that_has_ended_waits_for_nobody(tmp_path: Path) -> None:
@@ -250,8 +281,8 @@ def test_what_a_dead_server_said_last_is_not_shown_as_if_it_were_so(tmp_path: Pa
     assert next(row[-2] for row in _server_rows(settings, now)) == "0.1 s ago (lost)"
 
 
-def test_a_launcher_that_is_gone_is_told_and_not_the_servers_that_it_kept(tmp_path: Path) -> None:
-    kept = Kept(servers={"rollout-0": "started"}, wanted=1, least=1, most=8)
+@pytest.mark.parametrize("kept", [None, Kept(servers={"rollout-0": "started"}, wanted=1, least=1, most=8)])
+def test_a_launcher_that_is_gone_is_told_and_not_the_servers_that_it_kept(kept: Kept | None, tmp_path: Path) -> None:
     now = state([]).model_copy(update={"kept": kept, "wanted_servers": 1, "launcher_gone_s": 7.4})
     line = "servers: the launcher ended 7 s ago: nobody starts, drains or restarts them"
     settings = config(tmp_path, "tcp://127.0.0.1:5600")
@@ -341,24 +372,25 @@ def test_a_buffer_that_answers_late_is_silent(tmp_path: Path) -> None:
 
 def test_how_many_servers_are_wanted_and_what_the_others_do(tmp_path: Path) -> None:
     settings = config(tmp_path, "tcp://127.0.0.1:5600")
-    lives: dict[str, ServerLife] = {"rollout-0": "started", "rollout-2": "placing", "rollout-1": "gave_up"}
-    kept = Kept(servers=lives, wanted=3, least=1, most=8, advice="the learner waits: raise batch.max_staleness (0)")
+    servers: dict[str, ServerLife] = {"rollout-0": "started", "rollout-2": "placing", "rollout-1": "gave_up"}
+    kept = Kept(servers=servers, wanted=3, least=1, most=8, advice="the learner waits: raise batch.max_staleness (0)")
     now = state(WAITERS).model_copy(update={"kept": kept, "wanted_servers": 3, "wanted_by_person": True})
     assert list(servers_lines(now, settings)) == [
-        "servers: 3 wanted by hand, 1 run; rollout-2 placing; rollout-1 gave up",
+        "servers: 3 wanted by hand, 1 run; placing: rollout-2; gave up: rollout-1",
         "servers: the learner waits: raise batch.max_staleness (0)",
     ]
     assert list(servers_lines(state(WAITERS), settings)) == []
 
 
 def test_a_server_that_its_keeper_has_started_does_not_run_before_it_asks_for_work(tmp_path: Path) -> None:
-    settings, names = config(tmp_path, "tcp://127.0.0.1:5600"), [f"rollout-{number}" for number in range(5)]
-    kept = Kept(servers=dict.fromkeys(names, "started"), wanted=5, least=1, most=8)
-    now = state([], silent_s=20.5).model_copy(update={"kept": kept, "wanted_servers": 5})
+    settings, names = config(tmp_path, "tcp://127.0.0.1:5600"), [f"rollout-{number}" for number in range(7)]
+    kept = Kept(servers=dict.fromkeys(names, "started"), wanted=7, least=1, most=8)
+    now = state([], silent_s=20.5).model_copy(update={"kept": kept, "wanted_servers": 7})
     now.servers["rollout-0"] |= {"gone_s": 3.2}
-    now.servers["rollout-3"] = {"version": None, "leases": 0, "silent_s": 40.0, "stats": {}}
+    now.servers["rollout-3"] = {"version": None, "leases": 0, "silent_s": 4.0, "stats": {}}
+    now.servers["rollout-4"] = {"version": None, "leases": 0, "silent_s": 40.0, "stats": {}}
     others = (
-        "rollout-0 ended 3 s ago; rollout-2 has been silent for 20 s; rollout-3 is starting; "
-        "rollout-4 has not said Hello yet"
+        "ended 3 s ago: rollout-0; has been silent for 20 s: rollout-2; "
+        "starting: rollout-3, rollout-4 (silent for 40 s); has not said Hello yet: rollout-5, rollout-6"
     )
-    assert list(servers_lines(now, settings)) == [f"servers: 5 wanted, 1 run; {others}"]
+    assert list(servers_lines(now, settings)) == [f"servers: 7 wanted, 1 run; {others}"]
