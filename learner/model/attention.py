@@ -34,9 +34,9 @@ PACKAGES = {
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
 """The package to install, and the module it provides."""
-MOST_COPIED = 1 / 3
-"""Keys and values that a row copies at most, in heads, as a share of its queries: a second call of attention moves all
-queries and outputs instead. Measured up to 0.3, where copying is the faster way (docs/learner.md)."""
+MOST_GATHERED = 0.5
+"""Heads of keys that a row gathers at most, its own and copies, as a share of its heads of queries. The other way, a
+second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster (docs/learner.md)."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
 
@@ -101,10 +101,14 @@ def installed(name: str) -> bool:
 
 
 def most_copied(config: PreTrainedConfig) -> float:
-    """Keys that a row of this model copies at most for answers to short prompts, as a multiple of its tokens."""
+    """Keys that a row of this model copies at most for answers to short prompts, as a multiple of its tokens; below 0
+    for a model that never does.
+
+    Example: 12 heads of queries and 2 of keys give 2.0.
+    """
     text = config.get_text_config()
     heads: int = text.num_attention_heads
-    return MOST_COPIED * heads / (getattr(text, "num_key_value_heads", None) or heads)
+    return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device) -> str | None:

@@ -40,9 +40,10 @@ SAVED_OPS = [
     torch.ops.headrace.attend.default,
 ]
 """Matmuls and attention: what selective activation checkpointing keeps, because recomputing it is expensive."""
-MOST_GRAPHS = 32
-"""Graphs of a block's code at most: one for each way to see a prompt, with gradient and without, recomputed or not, in
-the first block or another, with an adapter or without. Beyond torch's own limit of 8 a block would run uncompiled."""
+MOST_GRAPHS = 64
+"""Graphs that a block's code may have. There is one for each way to see a prompt, with or without gradient, recomputed
+or not, with or without an adapter, and others for a first layer or one without experts. torch's own limit is 8: beyond
+it a block would run uncompiled."""
 
 
 class Policy(nn.Module):
@@ -105,9 +106,10 @@ class Policy(nn.Module):
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
+        if compiled:
+            torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
         for block in loading.all_blocks(self.model):
             if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
-                torch._dynamo.config.recompile_limit = MOST_GRAPHS
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             fully_shard(block, **options)
         fully_shard(self, **options)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from buffer.wire.sample import Sample
 from configs.schema import AlgorithmConfig
+from learner.model.microbatch import CopiedPrompts, SharedPrompts
 from learner.train.batch import LEAST_SAVED, Batch, alone, documents_of, pack, shared_units
 from tests.harness import world
 from tests.harness.world import (
@@ -88,8 +89,11 @@ def test_sharing_changes_nothing(tmp_path: Path, mesh, options: dict, saving: st
     policy = policy_of(model, mesh, learner, entropy_gradient=bonus)
     alone, control = (step(policy, budget, algorithm, share=False) for budget in (160, 90))
     assert max(differences(control, alone)) < TOLERANCE
-    for budget, (form, policy.most_copied) in product((10**6, 160, 50), FORMS.items()):  # all groups whole, some, none
+    kinds = {"joined": SharedPrompts, "copied": CopiedPrompts}
+    for budget, form in product((10**6, 160, 50), FORMS):  # all groups whole, some, none
+        policy.most_copied = FORMS[form]
         shared = step(policy, budget, algorithm, share=True)
+        assert kinds[form] in {type(policy.place(row).shared) for row in shared.batch.microbatches}
         assert shared.batch.tokens < alone.batch.tokens
         assert max(differences(shared, alone)) < TOLERANCE, (budget, form)
         for name, value in alone.sums.items():
