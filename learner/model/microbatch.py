@@ -2,10 +2,9 @@
 
 Where samples of a group share their prompt, the row is [shared prompts | their answers, group by group | whole
 documents]: pieces that attention treats as documents, except that an answer sees its prompt too, and its positions go
-on from there. It sees the prompt's keys (`SharedPrompts`) or, where copying them costs less,
-copies of them (`CopiedPrompts`). Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides
-which documents go together, `policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its
-trainable tokens.
+on from there. It sees the prompt's keys (`SharedPrompts`) or, where that costs less, copies of them (`CopiedPrompts`).
+Consumes token arrays of pieces; waits for nothing. `learner/train/batch.py` decides which documents go together,
+`policy.py` runs the model over the row, `learner/train/step.py` computes the loss of its trainable tokens.
 """
 
 from collections.abc import Sequence
