@@ -32,6 +32,7 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.split import parts
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
+from learner.model.memory import choose_gather, gpu_memory
 from learner.model.policy import Policy
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
@@ -150,8 +151,10 @@ def main() -> int:
     mesh = init_device_mesh("cuda" if gpu else "cpu", (1,))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"dtype": "bfloat16"}))
+        model = ModelConfig(path=folder, dtype="bfloat16" if gpu else "float32")
         learner = LearnerConfig(**(OURS | {"tokens_per_microbatch": args.tokens} | args.learner))
-        policy = Policy(ModelConfig(path=folder, dtype="bfloat16" if gpu else "float32"), learner, mesh, random=True)
+        learner = choose_gather(model, learner, 1, gpu_memory(torch.device(mesh.device_type)), args.tokens)
+        policy = Policy(model, learner, mesh, random=True)
     policy.most_copied = policy.most_copied if args.most_copied is None else args.most_copied
     algorithm = Algorithm(AlgorithmConfig(), Optimizer(policy, learner, 100), args.tokens, args.answer)
     lines = [ResultRow(f"attention {policy.attention}", args.tokens, "tokens", "of a microbatch").line()]

@@ -333,6 +333,11 @@ class LearnerConfig(Section):
     share_prompts: bool = True
     """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
     only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
+    gather: Literal["auto", "pass", "batch"] = "auto"
+    """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
+    pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
+    `model.dtype` and unsharded fp32 gradients stay). `auto` takes `batch` on a GPU if it takes at most a tenth of its
+    memory more and the estimate still fits, on CPU always, and `pass` with `cpu_offload`."""
     head_chunk_tokens: Positive = 1024
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time."""
     lr: Annotated[float, Field(gt=0)] = 1e-6

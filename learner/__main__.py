@@ -52,12 +52,20 @@ from learner.mesh import process_group, ranks_of_node, replica, shards
 from learner.model import attention, flops
 from learner.model.experts.mixture import check_experts
 from learner.model.lora.base import Base
-from learner.model.memory import OutOfMemory, explain_out_of_memory, memory_budget
+from learner.model.memory import (
+    OutOfMemory,
+    choose_gather,
+    explain_out_of_memory,
+    gpu_memory,
+    least_microbatch,
+    memory_budget,
+)
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
 from learner.saved import base_digest, merge
+from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.routes import RouteMismatch
@@ -147,6 +155,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
+        config = decide_gather(config, device, mesh, patches)
         expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), rank == 0, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
@@ -181,6 +190,19 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
     """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
     most = config.data.max_images * form.max_pixels // form.patch**2
     return min(most, max_sample_tokens(config) * form.merge**2)
+
+
+def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
+    """`config` with `learner.gather: auto` decided, and for all ranks alike, though their GPUs may differ: a collective
+    of them. `patches`: most of one sample."""
+    tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
+    sizes = shards(mesh), gpu_memory(device), tokens
+    own = choose_gather(config.model, config.learner, *sizes, reference=reference, sends=sends)
+    (apart,) = collectives.all_reduce_max(own.gather == "pass")
+    if apart and own.gather == "batch":
+        log.info("learner.gather: pass, as another rank has no room for batch")
+    gather = "pass" if apart else "batch"
+    return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
 
 
 def keeps_reference(config: Config) -> bool:

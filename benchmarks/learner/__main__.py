@@ -1,10 +1,12 @@
 """The learner's whole step on GPUs: MFU, tokens/s, phases, memory, against transformers with padding and all logits.
 
-`python -m benchmarks.learner [--only ours-1.5b,naive-1.5b,ours-7b-2,ours-7b-4,ours-7b-lora,naive-7b-4,head] [--steps
-2]` prints one table and writes `benchmarks/results/learner.json`. Qwen2.5 shapes with random weights, log-normal
-lengths (median 1,000, at most 8,192 tokens), 512 samples per batch, split as the buffer splits them; ours runs the
-learner's `Algorithm.step`, `ours-7b-lora` with an adapter of rank 32. The naive one gets the same model, sharding,
-precision and samples (the first ones of the batch, as many as the case says), in the largest microbatches that fit.
+`python -m benchmarks.learner [--only NAME,NAME] [--steps 2]` prints one table and writes
+`benchmarks/results/learner.json`. The names: ours-1.5b, ours-1.5b-pass, naive-1.5b, ours-7b-2, ours-7b-4, ours-7b-lora,
+naive-7b-4, head. Qwen2.5 shapes with random weights, log-normal lengths (median 1,000, at most 8,192 tokens), 512
+samples per batch, split as the buffer splits them; ours runs the learner's `Algorithm.step`, `ours-7b-lora` with an
+adapter of rank 32, `ours-1.5b-pass` with `learner.gather: pass`, beside `ours-1.5b` for what gathering once a batch
+gains. The naive one gets the same model, sharding, precision and samples (the first ones of the batch, as many as the
+case says), in the largest microbatches that fit.
 FLOPs: `learner/model/flops.py`. Cases run side by side if there are enough GPUs. Without a GPU the shape `tiny` runs:
 `--cases '{"ours-tiny": {"kind": "ours", "model": "tiny", "samples": 16}}'`.
 """

@@ -46,6 +46,7 @@ class Case:
 
 CASES = {
     "ours-1.5b": Case("ours"),
+    "ours-1.5b-pass": Case("ours", learner={"gather": "pass"}),
     "naive-1.5b": Case("naive", samples=64, steps=1),
     "ours-7b-2": Case("ours", "7b", 2),
     "ours-7b-4": Case("ours", "7b", 4),

@@ -17,7 +17,7 @@ from benchmarks.learner.cases import LONGEST, Case, documents, part_of
 from buffer.wire.protocol import Part
 from configs.schema import AlgorithmConfig, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
-from learner.model.memory import GIB, SHARE, Estimate, estimate
+from learner.model.memory import GIB, SHARE, Estimate, choose_gather, estimate, gpu_memory
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer
 from learner.train.step import Algorithm
@@ -32,11 +32,12 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     gpu = mesh.device_type == "cuda"
     lora = None if case.lora is None else LoraConfig(**case.lora)
     model = ModelConfig(path=str(folder), dtype="bfloat16" if gpu else "float32", lora=lora)
-    learner = LearnerConfig(**(OURS | case.learner))
+    memory = gpu_memory(torch.device(mesh.device_type))
+    learner = choose_gather(model, LearnerConfig(**(OURS | case.learner)), mesh.size(), memory, LONGEST)
     expected = estimate(model, learner, mesh.size())
     started = time.perf_counter()
     policy = Policy(model, learner, mesh, random=True)
-    config, budget = AlgorithmConfig(**case.algorithm), tokens(learner, expected, gpu)
+    config, budget = AlgorithmConfig(**case.algorithm), tokens(learner, expected, memory)
     algorithm = Algorithm(config, Optimizer(policy, learner, 100), budget, LONGEST)
     loaded = time.perf_counter() - started
     warm = min(case.samples, 64 * mesh.size())
@@ -48,14 +49,14 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
         small = batch(policy, mesh, warm, 0, len(rows))
         profile(lambda: algorithm.step(policy, small))
     found = {"rows": rows, "budget": algorithm.budget, "loaded_s": loaded, "attention": policy.attention}
-    return found | summed(rows, mesh, expected) | {"estimate": expected.describe(algorithm.budget)}
+    found |= {"gather": learner.gather, "estimate": expected.describe(algorithm.budget)}
+    return found | summed(rows, mesh, expected)
 
 
-def tokens(learner: LearnerConfig, expected: Estimate, gpu: bool) -> int:
+def tokens(learner: LearnerConfig, expected: Estimate, memory: int | None) -> int:
     """Tokens per microbatch: `auto` fills the GPU as in the learner."""
-    everything = torch.cuda.get_device_properties(0).total_memory if gpu else 8 * GIB
     wanted = learner.tokens_per_microbatch
-    return max(expected.fit(int(SHARE * everything)), LONGEST) if wanted == "auto" else wanted
+    return max(expected.fit(int(SHARE * (memory or 8 * GIB))), LONGEST) if wanted == "auto" else wanted
 
 
 def batch(policy: Policy, mesh: DeviceMesh, samples: int, seed: int, version: int) -> Part:

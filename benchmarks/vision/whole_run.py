@@ -68,11 +68,13 @@ def seen_of(records: list[Record]) -> dict[str, float]:
 
 def memory_of(run: Processes) -> dict[str, Any]:
     """The estimate that the learner made before it loaded anything."""
-    from learner.model.memory import estimate
+    from learner.model.memory import choose_gather, estimate, gpu_memory
 
-    tokens = run.config.learner.tokens_per_microbatch
+    model, tokens = run.config.model, run.config.learner.tokens_per_microbatch
     assert isinstance(tokens, int)
-    expected = estimate(run.config.model, run.config.learner, shards=1, sends=True)
+    memory = gpu_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    learner = choose_gather(model, run.config.learner, 1, memory, tokens, sends=True)
+    expected = estimate(model, learner, shards=1, sends=True)
     return {"estimate GiB": expected.total(tokens) / GIB, "estimate": expected.describe(tokens), "microbatch": tokens}
 
 

@@ -1,8 +1,8 @@
 """What a rank's GPU will hold, estimated before a weight is loaded; and the microbatch that fills it.
 
 Consumes the model's config and the learner's keys. The estimate runs the model's forward pass on the meta device,
-without storage or arithmetic, to count what it keeps for the backward pass. `learner/__main__.py` calls `memory_budget`
-at the start and has `explain_out_of_memory` around the training; waits for nothing.
+without storage or arithmetic, to count what it keeps for the backward pass. `learner/__main__.py` calls `choose_gather`
+and `memory_budget` at the start and has `explain_out_of_memory` around the training; waits for nothing.
 """
 
 import logging
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; the rest is for CUDA, NCCL and fragmentation."""
+GATHERED_SHARE = 0.1
+"""Share of GPU memory that `gather: auto` spends at most."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 """Tokens, or patches, in the forward pass on meta."""
@@ -87,6 +89,39 @@ class Estimate:
         return f"{self.total(tokens) / GIB:.1f} GiB = " + " + ".join(f"{size / GIB:.1f} {name}" for name, size in sizes)
 
 
+def gpu_memory(device: torch.device) -> int | None:
+    """Bytes of the GPU, None on CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def least_microbatch(config: Config, patches: int = 0) -> int:
+    """Tokens of the largest microbatch that there must be room for: as many as `tokens_per_microbatch` says, or as the
+    longest sample has. `patches`: most of one sample."""
+    wanted, sample = config.learner.tokens_per_microbatch, max_sample_tokens(config)
+    return max(sample, -(-patches // PATCHES_PER_TOKEN), 0 if wanted == "auto" else wanted)
+
+
+def choose_gather(
+    model: ModelConfig,
+    learner: LearnerConfig,
+    shards: int,
+    memory: int | None,
+    tokens: int,
+    reference: bool = False,
+    sends: bool = False,
+) -> LearnerConfig:
+    """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
+    microbatches of `tokens`. The other arguments as in `estimate`."""
+    if learner.gather != "auto":
+        return learner
+    each, once = (learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch"))
+    least, most = (estimate(model, way, shards, reference, sends).total(tokens) for way in (each, once))
+    room = memory is None or (most - least <= GATHERED_SHARE * memory and most <= SHARE * memory)
+    chosen = once if room and not learner.cpu_offload else each
+    log.info("learner.gather: auto takes %s: batch takes %.1f GiB more", chosen.gather, (most - least) / GIB)
+    return chosen
+
+
 def memory_budget(
     config: Config, device: torch.device, shards: int, reference: bool, sends: bool, patches: int = 0
 ) -> tuple[Estimate, int]:
@@ -95,20 +130,20 @@ def memory_budget(
     `shards`, `reference`, `sends`: as in `estimate`. `patches`: most of one sample. Raises ConfigError if the GPU is
     too small.
     """
-    wanted, tokens = config.learner.tokens_per_microbatch, max_sample_tokens(config)
-    sample = max(tokens, -(-patches // PATCHES_PER_TOKEN))
-    expected = estimate(config.model, config.learner, shards, reference, sends)
-    if device.type != "cuda":
-        return expected, max(AUTO_TOKENS_ON_CPU, sample) if wanted == "auto" else wanted
-    available = torch.cuda.get_device_properties(device).total_memory
+    wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
+    expected, available = estimate(config.model, config.learner, shards, reference, sends), gpu_memory(device)
+    if available is None:
+        return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
     budget = expected.fit(int(SHARE * available)) if wanted == "auto" else wanted
-    needed = expected.describe(max(budget, sample))
+    needed = expected.describe(max(budget, least))
     log.info("%d tokens per microbatch: a rank takes %s of %.1f GiB", budget, needed, available / GIB)
-    if (wanted == "auto" and budget < sample) or expected.total(max(budget, sample)) > available:
+    if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
         images = f" and {patches} patches of images" if patches else ""
-        problem = f"learner.tokens_per_microbatch: {wanted}: a sample of {tokens} tokens{images} takes {needed}, a GPU "
+        sample = f"a sample of {max_sample_tokens(config)} tokens{images}"
+        problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
-        remedy = f"set learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
+        less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
+        remedy = f"set {less}learner.activation_checkpointing: block or learner.cpu_offload, or raise {more}"
         remedy += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {remedy}"])
     return expected, budget
@@ -118,7 +153,8 @@ def estimate(
     model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: bool = False
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
-    `sends`: it is rank 0, whose GPU holds the copies that servers get (`learner.weights.buckets.DoubleBuffer`)."""
+    `sends`: it is rank 0, whose GPU holds the copies that servers get (`learner.weights.buckets.DoubleBuffer`). As in
+    `Policy`, `learner.gather: auto` is `pass`."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
@@ -134,15 +170,17 @@ def estimate(
     chunk = learner.head_chunk_tokens * empty.config.get_text_config().vocab_size
     kept, working = _activations(empty, model, learner)
     images, in_tower = _tower_activations(empty, model, learner)
-    on_gpu = 0 if learner.cpu_offload else 1
+    on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
     always = {
         "weights": held * on_gpu * (1 + reference) // shards,
         "gradients": 4 * trained * on_gpu // shards,
         "optimizer": 8 * trained * on_gpu // shards,
     }
+    if once:  # whole until the last backward pass, in which shards take their place
+        always["gradients"] = 4 * trained
     if sends:  # twice what is trained, once what is frozen; of a model with an adapter, the adapter alone
         always["copies to send"] = width * (trained + (trained if model.lora else parameters))
-    gathered = width * (root * (1 + reference) + 2 * block)
+    gathered = width * (root * (1 + reference) + (sum(sizes) if once else 2 * block))
     # At the head: its gradient in fp32 and in model.dtype, and a chunk's logits with their gradient. They exist at the
     # end of the forward pass or at the start of the backward pass, while all activations are kept.
     at_head = PeakCandidate(
@@ -150,7 +188,7 @@ def estimate(
     )
     # In a block's backward pass: its gradient in model.dtype and in fp32 for the reduction, and the gradient of the
     # output embedding, which is reduced at the end.
-    rest = {"gathered weights": gathered + width * block, "head": width * head}
+    rest = {"gathered weights": gathered + (0 if once else width * block), "head": width * head}
     rest["block's gradient"] = (4 + width) * changed
     in_block = PeakCandidate(always | rest, {"activations": kept, "backward pass": working} | images)
     if not images:
@@ -277,5 +315,5 @@ def explain_out_of_memory(estimate: Estimate, tokens: int) -> Iterator[None]:
         raise OutOfMemory(
             f"the GPU is full: {str(error).splitlines()[0].partition('. ')[0]}. A rank should take "
             f"{estimate.describe(tokens)}. Lower learner.tokens_per_microbatch ({tokens}), set "
-            "learner.activation_checkpointing: block, or raise learner.ranks or learner.shard"
+            "learner.activation_checkpointing: block or learner.gather: pass, or raise learner.ranks or learner.shard"
         ) from None

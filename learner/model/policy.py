@@ -1,14 +1,15 @@
 """The policy: a Hugging Face causal language model under FSDP2, with a chunked log-probability head.
 
 Every rank holds its shard of the fp32 master weights, or of an adapter's beside a frozen model (`model.lora`);
-`fully_shard` gathers one block at a time in `model.dtype` and reduces gradients in fp32. The same code runs on gloo
-with CPU and on NCCL with GPUs. Each method that computes is a collective of the ranks that share a copy
-(`learner/mesh.py`): all of them must call it, and wait for the last; a backward pass is one of all ranks. Built by
-`learner/__main__.py`.
+`fully_shard` gathers one block at a time in `model.dtype` and reduces gradients in fp32, in each pass or, with
+`learner.gather: batch`, once a batch. The same code runs on gloo with CPU and on NCCL with GPUs. Each method that
+computes is a collective of the ranks that share a copy (`learner/mesh.py`): all of them must call it, and wait for the
+last; a backward pass is one of all ranks. Built by `learner/__main__.py`.
 """
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +52,7 @@ class Policy(nn.Module):
 
     The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
     model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`: its
-    batches must bring routes.
+    batches must bring routes. `learner.gather: auto`, not decided yet (`memory.choose_gather`), is `pass` here.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Policy(nn.Module):
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, model.dtype)
+        self.gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
+        self._stays_gathered = False
         self.attention = attention.choose(learner.attention, self.device, self.dtype)
         self.model = loading.build_on_meta(model, attention.registered(self.attention))
         self.model.requires_grad_(not frozen)
@@ -100,7 +103,8 @@ class Policy(nn.Module):
             loading.distribute_weights(self.model, model, self.device, offload, partial(initial, seed=seed))
 
     def _shard(self, compiled: bool, offload: bool) -> None:
-        """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass."""
+        """Wrap each block, then the rest (embedding, last norm, head), which stays gathered until the backward pass; so
+        do the blocks that are gathered once a batch."""
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
@@ -111,7 +115,7 @@ class Policy(nn.Module):
         for block in loading.all_blocks(self.model):
             if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
-            fully_shard(block, **options)
+            fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
         fully_shard(self, **options)
 
     def forward(
@@ -157,15 +161,35 @@ class Policy(nn.Module):
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
         """Log-probabilities as in `forward`, without gradient: [tokens] float32."""
         logprobs: Tensor = self(microbatch, temperature)[0]
-        assert isinstance(self, FSDPModule), "fully_shard made it one"
-        self.reshard()  # only a backward pass does it by itself, and readers of the weights want shards
+        if not self._stays_gathered:
+            self._reshard_all()  # only a backward pass does it by itself, and readers of the weights want shards
         return logprobs
+
+    @contextmanager
+    def keep_gathered(self) -> Iterator[None]:
+        """Around all passes of a batch: with `learner.gather: batch` the first one gathers for all. After it every
+        weight is a shard."""
+        self._stays_gathered = self.gathers_once
+        try:
+            yield
+        finally:
+            self._stays_gathered = False
+            self._reshard_all()
+
+    def _reshard_all(self) -> None:
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # of its own weights alone
 
     def reduce_after_next(self, last: bool) -> None:
         """Whether the next backward pass is the `last` of the batch, after which the replicas' gradients are reduced:
-        once a batch, not once a microbatch. Until then each replica adds up its own."""
+        once a batch, not once a microbatch. Until then each replica adds up its own; with `learner.gather: batch` each
+        rank does, in fp32, and keeps the weights gathered."""
         assert isinstance(self, FSDPModule), "fully_shard made it one"
         self.set_requires_all_reduce(last)
+        if self.gathers_once:
+            self.set_requires_gradient_sync(last)
+            self.set_reshard_after_backward(last)
 
     def place(self, microbatch: Microbatch) -> Microbatch:
         """`microbatch`, made on the CPU, on this policy's device."""

@@ -90,14 +90,15 @@ class Algorithm:
         """Leave the gradient of the batch's loss in the parameters; returns this rank's sums."""
         shared = self.shared_context(batch, policy.device)
         microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
-        if needs_first_pass(self.config):
-            shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
-        if batch.scattered and not is_tokenwise(self.config):
-            shared["sequence_log_ratio"] = self._log_ratios(policy, microbatches, shared)
-        sums = []
-        for microbatch in microbatches:
-            policy.reduce_after_next(last=microbatch is microbatches[-1])
-            sums.append(self.backward_of(policy, microbatch, shared))
+        with policy.keep_gathered():
+            if needs_first_pass(self.config):
+                shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
+            if batch.scattered and not is_tokenwise(self.config):
+                shared["sequence_log_ratio"] = self._log_ratios(policy, microbatches, shared)
+            sums = []
+            for microbatch in microbatches:
+                policy.reduce_after_next(last=microbatch is microbatches[-1])
+                sums.append(self.backward_of(policy, microbatch, shared))
         return combine(sums)
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:

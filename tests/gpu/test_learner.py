@@ -270,6 +270,9 @@ def gradients(model, mesh: DeviceMesh, **changes) -> dict[str, torch.Tensor]:
         {"activation_checkpointing": "none", "compile": True},
         {"activation_checkpointing": "block", "compile": True},
         {"cpu_offload": True},
+        {"gather": "batch"},
+        {"gather": "batch", "activation_checkpointing": "none", "compile": True},
+        {"gather": "batch", "cpu_offload": True},
     ],
     ids=str,
 )

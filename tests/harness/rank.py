@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from configs.load import ConfigError
-from configs.schema import AlgorithmConfig, LoraConfig, ModelConfig
+from configs.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
 from learner import watchdog
+from learner.__main__ import decide_gather
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
+from learner.model import loading
 from learner.model.experts.mixture import Experts
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
@@ -135,19 +139,19 @@ def other_base(folder: Path, lora: dict[str, Any]) -> None:
 
 
 def replicated(folder: Path, copies: list[int], cuts: list[int], budget: int) -> None:
-    """For each number of ranks that share a copy, of `copies`: one batch's gradient, its reductions between copies, and
-    the weights after a step, saved as `FOLDER/replicated.pt`."""
+    """For each number of ranks that share a copy, of `copies`, and each `learner.gather`: one batch's gradient, its
+    reductions between copies, and the weights after a step, saved as `FOLDER/replicated.pt`."""
     rank, model, found = dist.get_rank(), ModelConfig(path=str(folder / "model"), dtype="float32"), {}
-    for number in copies:
+    for number, gather in product(copies, ("pass", "batch")):
         mesh = make_mesh("cpu", number)
-        policy = world.policy_of(model, mesh)
+        policy = world.policy_of(model, mesh, world.LEARNER.model_copy(update={"gather": gather}))
         algorithm = world.algorithm_of(policy, budget)
         batch = Batch.from_part(world.cut(world.make_samples(), 3, cuts, rank), budget, policy.attention_cost)
         before = reductions(mesh)
         algorithm.backward(policy, batch)
         reduced, grads = reductions(mesh) - before, world.gradients(policy)
         metrics = algorithm.optimizer.update(3)
-        found[number] = grads, metrics, world.weights(policy), reduced, len(batch.microbatches), replica(mesh)
+        found[number, gather] = grads, metrics, world.weights(policy), reduced, len(batch.microbatches), replica(mesh)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, [(each[3], each[5]) for each in found.values()])
     if rank == 0:
@@ -159,6 +163,63 @@ def reductions(mesh: Any) -> int:
     name = mesh["replicate"].get_group().group_name if mesh.ndim == 2 else None
     entries = watchdog.flight_record(active=False)["entries"]
     return sum(e["profiling_name"] == "gloo:all_reduce" and e["process_group"][0] == name for e in entries)
+
+
+def gathers(folder: Path, cases: list[dict[str, Any]], cuts: list[int], budget: int) -> None:
+    """For each case and each `learner.gather`: one batch's gradients, and the collectives of its backward pass, saved
+    as `FOLDER/gathers.pt`."""
+    found = [{gather: gathered(case, gather, cuts, budget) for gather in ("pass", "batch")} for case in cases]
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "gathers.pt")
+
+
+def gathered(case: dict[str, Any], gather: str, cuts: list[int], budget: int) -> tuple[dict[str, int], Any]:
+    """`case`: model, algorithm and shards. The numbers are of collectives, of groups that FSDP gathers together, and of
+    microbatches."""
+    model, config = ModelConfig.model_validate(case["model"]), AlgorithmConfig.model_validate(case["algorithm"])
+    learner = world.LEARNER.model_copy(update={"gather": gather})
+    policy = world.policy_of(model, make_mesh("cpu", case["shards"]), learner)
+    if model.lora:
+        stir(policy)
+    form = form_of(model) if policy.sight else None
+    algorithm = world.algorithm_of(policy, budget, config, reference=Base(policy) if model.lora else None, form=form)
+    part = (make_pictured(form).part(3, [9, 6], dist.get_rank()) if form
+            else world.cut(world.make_samples(), 3, cuts, dist.get_rank()))  # fmt: skip
+    batch = Batch.from_part(part, budget, policy.attention_cost, False, form, policy.patch_cost)
+    before = collectives_begun()
+    algorithm.backward(policy, batch)
+    numbers = collectives_begun()
+    numbers.subtract(before)
+    groups = [[*each.parameters()] for each in loading.all_blocks(policy.model)]
+    inside = {id(parameter) for group in groups for parameter in group}
+    groups.append([parameter for parameter in policy.parameters() if id(parameter) not in inside])
+    trained = sum(any(parameter.requires_grad for parameter in group) for group in groups)
+    sizes = {"groups": len(groups), "trained groups": trained, "microbatches": len(batch.microbatches)}
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    return dict(numbers) | sizes, world.gradients(policy)
+
+
+def collectives_begun() -> Counter[str]:
+    """All-gathers and reductions that this rank has begun, as the flight recorder has them; gloo's reduce-scatter is an
+    all-reduce."""
+    entries = watchdog.flight_record(active=False)["entries"]
+    assert len(entries) < 2000, "its buffer holds no more"
+    names = [entry["profiling_name"] for entry in entries]
+    return Counter({kind: sum(kind in name for name in names) for kind in ("gather", "reduce")})
+
+
+def decisions(folder: Path) -> None:
+    """`learner.gather` of each rank for several run files, the second of which is rank 1's alone; `decisions.pt`."""
+    rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
+    for learner in ({}, {"cpu_offload": rank == 1}, {"gather": "pass"}, {"gather": "batch"}):
+        model = {"path": str(folder / "model"), "dtype": "float32"}
+        given = {"data": {"train": "x"}, "reward": {"function": "x"}, "learner": learner | {"ranks": 2}}
+        decided = decide_gather(Config(model=model, **given), torch.device("cpu"), mesh, 0).learner.gather
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, decided)
+        found.append(every)
+    if rank == 0:
+        torch.save(found, folder / "decisions.pt")
 
 
 def moved(folder: Path, name: str, stages: list[dict[str, Any]]) -> None:
@@ -274,6 +335,7 @@ if __name__ == "__main__":
     )
     cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
     cases |= {"cut": cut, "absent": absent, "adapted": adapted}
+    cases |= {"gathers": gathers, "decisions": decisions}
     cases |= {"replicas": replicas, "unrouted": unrouted, "other_base": other_base}
     cases[case](Path(folder), **json.loads(arguments))
     dist.destroy_process_group()

@@ -5,12 +5,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from buffer.images import Picture, SeenImage
 from configs.schema import Config, ModelConfig
 from learner.model import memory
 from learner.model.loading import build_on_meta
-from learner.model.memory import GIB, Estimate, OutOfMemory, PeakCandidate, estimate, explain_out_of_memory
+from learner.model.memory import (
+    GIB,
+    Estimate,
+    OutOfMemory,
+    PeakCandidate,
+    choose_gather,
+    estimate,
+    explain_out_of_memory,
+    least_microbatch,
+)
+from learner.model.microbatch import one_document
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train.pictures import one_shown
 from learner.weights.buckets import DoubleBuffer
@@ -21,6 +32,7 @@ from tests.harness.tiny_vlm import KINDS
 from tests.harness.world import LEARNER, policy_of, tiny_model
 from tests.learner.model.test_attention import packed
 
+ONCE = LEARNER.model_copy(update={"gather": "batch"})
 TWO = Estimate([
     PeakCandidate({"weights": 3 * GIB, "head": 2 * GIB}, {"activations": 1 << 20}),
     PeakCandidate({"weights": 3 * GIB}, {"activations": 1 << 20, "backward pass": 1 << 20}),
@@ -134,6 +146,63 @@ def test_state_is_sharded_over_ranks(tmp_path: Path) -> None:
     assert estimate(model, LEARNER, 1, reference=True).candidates[0].fixed["weights"] == 2 * one["weights"]
 
 
+def test_gathering_once_keeps_all_weights_and_whole_gradients(tmp_path: Path, mesh) -> None:
+    """As a policy has them in the middle of a batch: weights in the model's dtype, gradients in float32."""
+    for made in (tiny_model, adapted_model):
+        model = made(tmp_path / made.__name__, dtype=torch.bfloat16)
+        policy = policy_of(model, mesh, ONCE)
+        with policy.keep_gathered():
+            policy.reduce_after_next(last=False)
+            policy(one_document([1, 2, 3]))[0].sum().backward()
+            weights = sum(p.nbytes for p in policy.parameters())
+            trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        for candidate in estimate(model, ONCE, 4).candidates:
+            assert candidate.fixed["gathered weights"] == weights
+            assert candidate.fixed["gradients"] == 4 * trained
+        (each, _), (once, _) = (estimate(model, learner, 4).candidates for learner in (LEARNER, ONCE))
+        for name in ("weights", "optimizer", "head"):
+            assert each.fixed[name] == once.fixed[name]
+        assert each.fixed["gradients"] == trained and each.per_token == once.per_token
+        alone = estimate(model, ONCE, 1).candidates[0].fixed
+        assert alone["gradients"] == 4 * trained == estimate(model, LEARNER, 1).candidates[0].fixed["gradients"]
+
+
+def test_whole_gradients_are_on_the_gpu_with_offload_too(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    fixed = estimate(model, ONCE.model_copy(update={"cpu_offload": True}), 1).candidates[0].fixed
+    assert fixed["weights"] == fixed["optimizer"] == 0
+    assert fixed["gradients"] == estimate(model, ONCE, 1).candidates[0].fixed["gradients"] > 0
+
+
+def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog) -> None:
+    model = wide_model(tmp_path)
+    caplog.set_level("INFO")
+
+    def chosen(memory: int | None, tokens: int = 256, shards: int = 2, **changes) -> str:
+        learner = LEARNER.model_copy(update=changes)
+        return choose_gather(model, learner, shards, memory, tokens).gather
+
+    each, once = (estimate(model, learner, 2) for learner in (LEARNER, ONCE))
+    more = once.total(256) - each.total(256)
+    assert more > 0.1 * once.total(256) / memory.SHARE  # so that the tenth decides
+    assert chosen(10 * more) == "batch" and chosen(10 * more - 10) == "pass"
+    assert f"learner.gather: auto takes batch: batch takes {more / GIB:.1f} GiB more" in caplog.text
+    tokens = once.fit(int(0.9 * 10 * more)) + 512  # there pass may fit, batch does not
+    assert chosen(10 * more, tokens) == "pass"
+    assert chosen(10 * more, cpu_offload=True) == chosen(None, cpu_offload=True) == "pass"
+    assert chosen(None) == "batch"
+    assert chosen(10 * more, gather="pass") == "pass" and chosen(1, gather="batch") == "batch"
+
+
+def wide_model(folder: Path) -> ModelConfig:
+    """A shape without weights, most of which is in its blocks."""
+    Qwen2Config(
+        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    ).save_pretrained(folder)  # fmt: skip
+    return ModelConfig(path=str(folder))
+
+
 def held_for_sending(policy) -> int:
     """Bytes of the weights in the sender's two copies; what both share counts once."""
     plan = Plan.of(policy.weight_specs(), 1 << 20, policy.frozen_names())
@@ -167,7 +236,13 @@ def test_budget_on_cpu(tmp_path: Path) -> None:
         config = Config(**given, learner=learner, sampling=sampling)
         return memory.memory_budget(config, torch.device("cpu"), 1, reference=False, sends=True)[1]
 
+    def least(tokens: int | str, answer: int, patches: int = 0) -> int:
+        config = Config(**given, learner={"tokens_per_microbatch": tokens}, sampling={"max_tokens": answer})
+        return least_microbatch(config, patches)
+
+    assert (least(100, 20), least(100, 200), least("auto", 20), least("auto", 20, 99)) == (100, 209, 29, 50)
     assert budget(100, 20) == 100
+    assert budget(100, 200) == 100
     assert budget("auto", 20) == 8192
     assert budget("auto", 10000) == 10009
 
@@ -178,6 +253,7 @@ def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:
     text = str(raised.value)
     assert text.startswith("the GPU is full: CUDA out of memory. A rank should take 11.0 GiB = 4.0 activations")
     assert "Lower learner.tokens_per_microbatch (4096)" in text and "\n" not in text
+    assert "learner.gather: pass" in text
 
 
 def test_meta_needs_no_storage(tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""`learner.gather: batch` takes the step that `pass` takes, with fewer collectives, and leaves shards alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from configs.schema import AlgorithmConfig, ModelConfig
+from learner.model.lora.base import Base
+from learner.model.microbatch import one_document
+from learner.train.batch import Batch
+from tests.harness import world
+from tests.harness.adapters import adapted_model, stir
+from tests.harness.expert_batches import expert_model
+from tests.harness.pictured import form_of, make_pictured, seeing_model
+from tests.harness.world import ALGORITHM, LEARNER, algorithm_of, cut, make_samples, policy_of, tiny_model
+from tests.learner.train.test_step import close
+
+TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
+WAYS = ("pass", "batch")
+
+
+@dataclass
+class GatherCase:
+    """What is trained, and how: `kind` of model; options of algorithm and learner; frozen parts."""
+
+    kind: str = "text"
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    learner: dict[str, Any] = field(default_factory=dict)
+    freeze: list[str] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
+
+    def model(self, folder: Path) -> ModelConfig:
+        made = {"text": tiny_model, "adapter": adapted_model}.get(self.kind)
+        if made:
+            return made(folder, dtype=self.dtype)
+        model = expert_model(folder) if self.kind == "experts" else seeing_model(folder, "qwen3_vl")
+        return model.model_copy(update={"freeze": self.freeze})
+
+
+CASES = {
+    "text": GatherCase(),
+    "bfloat16": GatherCase(dtype=torch.bfloat16),
+    "first pass": GatherCase(algorithm={"loss": "m2po", "m2_budget": 0.01}),
+    "no checkpointing": GatherCase(learner={"activation_checkpointing": "none"}),
+    "selective": GatherCase(learner={"activation_checkpointing": "selective"}),
+    "adapter": GatherCase("adapter"),
+    "adapter's base": GatherCase("adapter", algorithm={"reference_kl": 0.5}),
+    "reference": GatherCase(algorithm={"reference_kl": 0.5}),
+    "frozen tower": GatherCase("seeing", freeze=["vision"]),
+    "frozen": GatherCase("seeing", freeze=["vision", "projector"]),
+    "experts": GatherCase("experts"),
+}
+
+
+def sharded(policy) -> bool:
+    """Whether every parameter is a shard, in every module and in FSDP's own state, and nothing gathered has storage."""
+    groups = [
+        group
+        for module in policy.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    gathered = [whole for group in groups for each in group.fsdp_params for whole in each.all_gather_outputs]
+    assert len(groups) > 2
+    return (
+        all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+        and all(group.is_sharded for group in groups)
+        and not any(whole.untyped_storage().nbytes() for whole in gathered)
+    )
+
+
+def blocks_gathered(policy) -> list[bool]:
+    """Of each block of the text model."""
+    return [not isinstance(next(block.parameters()), DTensor) for block in policy.model.get_decoder().layers]
+
+
+def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[str, torch.Tensor]:
+    """Of two batches in several microbatches each, with a step between them; each leaves shards alone."""
+    learner = LEARNER.model_copy(update={"gather": gather} | case.learner)
+    policy = policy_of(model, mesh, learner)
+    if model.lora:
+        stir(policy)
+    config = ALGORITHM.model_copy(update=case.algorithm)
+    reference = None
+    if config.reference_kl:
+        reference = Base(policy) if model.lora else policy_of(model, mesh, learner, frozen=True)
+    form = form_of(model) if case.kind == "seeing" else None
+    step = algorithm_of(policy, 60, config, reference=reference, form=form)
+    found = {}
+    for version in (3, 4):
+        entries = make_samples(version)
+        part = make_pictured(form, version).part(version, [15], 0) if form else cut(entries, version, [24], 0)
+        batch = Batch.from_part(part, 60, policy.attention_cost, True, form, policy.patch_cost)
+        assert len(batch.microbatches) > 2
+        step.backward(policy, batch)
+        assert sharded(policy)
+        assert reference is None or sharded(reference.policy if isinstance(reference, Base) else reference)
+        found |= {f"{version} {name}": gradient for name, gradient in world.gradients(policy).items()}
+        step.optimizer.update(version)
+        assert len(policy.logprobs_of(TEXT)) == len(TEXT) - 1 and sharded(policy)
+        assert len(list(policy.full_weights())) == len(policy.weight_specs())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_same(tmp_path: Path, mesh, name: str) -> None:
+    case = CASES[name]
+    model = case.model(tmp_path)
+    each, once = (gradients(case, model, mesh, gather) for gather in WAYS)
+    assert any(gradient.norm() > 0 for gradient in once.values())
+    assert each.keys() == once.keys()
+    first, second = ({key: x for key, x in once.items() if key[0] == version} for version in "34")
+    if case.dtype == torch.float32:
+        moving = {key: x for key, x in second.items() if "k_proj.bias" not in key}  # whose gradient is rounding alone
+        close(first, {key: each[key] for key in first}, 1e-6)
+        close(moving, {key: each[key] for key in moving}, 1e-4)  # after a step of Adam
+    else:
+        close(first, {key: each[key] for key in first}, 1e-5)
+
+
+@pytest.mark.parametrize("gather", WAYS)
+def test_compiled_blocks_stay_gathered_too(tmp_path: Path, mesh, gather: str) -> None:
+    """One backend of the compiler, without code generation: what it compiled holds for weights gathered anew."""
+    torch._dynamo.reset()
+    policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": gather}))
+    for block in policy.model.model.layers:
+        block.forward = torch.compile(block.forward, dynamic=True, backend="aot_eager")
+    plain = policy_of(tiny_model(tmp_path), mesh)
+    for each in (policy, plain):
+        part = cut(make_samples(), 3, [24], 0)
+        algorithm_of(each, 60).backward(each, Batch.from_part(part, 60, each.attention_cost))
+    close(world.gradients(policy), world.gradients(plain))
+    assert sharded(policy)
+
+
+@pytest.mark.parametrize("gather", WAYS)
+def test_weights_stay_until_the_last_backward_pass(tmp_path: Path, mesh, gather: str) -> None:
+    """Scores within the batch leave them as they are, with `batch`: the reference's and a first pass."""
+    policy = policy_of(adapted_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": gather}))
+    step = algorithm_of(policy, 60, ALGORITHM.model_copy(update={"reference_kl": 0.1}), reference=Base(policy))
+    batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 60)
+    shared, stay = step.shared_context(batch, policy.device), [gather == "batch"] * 2
+    assert blocks_gathered(policy) == [False, False]
+    with policy.keep_gathered():
+        policy.score(batch.microbatches[0])
+        assert blocks_gathered(policy) == stay
+        for microbatch in batch.microbatches:
+            last = microbatch is batch.microbatches[-1]
+            policy.reduce_after_next(last)
+            step.backward_of(policy, microbatch, shared)
+            assert blocks_gathered(policy) == ([False, False] if last else stay)
+    assert sharded(policy)
+    policy.score(batch.microbatches[0])
+    assert sharded(policy)
+
+
+def test_an_interrupted_batch_leaves_shards(tmp_path: Path, mesh) -> None:
+    policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}))
+    with pytest.raises(KeyError), policy.keep_gathered():
+        policy.score(one_document(TEXT))
+        raise KeyError
+    policy.score(one_document(TEXT))
+    assert sharded(policy)
+
+
+def test_a_backward_pass_alone_is_a_last_one(tmp_path: Path, mesh) -> None:
+    model, found = tiny_model(tmp_path), []
+    for gather in WAYS:
+        policy = policy_of(model, mesh, LEARNER.model_copy(update={"gather": gather}))
+        policy(one_document(TEXT))[0].sum().backward()
+        assert sharded(policy)
+        found.append(world.gradients(policy))
+    assert len(found[0]) == len(list(policy.parameters()))
+    close(found[0], found[1], 1e-6)
+
+
+def test_a_reference_gathers_for_each_pass(tmp_path: Path, mesh) -> None:
+    """It has no backward pass, whose end would be that of the batch."""
+    reference = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}), frozen=True)
+    with reference.keep_gathered():
+        reference.score(one_document(TEXT))
+        assert sharded(reference)
+
+
+SHARDS = {"text": 2, "first pass": 2, "adapter's base": 2, "frozen tower": 2, "experts": 2, "copies": 1}
+
+
+def cases_on_ranks(folder: Path) -> Iterator[dict[str, Any]]:
+    """What the ranks are told of each of SHARDS."""
+    for name, shards in SHARDS.items():
+        case = CASES.get(name, CASES["text"])
+        model = case.model(folder / name)
+        algorithm = AlgorithmConfig.model_validate(ALGORITHM.model_dump() | case.algorithm).model_dump(mode="json")
+        yield {"model": model.model_dump(mode="json"), "algorithm": algorithm, "shards": shards}
+
+
+@pytest.mark.timeout(600)
+def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh) -> None:
+    """Two ranks: gradients are those of `pass`; a block's weights are gathered and its gradients reduced once a batch,
+    however many microbatches and passes there are."""
+    world.together("gathers", 2, tmp_path, cases=list(cases_on_ranks(tmp_path)), cuts=[17, 7], budget=60)
+    every = torch.load(tmp_path / "gathers.pt")
+    for name, found in zip(SHARDS, every, strict=True):
+        (each, each_grads), (once, once_grads) = (found[gather] for gather in WAYS)
+        close(once_grads, each_grads, 1e-5)
+        groups, trained, microbatches = (once[name] for name in ("groups", "trained groups", "microbatches"))
+        assert groups > 2 and microbatches > 2
+        if name == "copies":  # each rank has a whole one, which is reduced once a batch either way
+            assert (once["gather"], once["reduce"]) == (each["gather"], each["reduce"]) == (0, trained)
+            continue
+        limit = 2 * (name == "first pass")  # two all-gathers of numbers
+        assert (once["gather"] - limit, once["reduce"]) == (groups, trained), name
+        assert each["reduce"] == trained * microbatches, name
+        assert each["gather"] > (1 + (name in ("first pass", "adapter's base"))) * (groups - 1) * microbatches, name
+
+
+def test_ranks_decide_alike(tmp_path: Path, mesh) -> None:
+    """A rank without room for `batch` has all take `pass`."""
+    tiny_model(tmp_path / "model")
+    world.together("decisions", 2, tmp_path)
+    assert torch.load(tmp_path / "decisions.pt") == [["batch"] * 2, ["pass"] * 2, ["pass"] * 2, ["batch"] * 2]
