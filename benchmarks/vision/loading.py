@@ -2,8 +2,8 @@
 
 The model as a worker has it, without an engine; random weights in a staging copy. Timed is each load by the way that
 Headrace takes (`rollout/engine/model_load.py`), of everything and of what is trained beside a frozen tower. On a GPU
-the other way follows, in place by recorded copies, and whether it leaves the very same parameters and buffers: if it
-does for each policy, the rule that keeps models that see from it may go.
+the other way follows, layer by layer or in place by recorded copies, and whether both leave the very same parameters
+and buffers: a model of which they do belongs in `PLAIN_TOWERS`.
 """
 
 import json

@@ -30,6 +30,9 @@ RELOADING = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise
 RELOADING.setLevel(logging.ERROR)  # it warns of layers without weights at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Layers whose weights a GPU keeps as they are in the file: loading over them is enough."""
+PLAIN_TOWERS = ("qwen2_5_vl",)
+"""Models that see, by `model_type`, which a GPU was seen to keep as they are in the file
+(`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
@@ -122,12 +125,13 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
     Plain loading takes a fifth of the time, and is correct only where vLLM keeps every weight as it is in the file: on
     a GPU, unquantised, linear and embedding layers only. Experts are rearranged for their kernels and would be
-    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers; of
-    the towers that see images it was never tried. The rule looks at the loaded model's own layers, and every update is
-    verified by checksums before and by the probe after.
+    corrupted silently; latent attention (MLA) keeps matrices derived from its weights; a CPU packs linear layers; with
+    towers that are not among PLAIN_TOWERS it was never tried. The rule looks at the loaded model's own layers, and
+    every update is verified by checksums before and by the probe after.
     """
-    sees_images = vllm_config.model_config.is_multimodal_model
-    if device.type != "cuda" or vllm_config.quant_config is not None or sees_images:
+    model_config = vllm_config.model_config
+    untried = model_config.is_multimodal_model and model_config.hf_config.model_type not in PLAIN_TOWERS
+    if device.type != "cuda" or vllm_config.quant_config is not None or untried:
         return False
     modules = list(model.modules())
     methods = {type(method).__name__ for m in modules if (method := getattr(m, "quant_method", None)) is not None}

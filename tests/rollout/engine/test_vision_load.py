@@ -35,22 +35,31 @@ def vision_and_projector(name):
     return name.startswith("model.visual.")
 
 
+def as_in_the_file(folder):
+    """vLLM's model before a CPU packs its layers, as a GPU keeps it; and its config."""
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    arguments = EngineArgs(str(folder), enforce_eager=True, dtype="float32", kv_cache_memory_bytes=1 << 26,
+                           max_model_len=128, limit_mm_per_prompt={"image": 2, "video": 0})  # fmt: skip
+    vllm_config = arguments.create_engine_config()
+    with set_current_vllm_config(vllm_config):
+        return initialize_model(vllm_config), vllm_config
+
+
 @pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def made(request, distributed, tmp_path_factory):
     """vLLM's model as a worker has it, the folder it is of, and the names and shapes that a learner publishes."""
-    from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     kind, tied = request.param
     folder = tmp_path_factory.mktemp("model")
     theirs = tiny_vlm(folder, kind, tied=tied)
     specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in theirs.named_parameters()]
-    arguments = EngineArgs(str(folder), enforce_eager=True, dtype="float32", kv_cache_memory_bytes=1 << 26,
-                           max_model_len=128, limit_mm_per_prompt={"image": 2, "video": 0})  # fmt: skip
-    vllm_config = arguments.create_engine_config()
+    model, vllm_config = as_in_the_file(folder)
     with set_current_vllm_config(vllm_config):
-        model = initialize_model(vllm_config)
         process_weights_after_loading(model, vllm_config.model_config, CPU)
     return SimpleNamespace(model=model, folder=folder, specs=specs, vllm_config=vllm_config, kind=kind)
 
@@ -166,7 +175,28 @@ def test_a_folder_brings_everything_whatever_its_names_and_what_is_frozen(made):
     assert equal(behaviour(made.model), theirs)
 
 
-def test_models_that_see_are_loaded_layer_by_layer_on_a_gpu_too(made):
+def test_towers_are_loaded_in_place_where_a_gpu_was_seen_to_keep_them(made):
     from rollout.engine.model_load import loads_plainly
 
-    assert not loads_plainly(made.model, made.vllm_config, torch.device("cuda"))
+    assert loads_plainly(made.model, made.vllm_config, torch.device("cuda")) == (made.kind == "qwen2_5_vl")
+    assert not loads_plainly(made.model, made.vllm_config, CPU)
+
+
+@pytest.mark.parametrize("frozen", [vision_and_projector, lambda name: False], ids=["frozen", "all"])
+def test_a_tower_kept_as_it_is_in_the_file_is_loaded_by_recorded_copies(made, frozen):
+    from rollout.engine.model_load import ModelLoad
+
+    (ours, vllm_config), (theirs, _) = (as_in_the_file(made.folder) for _ in range(2))
+    names = {spec.name for spec in made.specs if frozen(spec.name)}
+    load, buckets = ModelLoad(ours, vllm_config, CPU), policy(made.specs, names, 1)
+    load.plainly, load.frozen = True, frozenset(names)
+    load.load_staged(buckets.views())
+    for version in (2, 3):
+        later, first = policy(made.specs, names, version), buckets.plan.frozen
+        for (_, target), (_, source) in zip(buckets.views(first=first), later.views(first=first), strict=True):
+            target.copy_(source)
+        load.load_staged(buckets.views(first=first))
+        assert load._copies.recording.problem == ""
+        theirs.load_weights(later.views())
+        for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            assert torch.equal(mine, other), name
