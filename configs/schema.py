@@ -337,7 +337,7 @@ class LearnerConfig(Section):
     """When the shards of weights are gathered and gradients reduced: block by block in each forward and each backward
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
     `model.dtype` and unsharded fp32 gradients stay). `auto` takes `batch` on a GPU if it takes at most a tenth of its
-    memory more and the estimate still fits, on CPU always, and `pass` with `cpu_offload`."""
+    memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload`."""
     head_chunk_tokens: Positive = 1024
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time."""
     lr: Annotated[float, Field(gt=0)] = 1e-6

@@ -31,7 +31,7 @@ GIB = 2**30
 SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; the rest is for CUDA, NCCL and fragmentation."""
 GATHERED_SHARE = 0.1
-"""Share of GPU memory that `gather: auto` spends at most."""
+"""What `gather: auto` spends at most: a share of the GPU's memory, or of the microbatch where that fills the GPU."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 """Tokens, or patches, in the forward pass on meta."""
@@ -111,14 +111,21 @@ def choose_gather(
     sends: bool = False,
 ) -> LearnerConfig:
     """`learner` with its `gather: auto` decided, and logged, for a rank with `memory` bytes (None: on CPU) and
-    microbatches of `tokens`. The other arguments as in `estimate`."""
+    microbatches of at least `tokens`. The other arguments as in `estimate`."""
     if learner.gather != "auto":
         return learner
-    each, once = (learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch"))
-    least, most = (estimate(model, way, shards, reference, sends).total(tokens) for way in (each, once))
-    room = memory is None or (most - least <= GATHERED_SHARE * memory and most <= SHARE * memory)
-    chosen = once if room and not learner.cpu_offload else each
-    log.info("learner.gather: auto takes %s: batch takes %.1f GiB more", chosen.gather, (most - least) / GIB)
+    ways = [learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch")]
+    each, once = (estimate(model, way, shards, reference, sends) for way in ways)
+    more = once.total(tokens) - each.total(tokens)
+    if memory is None:
+        room = True
+    elif learner.tokens_per_microbatch == "auto":  # what `batch` keeps, microbatches lose
+        budgets = [expected.fit(int(SHARE * memory)) for expected in (each, once)]
+        room = budgets[1] >= max(tokens, (1 - GATHERED_SHARE) * budgets[0])
+    else:
+        room = more <= GATHERED_SHARE * memory and once.total(tokens) <= SHARE * memory
+    chosen = ways[room and not learner.cpu_offload]
+    log.info("learner.gather: auto takes %s: batch takes %.1f GiB more", chosen.gather, more / GIB)
     return chosen
 
 
@@ -315,5 +322,6 @@ def explain_out_of_memory(estimate: Estimate, tokens: int) -> Iterator[None]:
         raise OutOfMemory(
             f"the GPU is full: {str(error).splitlines()[0].partition('. ')[0]}. A rank should take "
             f"{estimate.describe(tokens)}. Lower learner.tokens_per_microbatch ({tokens}), set "
-            "learner.activation_checkpointing: block or learner.gather: pass, or raise learner.ranks or learner.shard"
+            "learner.activation_checkpointing: block or, where it is batch, learner.gather: pass, or raise "
+            "learner.ranks or learner.shard"
         ) from None

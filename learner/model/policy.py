@@ -168,7 +168,7 @@ class Policy(nn.Module):
     @contextmanager
     def keep_gathered(self) -> Iterator[None]:
         """Around all passes of a batch: with `learner.gather: batch` the first one gathers for all. After it every
-        weight is a shard."""
+        weight is a shard; not where a pass was broken off in the middle, which ends the learner."""
         self._stays_gathered = self.gathers_once
         try:
             yield
@@ -184,7 +184,11 @@ class Policy(nn.Module):
     def reduce_after_next(self, last: bool) -> None:
         """Whether the next backward pass is the `last` of the batch, after which the replicas' gradients are reduced:
         once a batch, not once a microbatch. Until then each replica adds up its own; with `learner.gather: batch` each
-        rank does, in fp32, and keeps the weights gathered."""
+        rank does, in fp32, and keeps the weights gathered.
+
+        So every pass must give every trained parameter a gradient, if only of zeros: FSDP refuses to reduce one that
+        came with the last pass alone, which is still in `model.dtype`, beside those that were added up.
+        """
         assert isinstance(self, FSDPModule), "fully_shard made it one"
         self.set_requires_all_reduce(last)
         if self.gathers_once:

@@ -298,12 +298,13 @@ def test_compiled_once_for_all_blocks_and_lengths(tmp_path: Path, gpu: DeviceMes
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh) -> None:
+@pytest.mark.parametrize("gather", ["pass", "batch"])
+def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh, gather: str) -> None:
     """Two ranks over NCCL against one, in fp32."""
     model = tiny_model(tmp_path / "model", tied=True)
     want = gradients(model, gpu)
     arguments = {"device": "cuda", "long": 90, "algorithms": [world.ALGORITHM.model_dump(mode="json")]}
-    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], **arguments)
+    world.together("gradients", 2, tmp_path, cuts=[[12, 12], [24, 0]], budgets=[200], gather=gather, **arguments)
     found = torch.load(tmp_path / "gradients.pt", map_location="cuda")
     assert len(found) == 2
     for got in found.values():

@@ -48,6 +48,7 @@ def gradients(
     share: bool = False,
     episodes: bool = False,
     routes: list[int] | None = None,
+    gather: str = "pass",
 ) -> None:
     """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`.
 
@@ -56,12 +57,13 @@ def gradients(
     """
     mesh, rank = init_device_mesh(device, (dist.get_world_size(),)), dist.get_rank()
     model, found = ModelConfig(path=str(folder / "model"), dtype="float32"), {}
+    learner = world.LEARNER.model_copy(update={"gather": gather})
     entries = world.make_groups() if share else world.make_samples(long=long)
     entries = make_episodes() if episodes else entries
     sizes = Experts(*routes) if routes else None
     entries = routed(entries, partial(random_routes, sizes=sizes)) if sizes else entries
     for number, config in enumerate(map(AlgorithmConfig.model_validate, algorithms)):
-        policy = world.policy_of(model, mesh, entropy_gradient=config.entropy_bonus > 0, replay=bool(sizes))
+        policy = world.policy_of(model, mesh, learner, entropy_gradient=config.entropy_bonus > 0, replay=bool(sizes))
         for parts, budget in product(cuts, budgets):
             algorithm = world.algorithm_of(policy, budget, config)
             part = world.cut(entries, 3, parts, rank)

@@ -156,7 +156,7 @@ def test_nodes_are_lost_join_and_leave_and_every_process_comes_back(tmp_path: Pa
 def go_through_it(launched: Launched, cluster: Cluster, second: Any, third: str) -> None:
     names = ("buffer", "rollout-0", "rollout-1", *LEARNER)
     launched.until(lambda: all(launched.ready(name) for name in names))
-    assert generation(launched) and launched.said(r"\[rollout-1\] started: pid \d+ on 127.0.0.3")
+    launched.until(lambda: generation(launched) and launched.said(r"\[rollout-1\] started: pid \d+ on 127.0.0.3"))
 
     for name in ("buffer", "rollout-0"):
         launched.again(name, lambda name=name: kill(launched, name))  # type: ignore[misc]
@@ -176,7 +176,7 @@ def go_through_it(launched: Launched, cluster: Cluster, second: Any, third: str)
 
     launched.again("rollout-1", lambda: take_away(cluster, third))
     assert launched.said(r"\[rollout-1\] drained") and launched.said(r"node 127.0.0.3 .1 GPUs. leaves in \d+ s")
-    assert launched.said(r"\[rollout-1\] started: pid \d+ on 127.0.0.4")
+    launched.until(lambda: launched.said(r"\[rollout-1\] started: pid \d+ on 127.0.0.4"))  # after its own words
     assert "(raylet)" not in launched.terminal.read_text(), "words of Ray on the terminal"
 
     last = [launched.ready(name)[-1] for name in names]

@@ -194,6 +194,23 @@ def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog
     assert chosen(10 * more, gather="pass") == "pass" and chosen(1, gather="batch") == "batch"
 
 
+@pytest.mark.parametrize("activation_checkpointing", ["none", "block"])
+def test_auto_microbatches_get_a_tenth_smaller_at_most(tmp_path: Path, activation_checkpointing: str) -> None:
+    """And the longest sample still fits: what is chosen is never refused where the other would not be."""
+    model, keys = wide_model(tmp_path), {"activation_checkpointing": activation_checkpointing}
+    learner = LEARNER.model_copy(update={"tokens_per_microbatch": "auto", **keys})
+    each, once = (estimate(model, learner.model_copy(update={"gather": gather}), 1) for gather in ("pass", "batch"))
+    seen = set()
+    for size in (int(factor * each.total(0)) for factor in (1.3, 2, 40)):
+        budgets = [expected.fit(int(memory.SHARE * size)) for expected in (each, once)]
+        for tokens in (budgets[1], budgets[1] + 1):
+            small = budgets[1] < tokens or budgets[1] < 0.9 * budgets[0]
+            gather = choose_gather(model, learner, 1, size, tokens).gather
+            assert gather == ("pass" if small else "batch"), (size, tokens, budgets)
+            seen.add((gather, budgets[1] >= tokens))
+    assert seen == {("pass", True), ("pass", False), ("batch", True)}
+
+
 def wide_model(folder: Path) -> ModelConfig:
     """A shape without weights, most of which is in its blocks."""
     Qwen2Config(
