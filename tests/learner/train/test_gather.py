@@ -58,8 +58,8 @@ CASES = {
     "frozen": GatherCase("seeing", freeze=["vision", "projector"]),
     "experts": GatherCase("experts"),
 }
-for name in ("adapter", "adapter's base", "frozen tower", "frozen", "experts"):
-    CASES[f"{name}, bfloat16"] = replace(CASES[name], dtype=torch.bfloat16)
+HALF = ("adapter", "adapter's base", "frozen tower", "frozen", "experts")
+CASES |= {f"{name}, bfloat16": replace(CASES[name], dtype=torch.bfloat16) for name in HALF}
 
 
 def groups_of(state: Any) -> list[Any]:
@@ -169,7 +169,7 @@ def test_weights_stay_until_the_last_backward_pass(tmp_path: Path, mesh, gather:
     assert sharded(policy)
 
 
-def test_an_interrupted_batch_leaves_shards(tmp_path: Path, mesh) -> None:
+def test_a_batch_that_ends_between_two_passes_leaves_shards(tmp_path: Path, mesh) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}))
     with pytest.raises(KeyError), policy.keep_gathered():
         policy.score(one_document(TEXT))

@@ -1,4 +1,4 @@
-"""How policies that see get into vLLM's model: everything at first, then what is trained; layer by layer.
+"""How policies that see get into vLLM's model: all at first, then what is trained; layer by layer or in place.
 
 The model is vLLM's, without an engine; the real engine has `test_vision_push.py`.
 """
