@@ -15,8 +15,9 @@ limit of `long-tail` (geometric lengths, mean 1,000, cut at 4,096) is the same s
 sequences as ran in the mean before, and of a length at which a token has as many before it in the mean: attention to
 them is work of the GPU that no server saves, and a geometric length of 1,000 has as much of it as a fixed one of 1,800.
 `--side-by-side` runs two contenders that need no learner at a time, one on each GPU; with `--gpus 4` the server, its
-learner and two peers run at once, so that all bear the same load of the host. A contender that fails costs its own rows
-only. Prints one table; writes JSON after each contender.
+learner and two peers run at once, so that all bear the same load of the host. Those of `long-tail` run at once on two
+GPUs, each with its learner's stand-in on its own; the fixed length is then that of the distribution. A contender that
+fails costs its own rows only. Prints one table; writes JSON after each contender.
 """
 
 import argparse
@@ -81,6 +82,10 @@ class ServerBenchmark:
         self.failed: dict[str, str] = {}
         self.work: Path = args.work.resolve() / name
         self.work.mkdir(parents=True, exist_ok=True)
+        self.at_once: bool = args.side_by_side and args.gpus == 2 and "fixed" in self.case.targets
+        """Both servers of the case run at the same time."""
+        self.shared: bool = args.gpus == 1 or self.at_once
+        """A server has its learner's stand-in on its own GPU."""
 
     def file(self, contender: str, running: int, length: int) -> Path:
         """The run file of a contender."""
@@ -90,20 +95,20 @@ class ServerBenchmark:
             sampling={"max_tokens": length},
             batch={"groups": self.case.groups, "samples": self.case.samples, "max_staleness": STALENESS},
             rollout={**sequences(running, self.case.samples), "heartbeat_s": 1.0,
-                     "engine": engine_keys(self.case.length, self.args.engine, self.args.gpus == 1, self.case.shape)},
+                     "engine": engine_keys(self.case.length, self.args.engine, self.shared, self.case.shape)},
             learner={"tokens_per_microbatch": 16384},
         )  # fmt: skip
 
     def run(self, contender: str, gpu: int | None) -> None:
-        """Run one contender; bare ones on `gpu`."""
+        """Run one contender; bare ones, and those that share it with their stand-in, on `gpu`."""
         progress(f"{self.name}: {CONTENDERS[contender]}")
         try:
             if contender == "server":
-                self.found[contender] = self.serve(contender, self.case.running, self.case.length, self.case.mean)
+                self.found[contender] = self.serve(contender, self.case.running, self.case.length, self.case.mean, gpu)
             elif contender == "fixed":
-                tail = self.found["server"]
+                tail = self.found["server"] if not self.at_once else self.expected()
                 length = round(2.0 * tail["context"]) + 1
-                self.found[contender] = self.serve(contender, round(tail["running"]), length, 0.0)
+                self.found[contender] = self.serve(contender, round(tail["running"]), length, 0.0, gpu)
             else:
                 self.found[contender] = self.bare(contender, gpu)
             progress(f"{self.name}: {contender}: {self.found[contender]}")
@@ -111,11 +116,19 @@ class ServerBenchmark:
             self.failed[contender] = f"{type(error).__name__}: {error}"
             progress(f"{self.name}: {contender} failed: {self.failed[contender]}")
 
-    def serve(self, contender: str, running: int, length: int, mean: float) -> dict[str, float]:
-        """A server in full operation."""
+    def expected(self) -> dict[str, float]:
+        """The tail before it is measured: all places taken, and the tokens before one in the mean, which is at position
+        n as often as an answer is longer than that."""
+        longer = [(1.0 - 1.0 / self.case.mean) ** n for n in range(self.case.length)]
+        context = sum(n * share for n, share in enumerate(longer)) / sum(longer)
+        return {"running": float(self.case.running), "context": context}
+
+    def serve(self, contender: str, running: int, length: int, mean: float, gpu: int | None) -> dict[str, float]:
+        """A server in full operation; on `gpu` where two run at once."""
         gpus: dict[str, int | None] = {"rollout": None, "learner": None}
         if torch.cuda.is_available():
-            gpus = {"rollout": 0, "learner": min(1, self.args.gpus - 1)}
+            own = gpu or 0
+            gpus = {"rollout": own, "learner": own if self.shared else own + 1}
         with Processes(self.file(contender, running, length), gpus) as run:
             run.start("buffer", "buffer")
             run.start("rollout", "rollout")
@@ -154,7 +167,7 @@ class ServerBenchmark:
     def rows(self) -> Iterator[ResultRow]:
         """The server against each peer and limit."""
         label = f"{self.name}: {self.case.shape}, {self.case.running} sequences"
-        label += ", learner's stand-in on the server's GPU" * (self.args.gpus == 1)
+        label += ", learner's stand-in on the server's GPU" * self.shared
         server = self.found.get("server")
         for contender, why in self.failed.items():
             yield ResultRow(f"FAILED: {contender}", 0.0, "", why, case=label)
@@ -200,8 +213,8 @@ def measure(benchmark: ServerBenchmark) -> Iterator[None]:
     bare = [name for name in mine if name not in servers]
     at_a_time = 2 if args.side_by_side and args.gpus > 1 else 1
     first = 2 if args.side_by_side and args.gpus == 4 else 0
-    with ThreadPoolExecutor(1) as lane, ThreadPoolExecutor(at_a_time) as peers:
-        running = [lane.submit(benchmark.run, name, None) for name in servers]
+    with ThreadPoolExecutor(2 if benchmark.at_once else 1) as lane, ThreadPoolExecutor(at_a_time) as peers:
+        running = [lane.submit(benchmark.run, name, at if benchmark.at_once else 0) for at, name in enumerate(servers)]
         if not first:
             wait(running)
         running += [peers.submit(benchmark.run, name, first + at % at_a_time) for at, name in enumerate(bare)]

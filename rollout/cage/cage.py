@@ -16,6 +16,8 @@ from rollout.cage.worker_process import GRACE_S, WorkerEnd, WorkerProcess
 from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
+Generate = Callable[..., Awaitable[Any]]
+"""What serves the requests of an episode."""
 ATTEMPTS = 3
 """Workers that a call is given to when they end before it starts."""
 MAX_BACKOFF_S = 30.0
@@ -26,13 +28,9 @@ class CallOnServer:
     """A call or episode as the server sees it; `done`: its "ended" message, or the end of its worker."""
 
     def __init__(
-        self,
-        number: int,
-        arguments: tuple[Any, ...],
-        generate: Callable[..., Awaitable[Any]] | None,
-        on_worker: Callable[[bool], object],
+        self, number: int, frame: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
     ) -> None:
-        self.number, self.arguments, self.generate, self.on_worker = number, arguments, generate, on_worker
+        self.number, self.frame, self.generate, self.on_worker = number, frame, generate, on_worker
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
@@ -46,7 +44,7 @@ class CallOnServer:
         worker.sent += 1
         worker.calls[self.number] = self
         self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
-        worker.send(["call", self.number, self.arguments])
+        worker.send(self.frame)
         self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
@@ -64,9 +62,7 @@ class CallOnServer:
                 return False
         return True
 
-    async def _generate(
-        self, request: int, generate: Callable[..., Awaitable[Any]], tokens: Any, options: dict[str, Any]
-    ) -> None:
+    async def _generate(self, request: int, generate: Generate, tokens: Any, options: dict[str, Any]) -> None:
         assert self.worker is not None
         try:
             self.worker.send(["generated", request, await generate(tokens, **options)])
@@ -122,20 +118,17 @@ class Cage:
         await asyncio.gather(*self._keeping)
 
     async def call(
-        self,
-        *arguments: Any,
-        generate: Callable[..., Awaitable[Any]] | None = None,
-        on_worker: Callable[[bool], object] = bool,
+        self, *arguments: Any, generate: Generate | None = None, on_worker: Callable[[bool], object] = bool
     ) -> Any:
         """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
         not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed. `on_worker` is
         told that a worker has the call now (True), or lost it before it began (False)."""
         try:
-            encode(arguments)
+            frame = encode(["call", number := next(self._numbers), arguments])
         except (TypeError, ValueError, OverflowError) as error:
             reason = one_line(f"{self.function.name}: its arguments cannot be sent: {error}")
             raise CagedError(reason, "unanswerable") from error
-        call = CallOnServer(next(self._numbers), arguments, generate, on_worker)
+        call = CallOnServer(number, frame, generate, on_worker)
         self._submit(call)
         try:
             outcome = await call.done

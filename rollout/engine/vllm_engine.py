@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -279,7 +280,7 @@ class Engine:
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str | None = None) -> Any:
         salt = salt or self.salt
         if not images:
-            return {"prompt_token_ids": tokens, "cache_salt": salt}
+            return tokens_input(tokens, cache_salt=salt)
         names = f"folder {self._folders}" if self.tower_frozen else salt
         return image_input(tokens, images, salt, names, self._llm.model_config.dtype)
 

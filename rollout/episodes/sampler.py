@@ -19,12 +19,11 @@ from rollout.episodes.prompts import Prompts
 from rollout.episodes.recorded_routes import RecordedRoutes
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import finite
-from rollout.tasks.trajectory import Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
+from rollout.tasks.trajectory import COLUMNS, Completion, Generate, PlacedImage, Problem, Recorded, Trajectory, place
 
 if TYPE_CHECKING:
     from rollout.engine.vllm_engine import Engine
 
-COLUMNS = ("tokens", "sampled", "logprobs", "versions")
 LONGER = (
     "raise rollout.max_sample_tokens (and rollout.engine.max_model_len), or end the sample while problem.left allows"
 )
@@ -126,7 +125,7 @@ class Sampler:
             yield f"max_tokens is {max_tokens!r}; ask for a whole number of tokens, 1 or more"
         if stop is not None and not (isinstance(stop, list) and all(isinstance(text, str) for text in stop)):
             yield f"stop is {stop!r}; a list of strings is needed"
-        yield from self._no_tokens("tokens", tokens)
+        yield from self._no_tokens("tokens", np.array(tokens))
         if len(tokens) >= self.longest:
             yield f"{len(tokens)} tokens leave no room in a sample of at most {self.longest}; {LONGER}"
         yield from misplaced(tokens, so_far.among(tokens), images, self.form, self.max_images)
@@ -134,25 +133,23 @@ class Sampler:
     def _wrong(self, problem: Problem, trajectory: Trajectory, free: bool) -> Iterator[str]:
         """What the learner, or the wire to it, would stumble over; each line may rely on those before it. `free`: it
         has prompts of its own."""
-        columns = {name: getattr(trajectory, name) for name in COLUMNS}
-        lengths = {name: len(column) for name, column in columns.items()}
+        lengths = {name: len(getattr(trajectory, name)) for name in COLUMNS}
         if len(set(lengths.values())) > 1:
             yield f"its columns differ in length ({', '.join(f'{name} {n}' for name, n in lengths.items())})"
-        yield from self._no_tokens("its tokens", trajectory.tokens)
+        trajectory.columns = columns = trajectory.arrays()
+        yield from self._no_tokens("its tokens", columns["tokens"])
         prompt = trajectory.tokens[: trajectory.start]
         if not free and (trajectory.start != len(problem.prompt) or prompt != problem.prompt):
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
-        sampled = np.array(trajectory.sampled)
+        sampled = columns["sampled"]
         if not ((sampled == 0) | (sampled == 1)).all() or sampled[: trajectory.start].any():
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
         if not sampled.any():
             yield "no token of it was sampled; take() at least one completion"
         yield from self._misbegun(trajectory, sampled == 1)
-        with np.errstate(over="ignore"):
-            logprobs = np.array(trajectory.logprobs, np.float32)
-        if not np.isfinite(logprobs).all():
+        if not np.isfinite(columns["logprobs"]).all():
             yield "a log-probability is not finite"
-        if ((np.array(trajectory.versions, np.int32) >= 0) != (sampled == 1)).any():
+        if ((columns["versions"] >= 0) != (sampled == 1)).any():
             yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
         images = [*problem.images, *trajectory.images]
         yield from misplaced(trajectory.tokens, sampled == 1, images, self.form, self.max_images)
@@ -176,9 +173,9 @@ class Sampler:
             what = "it" if len(starts) == 1 else "a segment of it"
             yield f"{what} has {longest} tokens, and a sample at most {self.longest}; {LONGER}"
 
-    def _no_tokens(self, name: str, tokens: list[int]) -> Iterator[str]:
+    def _no_tokens(self, name: str, ids: np.ndarray) -> Iterator[str]:
         """An id that no row of the embedding stands for would end the engine, or the learner."""
-        ids, vocabulary = np.array(tokens), self.engine.vocabulary
+        vocabulary = self.engine.vocabulary
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
         elif (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:

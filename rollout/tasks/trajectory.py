@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+COLUMNS = {"tokens": None, "sampled": None, "logprobs": np.float32, "versions": np.int32}
+"""The lists of a trajectory, with what their numbers become; None: what they are, to be checked first."""
 CUT_SCORE = 0.0
 """Of an episode that a limit ended and whose task did not cope with that, where the task itself scores."""
 
@@ -94,6 +96,8 @@ class Trajectory:
 
     routes: np.ndarray | None = None
     """[tokens, layers, k], of the finished trajectory; no attribute of one that a task makes."""
+    columns: dict[str, np.ndarray] | None = None
+    """`arrays()` as they were checked, of the finished trajectory: what is sent."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
@@ -136,16 +140,21 @@ class Trajectory:
         self.images.append(PlacedImage(len(self.tokens) + 1, picture, data))
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The four lists as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
+        with np.errstate(over="ignore"):
+            return {name: np.array(getattr(self, name), dtype) for name, dtype in COLUMNS.items()}
+
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
         """The sample as it is sent to the buffer; `answer` is the text of all tokens after the prompt."""
-        images = [*prompt_images, *self.images]
+        images, columns = [*prompt_images, *self.images], self.columns or self.arrays()
         turns = [float(reward) for reward in self.turn_rewards]
         turns[-1:] = [last + score.reward for last in turns[-1:]]
         return Sample(
-            tokens=Array.of(np.array(self.tokens, np.int32)),
-            sampled=Array.of(np.array(self.sampled, np.uint8)),
-            behaviour_logprobs=Array.of(np.array(self.logprobs, np.float32)),
-            versions=Array.of(np.array(self.versions, np.int32)),
+            tokens=Array.of(columns["tokens"].astype(np.int32)),
+            sampled=Array.of(columns["sampled"].astype(np.uint8)),
+            behaviour_logprobs=Array.of(columns["logprobs"]),
+            versions=Array.of(columns["versions"]),
             reward=fsum(turns) if turns else score.reward,
             finish=self.finish,
             answer=answer,

@@ -8,6 +8,7 @@ import pytest
 from rollout.errors import EpisodeError
 from rollout.rewards.convention import Score
 from rollout.tasks import Completion, Problem, Trajectory
+from rollout.tasks.trajectory import COLUMNS
 from tests.harness.fakes import VOCABULARY, FakeEngine, fake_sampler
 
 ROW = {"problem": "1+1=", "answer": "2."}
@@ -84,6 +85,16 @@ def test_a_trajectory_that_is_right_is_passed_on():
     problem = sampler.problem(ROW)
     trajectory = made(problem)
     assert sampler.check(problem, trajectory).trajectory is trajectory
+
+
+def test_what_was_checked_is_what_is_sent():
+    sampler = fake_sampler(babbling())
+    problem = sampler.problem(ROW)
+    before, trajectory = made(problem).sample(Score(1.0), "text"), made(problem)
+    checked = sampler.check(problem, trajectory).trajectory
+    for name in COLUMNS:  # as a task could that keeps what it returned
+        getattr(trajectory, name)[:] = [VOCABULARY]
+    assert checked.sample(Score(1.0), "text") == before
 
 
 def test_the_outcome_is_added_to_the_reward_of_the_last_turn():

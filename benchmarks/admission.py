@@ -1,0 +1,163 @@
+"""What would a server gain from admitting requests several at a time? One GPU, or CPU.
+
+`python -m benchmarks.admission --shapes Qwen2.5-1.5B,Qwen2.5-7B`: vLLM as a rollout server starts it, alone and with
+random weights; 512 sequences run, lengths are geometric (mean 1,000 and 512, cut at 4,096 and 2,048), prompts of 128
+tokens in groups of 16, and a group comes whenever a place is free, as in `rollout/loop.py`. So up to 15 requests always
+wait for places, and get one when a sequence ends: at half of all steps a prompt is read beside what decodes, and such a
+step does not run as one CUDA graph. In one engine, window by window, that is compared with the way of
+`benchmarks/runs/switched.py`: places are given out when `--together` of them are free. The ratio of neighbouring
+windows leaves out what else the host does. Prints one table with the median of the ratios; writes JSON. `--shapes
+speck` is the small form for CPU, where nothing is to be gained.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.runs.processes import PROMPT_TOKENS, engine_keys, run_file, sequences
+from benchmarks.runs.switched import FILE
+from benchmarks.weights.table import ResultRow, progress, write
+from configs.load import load as load_config
+from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.vllm_engine import Engine
+
+LOADS: dict[str, dict[str, int]] = {
+    "Qwen2.5-1.5B": {"running": 512, "mean": 1000, "cut": 4096},
+    "Qwen2.5-7B": {"running": 512, "mean": 512, "cut": 2048},
+    "speck": {"running": 64, "mean": 40, "cut": 160},
+}
+SAMPLES = 16
+SETTLE_S = 1.0
+"""From the switch to the count."""
+
+
+class Load:
+    """Keeps an engine's places taken by groups of SAMPLES requests, until cancelled."""
+
+    def __init__(self, engine: Engine, load: dict[str, int]) -> None:
+        self.engine, self.load, self.taken, self.ended = engine, load, 0, 0
+        self._draw, self._freed = random.Random(0), asyncio.Event()
+
+    async def run(self) -> None:
+        """A group whenever a place is free."""
+        async with asyncio.TaskGroup() as requests:
+            while True:
+                while self.taken < self.load["running"]:
+                    prompt = self._draw.choices(range(3, 500), k=PROMPT_TOKENS)
+                    for _ in range(SAMPLES):
+                        self.taken += 1
+                        requests.create_task(self._one(prompt))
+                    await asyncio.sleep(0)
+                self._freed.clear()
+                await self._freed.wait()
+
+    async def _one(self, prompt: list[int]) -> None:
+        length = 1 + int(self._draw.expovariate(1.0 / self.load["mean"]))
+        await self.engine.generate(prompt, min(length, self.load["cut"]), 1.0)
+        self.taken, self.ended = self.taken - 1, self.ended + 1
+        self._freed.set()
+
+
+async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]]:
+    """What each window saw, in order: 1 at a time, then several, and so on."""
+    wanted, work = LOADS[shape], args.work.resolve() / shape
+    work.mkdir(parents=True, exist_ok=True)
+    file = run_file(
+        work, f"run-{int(time.time())}", shape,
+        sampling={"max_tokens": wanted["cut"]}, batch={"samples": SAMPLES},
+        rollout={**sequences(wanted["running"], SAMPLES), "engine": engine_keys(wanted["cut"], args.engine)},
+    )  # fmt: skip
+    config, switch = load_config([str(file)]), work / "admission"
+    arguments = engine_arguments(config, 0, on_cpu(config)) | {"scheduler_cls": "benchmarks.runs.switched.scheduler"}
+    os.environ.update({**environment(on_cpu(config)), FILE: str(switch)})
+    switch.write_text("1")
+    engine = await Engine.launch(arguments)
+    progress(f"{shape}: vLLM has started")
+    load, windows = Load(engine, wanted), []
+    running = asyncio.create_task(load.run())
+    try:
+        await asyncio.sleep(args.warm_up_s)
+        for number in [1, args.together] * args.rounds:
+            switch.write_text(str(number))
+            await asyncio.sleep(SETTLE_S)
+            windows.append({"together": float(number), **await window(load, switch, args.seconds)})
+            progress(f"{shape}: {windows[-1]}")
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await engine.close()
+    return windows
+
+
+async def window(load: "Load", switch: Path, seconds: float) -> dict[str, float]:
+    """Tokens and ended requests per second, sequences that ran, and steps of both kinds: number, ms, tokens."""
+
+    def now() -> tuple[float, int, int, dict[str, list[float]]]:
+        counts = json.loads(switch.with_suffix(".counts").read_text())
+        return time.monotonic(), load.engine.tokens, load.ended, counts
+
+    load.engine.stats()
+    since, tokens, ended, before = now()
+    await asyncio.sleep(seconds)
+    until, tokens_after, ended_after, after = now()
+    found = {"rate": (tokens_after - tokens) / (until - since), "ends": (ended_after - ended) / (until - since)}
+    found["running"] = load.engine.stats()["running"]
+    for kind in before:
+        steps, spent_s, read = (new - old for new, old in zip(after[kind], before[kind], strict=True))
+        found |= {f"{kind} steps/s": steps / (until - since), f"{kind} ms": 1e3 * spent_s / max(steps, 1)}
+        found[f"{kind} tokens"] = read / max(steps, 1)
+    return found
+
+
+def rows_of(shape: str, windows: list[dict[str, float]]) -> list[ResultRow]:
+    """Medians by kind of window, and the median ratio of neighbours: each window with that before it, either way."""
+    label = f"{shape}: {LOADS[shape]['running']} sequences, mean {LOADS[shape]['mean']}"
+    ratios = [
+        (after["rate"] / before["rate"]) ** (1 if after["together"] > 1 else -1) for before, after in pairwise(windows)
+    ]
+    each = [[one for one in windows if (one["together"] > 1) == several] for several in (True, False)]
+    several, single = ({key: median(one[key] for one in kind) for key in kind[0]} for kind in each)
+    what = f"tokens/s, admitted when {several['together']:g} places are free"
+    rows = [
+        ResultRow(what, several["rate"], "1/s", "one by one", single["rate"], label),
+        ResultRow("  ratio of neighbouring windows, median", median(ratios), "", "smallest", min(ratios), label),
+        ResultRow("  mean", mean(ratios), "", "windows", float(len(windows)), label),
+    ]
+    for key in ("running", "ends", "mixed steps/s", "pure steps/s", "mixed ms", "pure ms", "mixed tokens"):
+        rows.append(ResultRow(f"  {key}", several[key], "", "one by one", single[key], label))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="speck", help=f"of {', '.join(LOADS)}")
+    parser.add_argument("--together", type=int, default=16, help="places that are free before requests get them")
+    parser.add_argument("--rounds", type=int, default=4, help="windows of each kind")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a window")
+    parser.add_argument("--warm-up-s", type=float, default=15.0)
+    parser.add_argument("--engine", type=json.loads, default={}, help="rollout.engine, as JSON")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-admission"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "admission.json")
+    args = parser.parse_args()
+    if args.together < 2:
+        parser.error(f"--together: {args.together} is one by one, with which it is compared; take 2 or more")
+    rows: list[dict[str, Any]] = []
+    for shape in args.shapes.split(","):
+        if shape not in LOADS:
+            parser.error(f"--shapes: {shape!r} is not one of {', '.join(LOADS)}")
+        rows += [row.line() for row in rows_of(shape, asyncio.run(measure(shape, args)))]
+        write(args.out, "admission", rows, show=False)
+    write(args.out, "admission", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
