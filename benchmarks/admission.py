@@ -2,12 +2,12 @@
 
 `python -m benchmarks.admission --shapes Qwen2.5-1.5B,Qwen2.5-7B`: vLLM as a rollout server starts it, alone and with
 random weights; 512 sequences run, lengths are geometric (mean 1,000 and 512, cut at 4,096 and 2,048), prompts of 128
-tokens in groups of 16, and a group comes whenever a place is free, as in `rollout/loop.py`. So up to 15 requests always
-wait for places, and get one when a sequence ends: at half of all steps a prompt is read beside what decodes, and such a
-step does not run as one CUDA graph. In one engine, window by window, that is compared with the way of
-`benchmarks/runs/switched.py`: places are given out when `--together` of them are free. The ratio of neighbouring
-windows leaves out what else the host does. Prints one table with the median of the ratios; writes JSON. `--shapes
-speck` is the small form for CPU, where nothing is to be gained.
+tokens in groups of 16, and a group comes whenever a place is free, as in `rollout/loop.py`. So up to 15 requests wait
+for places, and each sequence that ends lets one in: such a step reads a prompt beside what decodes, and does not run as
+one CUDA graph. In one engine, window by window, that is compared with the way of `benchmarks/runs/switched.py`: places
+are given out when `--together` of them are free. Each window is compared with the two around it, of the other way, so a
+speed that rises or falls steadily drops out. Contexts are those of the steady state after some 80 s; until then they
+grow, for both ways alike. Prints one table; writes JSON. `--shapes speck` is the small form for CPU.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import time
-from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -78,7 +78,7 @@ async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]
     config, switch = load_config([str(file)]), work / "admission"
     arguments = engine_arguments(config, 0, on_cpu(config)) | {"scheduler_cls": "benchmarks.runs.switched.scheduler"}
     os.environ.update({**environment(on_cpu(config)), FILE: str(switch)})
-    switch.write_text("1")
+    say(switch, 1)
     engine = await Engine.launch(arguments)
     progress(f"{shape}: vLLM has started")
     load, windows = Load(engine, wanted), []
@@ -86,15 +86,24 @@ async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]
     try:
         await asyncio.sleep(args.warm_up_s)
         for number in [1, args.together] * args.rounds:
-            switch.write_text(str(number))
+            say(switch, number)
             await asyncio.sleep(SETTLE_S)
             windows.append({"together": float(number), **await window(load, switch, args.seconds)})
+            if running.done():
+                running.result()  # the engine failed, and nothing runs any more
             progress(f"{shape}: {windows[-1]}")
     finally:
         running.cancel()
         await asyncio.wait([running])
         await engine.close()
     return windows
+
+
+def say(switch: Path, number: int) -> None:
+    """Tell the scheduler how many places are to be free; it reads the file at any time."""
+    part = switch.with_suffix(".part")
+    part.write_text(str(number))
+    part.replace(switch)
 
 
 async def window(load: "Load", switch: Path, seconds: float) -> dict[str, float]:
@@ -110,25 +119,27 @@ async def window(load: "Load", switch: Path, seconds: float) -> dict[str, float]
     until, tokens_after, ended_after, after = now()
     found = {"rate": (tokens_after - tokens) / (until - since), "ends": (ended_after - ended) / (until - since)}
     found["running"] = load.engine.stats()["running"]
-    for kind in before:
+    counted_s = after["at"][0] - before["at"][0]
+    for kind in ("pure", "mixed"):
         steps, spent_s, read = (new - old for new, old in zip(after[kind], before[kind], strict=True))
-        found |= {f"{kind} steps/s": steps / (until - since), f"{kind} ms": 1e3 * spent_s / max(steps, 1)}
+        found |= {f"{kind} steps/s": steps / counted_s, f"{kind} ms": 1e3 * spent_s / max(steps, 1)}
         found[f"{kind} tokens"] = read / max(steps, 1)
     return found
 
 
 def rows_of(shape: str, windows: list[dict[str, float]]) -> list[ResultRow]:
-    """Medians by kind of window, and the median ratio of neighbours: each window with that before it, either way."""
+    """Medians by kind of window, and how much faster several at a time is in each window but the first and the last,
+    compared with the geometric mean of its two neighbours."""
     label = f"{shape}: {LOADS[shape]['running']} sequences, mean {LOADS[shape]['mean']}"
-    ratios = [
-        (after["rate"] / before["rate"]) ** (1 if after["together"] > 1 else -1) for before, after in pairwise(windows)
-    ]
+    rates = [one["rate"] for one in windows]
+    inner = [rates[at] / sqrt(rates[at - 1] * rates[at + 1]) for at in range(1, len(rates) - 1)]
+    ratios = [ratio if windows[at]["together"] > 1 else 1.0 / ratio for at, ratio in enumerate(inner, 1)]
     each = [[one for one in windows if (one["together"] > 1) == several] for several in (True, False)]
     several, single = ({key: median(one[key] for one in kind) for key in kind[0]} for kind in each)
     what = f"tokens/s, admitted when {several['together']:g} places are free"
     rows = [
         ResultRow(what, several["rate"], "1/s", "one by one", single["rate"], label),
-        ResultRow("  ratio of neighbouring windows, median", median(ratios), "", "smallest", min(ratios), label),
+        ResultRow("  ratio to the windows around it, median", median(ratios), "", "smallest", min(ratios), label),
         ResultRow("  mean", mean(ratios), "", "windows", float(len(windows)), label),
     ]
     for key in ("running", "ends", "mixed steps/s", "pure steps/s", "mixed ms", "pure ms", "mixed tokens"):
@@ -149,10 +160,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.together < 2:
         parser.error(f"--together: {args.together} is one by one, with which it is compared; take 2 or more")
+    if args.rounds < 2:
+        parser.error(f"--rounds: {args.rounds} has no window with two others around it; take 2 or more")
     rows: list[dict[str, Any]] = []
-    for shape in args.shapes.split(","):
+    for shape in (shapes := args.shapes.split(",")):
         if shape not in LOADS:
             parser.error(f"--shapes: {shape!r} is not one of {', '.join(LOADS)}")
+    for shape in shapes:
         rows += [row.line() for row in rows_of(shape, asyncio.run(measure(shape, args)))]
         write(args.out, "admission", rows, show=False)
     write(args.out, "admission", rows)

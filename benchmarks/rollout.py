@@ -82,16 +82,18 @@ class ServerBenchmark:
         self.failed: dict[str, str] = {}
         self.work: Path = args.work.resolve() / name
         self.work.mkdir(parents=True, exist_ok=True)
-        self.at_once: bool = args.side_by_side and args.gpus == 2 and "fixed" in self.case.targets
+        both = "fixed" in self.case.targets and {"server", "fixed"} <= {*args.contenders.split(",")}
+        self.at_once: bool = args.side_by_side and args.gpus == 2 and both
         """Both servers of the case run at the same time."""
         self.shared: bool = args.gpus == 1 or self.at_once
         """A server has its learner's stand-in on its own GPU."""
 
     def file(self, contender: str, running: int, length: int) -> Path:
         """The run file of a contender."""
-        fresh = f"{contender}-{int(time.time())}"
+        fresh, work = f"{contender}-{int(time.time())}", self.work / contender if self.at_once else self.work
+        work.mkdir(exist_ok=True)  # of its own where both write their model and problems at the same time
         return run_file(
-            self.work, fresh, self.case.shape,
+            work, fresh, self.case.shape,
             sampling={"max_tokens": length},
             batch={"groups": self.case.groups, "samples": self.case.samples, "max_staleness": STALENESS},
             rollout={**sequences(running, self.case.samples), "heartbeat_s": 1.0,

@@ -46,8 +46,8 @@ class Switched(KeepingScheduler):
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + LOOK_S
             self.together = int(self._file.read_text())
-            part = self._file.with_suffix(".part")
-            part.write_text(json.dumps(self._counts))
+            part = self._file.with_suffix(".counted")
+            part.write_text(json.dumps({"at": [now], **self._counts}))
             part.replace(self._file.with_suffix(".counts"))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

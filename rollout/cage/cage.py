@@ -28,9 +28,9 @@ class CallOnServer:
     """A call or episode as the server sees it; `done`: its "ended" message, or the end of its worker."""
 
     def __init__(
-        self, number: int, frame: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
+        self, number: int, arguments: tuple[Any, ...], generate: Generate | None, on_worker: Callable[[bool], object]
     ) -> None:
-        self.number, self.frame, self.generate, self.on_worker = number, frame, generate, on_worker
+        self.number, self.arguments, self.generate, self.on_worker = number, arguments, generate, on_worker
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
@@ -44,7 +44,7 @@ class CallOnServer:
         worker.sent += 1
         worker.calls[self.number] = self
         self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
-        worker.send(self.frame)
+        worker.send(["call", self.number, self.arguments])
         self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
@@ -124,11 +124,11 @@ class Cage:
         not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed. `on_worker` is
         told that a worker has the call now (True), or lost it before it began (False)."""
         try:
-            frame = encode(["call", number := next(self._numbers), arguments])
+            encode(arguments)
         except (TypeError, ValueError, OverflowError) as error:
             reason = one_line(f"{self.function.name}: its arguments cannot be sent: {error}")
             raise CagedError(reason, "unanswerable") from error
-        call = CallOnServer(number, frame, generate, on_worker)
+        call = CallOnServer(next(self._numbers), arguments, generate, on_worker)
         self._submit(call)
         try:
             outcome = await call.done

@@ -99,8 +99,8 @@ class WorkerProcess:
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
-        """Send a message, or the bytes of one; one for a worker that has ended is lost. Raises what `encode` raises."""
-        frame = message if isinstance(message, bytes) else encode(message)
+        """Send a message; one for a worker that has ended is lost. Raises what `encode` raises."""
+        frame = encode(message)
         if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
 

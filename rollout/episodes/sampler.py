@@ -97,8 +97,9 @@ class Sampler:
         # Only where they return: the prompt is hashed for them, in the process that has to answer everybody.
         at = routes.continued(tokens) if routes and self.engine.routes else None
         routed = at.routed if at else 0
+        plain = np.array(tokens).tolist()  # True is an int too, and vLLM's process would end on it
         completion = await self.engine.generate(
-            tokens, min(wanted, room), self.temperature, stops, images, salt, routed
+            plain, int(min(wanted, room)), self.temperature, stops, images, salt, routed
         )
         if routes and at:
             routes.add(at, completion)

@@ -1,6 +1,7 @@
 """`benchmarks/runs/switched.py`: requests that wait for places get them several at a time. vLLM's part of a step is
 played; the queues are its own."""
 
+import json
 from math import inf
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import pytest
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from benchmarks.admission import rows_of, say
 from benchmarks.runs.switched import Switched
+from rollout.engine.scheduler import KeepingScheduler
 
 PLACES = 8
 
@@ -74,3 +77,30 @@ def test_whom_a_step_preempts_waits_before_all_others(scheduler):
     assert [*scheduler.waiting] == [6, 7, 8, 9, 10, 11] and len(scheduler.running) == 5
     scheduler.schedule()
     assert scheduler.running[-3:] == [6, 7, 8]
+
+
+def window(rate, together):
+    return {"rate": rate, "together": together} | dict.fromkeys(
+        ("running", "ends", "mixed steps/s", "pure steps/s", "mixed ms", "pure ms", "mixed tokens"), 1.0
+    )
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.1, 0.9])
+def test_a_speed_that_rises_steadily_is_no_gain(gain):
+    windows = [window(1000.0 * 1.1**at * (gain if at % 2 else 1.0), 1 + 15 * (at % 2)) for at in range(8)]
+    found = {row.what: row for row in rows_of("speck", windows)}
+    ratio = found["  ratio to the windows around it, median"]
+    assert ratio.value == pytest.approx(gain) and ratio.against_value == pytest.approx(gain)
+
+
+def test_steps_are_counted_by_kind_and_what_the_file_says_is_followed(scheduler, monkeypatch, tmp_path):
+    scheduler._file, scheduler._look_at, scheduler._ended_at = tmp_path / "admission", 0.0, 1.0
+    scheduler._counts = {"pure": [0, 0.0, 0], "mixed": [0, 0.0, 0]}
+    monkeypatch.setattr(KeepingScheduler, "update_from_output", lambda self, *outputs: "results")
+    for tokens in (3, 3, 9):
+        step = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={"a": 1, "b": 1, "c": 1})
+        assert scheduler.update_from_output(step, None) == "results"
+    say(scheduler._file, 5)
+    scheduler.schedule()
+    counts = json.loads((tmp_path / "admission.counts").read_text())
+    assert scheduler.together == 5 and counts["pure"][::2] == [2, 6] and counts["mixed"][::2] == [1, 9]

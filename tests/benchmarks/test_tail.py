@@ -9,7 +9,9 @@ from benchmarks.rollout import ServerBenchmark, ServerCase
 
 
 def benchmark(tmp_path, **given):
-    args = argparse.Namespace(**{"work": tmp_path, "side_by_side": True, "gpus": 2, **given})
+    args = argparse.Namespace(
+        **{"work": tmp_path, "side_by_side": True, "gpus": 2, "contenders": "server,fixed,llm", **given}
+    )
     return ServerBenchmark("tail", args, ServerCase("speck", 32, 128, 2, mean=32.0, targets={"fixed": 0.95}))
 
 
@@ -31,3 +33,7 @@ def test_the_tokens_before_one_are_those_of_geometric_lengths_that_are_cut(tmp_p
 def test_two_servers_run_at_once_where_each_has_a_gpu(side_by_side, gpus, at_once, shared, tmp_path):
     made = benchmark(tmp_path, side_by_side=side_by_side, gpus=gpus)
     assert (made.at_once, made.shared) == (at_once, shared)
+
+
+def test_one_server_alone_gets_both_gpus(tmp_path):
+    assert not benchmark(tmp_path, contenders="server").shared

@@ -65,6 +65,19 @@ async def test_what_the_engine_cannot_do_is_refused_before_it_is_asked(arguments
     assert not engine.asked_tokens
 
 
+async def test_numbers_that_only_python_takes_for_tokens_become_plain_ones(monkeypatch):
+    sampler, asked = fake_sampler(engine := babbling()), []
+    generate = engine.generate
+
+    def noted(prompt, max_tokens, *rest):
+        asked.append([prompt, max_tokens])
+        return generate(prompt, max_tokens, *rest)
+
+    monkeypatch.setattr(engine, "generate", noted)
+    await sampler.generate([5, True, np.int64(7)], True)
+    assert asked == [[[5, 1, 7], 1]] and {type(number) for number in [*asked[0][0], asked[0][1]]} == {int}
+
+
 def test_a_problem_knows_what_is_left_of_its_budget():
     problem = fake_sampler(babbling(), longest=40).problem(ROW)
     assert (problem.row, problem.prompt, problem.max_tokens) == (ROW, [ord(c) for c in "1+1="], 36)
