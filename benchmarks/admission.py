@@ -106,7 +106,7 @@ def say(switch: Path, number: int) -> None:
     part.replace(switch)
 
 
-async def window(load: "Load", switch: Path, seconds: float) -> dict[str, float]:
+async def window(load: Load, switch: Path, seconds: float) -> dict[str, float]:
     """Tokens and ended requests per second, sequences that ran, and steps of both kinds: number, ms, tokens."""
 
     def now() -> tuple[float, int, int, dict[str, list[float]]]:
