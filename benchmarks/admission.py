@@ -1,13 +1,13 @@
-"""What would a server gain from admitting requests several at a time? One GPU, or CPU.
+"""What does a server gain from room for whole groups in vLLM? One GPU, or CPU.
 
 `python -m benchmarks.admission --shapes Qwen2.5-1.5B,Qwen2.5-7B`: vLLM as a rollout server starts it, alone and with
 random weights; 512 sequences run, lengths are geometric (mean 1,000 and 512, cut at 4,096 and 2,048), prompts of 128
-tokens in groups of 16, and a group comes whenever a place is free, as in `rollout/loop.py`. So up to 15 requests wait
-for places, and each sequence that ends lets one in: such a step reads a prompt beside what decodes, and does not run as
-one CUDA graph. In one engine, window by window, that is compared with the way of `benchmarks/runs/switched.py`: places
-are given out when `--together` of them are free. Each window is compared with the two around it, of the other way, so a
-speed that rises or falls steadily drops out. Contexts are those of the steady state after some 80 s; until then they
-grow, for both ways alike. Prints one table; writes JSON. `--shapes speck` is the small form for CPU.
+tokens in groups of 16, and a group comes whenever a place is free, as in `rollout/loop.py`. If vLLM has 512 places, up
+to 15 requests wait for one, and each sequence that ends lets one in: such a step reads a prompt beside what decodes,
+and does not run as one CUDA graph. A server gives vLLM room for the rest of the group. In one engine, window by window,
+both are compared (`benchmarks/runs/switched.py`): each window with the two around it, of the other way, so a speed that
+rises or falls steadily drops out. Contexts are those of the steady state after some 80 s; until then they grow, for
+both ways alike. Prints one table; writes JSON. `--shapes speck` is the small form for CPU.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Load:
 
 
 async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]]:
-    """What each window saw, in order: 1 at a time, then several, and so on."""
+    """What each window saw, in order: no room beyond the sequences, then room for a whole group, and so on."""
     wanted, work = LOADS[shape], args.work.resolve() / shape
     work.mkdir(parents=True, exist_ok=True)
     file = run_file(
@@ -76,19 +76,20 @@ async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]
         rollout={**sequences(wanted["running"], SAMPLES), "engine": engine_keys(wanted["cut"], args.engine)},
     )  # fmt: skip
     config, switch = load_config([str(file)]), work / "admission"
-    arguments = engine_arguments(config, 0, on_cpu(config)) | {"scheduler_cls": "benchmarks.runs.switched.scheduler"}
+    own, (few, enough) = "benchmarks.runs.switched.scheduler", (wanted["running"], wanted["running"] + SAMPLES)
+    arguments = engine_arguments(config, 0, on_cpu(config)) | {"scheduler_cls": own, "max_num_seqs": enough}
     os.environ.update({**environment(on_cpu(config)), FILE: str(switch)})
-    say(switch, 1)
+    say(switch, few)
     engine = await Engine.launch(arguments)
     progress(f"{shape}: vLLM has started")
     load, windows = Load(engine, wanted), []
     running = asyncio.create_task(load.run())
     try:
         await asyncio.sleep(args.warm_up_s)
-        for number in [1, args.together] * args.rounds:
-            say(switch, number)
+        for places in [few, enough] * args.rounds:
+            say(switch, places)
             await asyncio.sleep(SETTLE_S)
-            windows.append({"together": float(number), **await window(load, switch, args.seconds)})
+            windows.append({"room": float(places - few), **await window(load, switch, args.seconds)})
             if running.done():
                 running.result()  # the engine failed, and nothing runs any more
             progress(f"{shape}: {windows[-1]}")
@@ -100,7 +101,7 @@ async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]
 
 
 def say(switch: Path, number: int) -> None:
-    """Tell the scheduler how many places are to be free; it reads the file at any time."""
+    """Tell the scheduler how many places there are; it reads the file at any time."""
     part = switch.with_suffix(".part")
     part.write_text(str(number))
     part.replace(switch)
@@ -128,29 +129,27 @@ async def window(load: Load, switch: Path, seconds: float) -> dict[str, float]:
 
 
 def rows_of(shape: str, windows: list[dict[str, float]]) -> list[ResultRow]:
-    """Medians by kind of window, and how much faster several at a time is in each window but the first and the last,
-    compared with the geometric mean of its two neighbours."""
+    """Medians by kind of window, and how much faster it is with room for whole groups: each window but the first and the
+    last compared with the geometric mean of its two neighbours."""
     label = f"{shape}: {LOADS[shape]['running']} sequences, mean {LOADS[shape]['mean']}"
     rates = [one["rate"] for one in windows]
     inner = [rates[at] / sqrt(rates[at - 1] * rates[at + 1]) for at in range(1, len(rates) - 1)]
-    ratios = [ratio if windows[at]["together"] > 1 else 1.0 / ratio for at, ratio in enumerate(inner, 1)]
-    each = [[one for one in windows if (one["together"] > 1) == several] for several in (True, False)]
-    several, single = ({key: median(one[key] for one in kind) for key in kind[0]} for kind in each)
-    what = f"tokens/s, admitted when {several['together']:g} places are free"
+    ratios = [ratio if windows[at]["room"] else 1.0 / ratio for at, ratio in enumerate(inner, 1)]
+    each = [[one for one in windows if bool(one["room"]) == roomy] for roomy in (True, False)]
+    whole, single = ({key: median(one[key] for one in kind) for key in kind[0]} for kind in each)
     rows = [
-        ResultRow(what, several["rate"], "1/s", "one by one", single["rate"], label),
+        ResultRow("tokens/s, room for whole groups", whole["rate"], "1/s", "one by one", single["rate"], label),
         ResultRow("  ratio to the windows around it, median", median(ratios), "", "smallest", min(ratios), label),
         ResultRow("  mean", mean(ratios), "", "windows", float(len(windows)), label),
     ]
     for key in ("running", "ends", "mixed steps/s", "pure steps/s", "mixed ms", "pure ms", "mixed tokens"):
-        rows.append(ResultRow(f"  {key}", several[key], "", "one by one", single[key], label))
+        rows.append(ResultRow(f"  {key}", whole[key], "", "one by one", single[key], label))
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="speck", help=f"of {', '.join(LOADS)}")
-    parser.add_argument("--together", type=int, default=16, help="places that are free before requests get them")
     parser.add_argument("--rounds", type=int, default=4, help="windows of each kind")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a window")
     parser.add_argument("--warm-up-s", type=float, default=15.0)
@@ -158,8 +157,6 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-admission"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "admission.json")
     args = parser.parse_args()
-    if args.together < 2:
-        parser.error(f"--together: {args.together} is one by one, with which it is compared; take 2 or more")
     if args.rounds < 2:
         parser.error(f"--rounds: {args.rounds} has no window with two others around it; take 2 or more")
     rows: list[dict[str, Any]] = []

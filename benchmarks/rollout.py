@@ -16,7 +16,8 @@ sequences as ran in the mean before, and of a length at which a token has as man
 them is work of the GPU that no server saves, and a geometric length of 1,000 has as much of it as a fixed one of 1,800.
 `--side-by-side` runs two contenders that need no learner at a time, one on each GPU; with `--gpus 4` the server, its
 learner and two peers run at once, so that all bear the same load of the host. Those of `long-tail` run at once on two
-GPUs, each with its learner's stand-in on its own; the fixed length is then that of the distribution. A contender that
+GPUs, each with its learner's stand-in on the other's; the fixed length is then that of the distribution, and
+`--swapped` tells what part of a ratio is the host's: its processors need not be equally fast. A contender that
 fails costs its own rows only. Prints one table; writes JSON after each contender.
 """
 
@@ -86,7 +87,7 @@ class ServerBenchmark:
         self.at_once: bool = args.side_by_side and args.gpus == 2 and both
         """Both servers of the case run at the same time."""
         self.shared: bool = args.gpus == 1 or self.at_once
-        """A server has its learner's stand-in on its own GPU."""
+        """A server has a learner's stand-in on its GPU: its own, or that of the server beside it."""
 
     def file(self, contender: str, running: int, length: int) -> Path:
         """The run file of a contender."""
@@ -130,7 +131,7 @@ class ServerBenchmark:
         gpus: dict[str, int | None] = {"rollout": None, "learner": None}
         if torch.cuda.is_available():
             own = gpu or 0
-            gpus = {"rollout": own, "learner": own if self.shared else own + 1}
+            gpus = {"rollout": own, "learner": own if self.args.gpus == 1 else 1 - own}
         with Processes(self.file(contender, running, length), gpus) as run:
             run.start("buffer", "buffer")
             run.start("rollout", "rollout")
@@ -169,7 +170,7 @@ class ServerBenchmark:
     def rows(self) -> Iterator[ResultRow]:
         """The server against each peer and limit."""
         label = f"{self.name}: {self.case.shape}, {self.case.running} sequences"
-        label += ", learner's stand-in on the server's GPU" * self.shared
+        label += ", a learner's stand-in on the server's GPU" * self.shared
         server = self.found.get("server")
         for contender, why in self.failed.items():
             yield ResultRow(f"FAILED: {contender}", 0.0, "", why, case=label)
@@ -186,6 +187,9 @@ class ServerBenchmark:
                     "tokens/s of the server", server["rate"], "1/s", CONTENDERS[contender], peer["rate"], label
                 )
                 yield ResultRow("  ratio", server["rate"] / peer["rate"], "", against, case=label)
+            if contender == "fixed":
+                sampled = server["tokens_per_s"] / peer["tokens_per_s"]
+                yield ResultRow("  ratio of what is sampled, finished or not", sampled, "", against, case=label)
         yield ResultRow("front process, share of a CPU", server.get("front", -1.0), "", "limit", FRONT_SHARE, label)
         for contender in ("server", "fixed"):
             for key in (
@@ -216,7 +220,11 @@ def measure(benchmark: ServerBenchmark) -> Iterator[None]:
     at_a_time = 2 if args.side_by_side and args.gpus > 1 else 1
     first = 2 if args.side_by_side and args.gpus == 4 else 0
     with ThreadPoolExecutor(2 if benchmark.at_once else 1) as lane, ThreadPoolExecutor(at_a_time) as peers:
-        running = [lane.submit(benchmark.run, name, at if benchmark.at_once else 0) for at, name in enumerate(servers)]
+        places = [1, 0] if args.swapped else [0, 1]
+        running = [
+            lane.submit(benchmark.run, name, gpu if benchmark.at_once else 0)
+            for name, gpu in zip(servers, places, strict=False)
+        ]
         if not first:
             wait(running)
         running += [peers.submit(benchmark.run, name, first + at % at_a_time) for at, name in enumerate(bare)]
@@ -236,6 +244,7 @@ def main() -> int:
     parser.add_argument(
         "--side-by-side", action="store_true", help="contenders two at a time, or all of them on four GPUs"
     )
+    parser.add_argument("--swapped", action="store_true", help="the servers of `long-tail` on each other's GPU")
     parser.add_argument("--engine", type=json.loads, default={}, help="rollout.engine, as JSON")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-rollout"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollout.json")

@@ -51,7 +51,7 @@ class Places:
 
     async def room(self) -> int:
         """Wait until a place is free. How many groups the free ones are for, the last of them perhaps in part: so at
-        most `samples - 1` more than `limit` are taken, and those wait in vLLM."""
+        most `samples - 1` more than `limit` are taken. vLLM has room for those on a GPU (`engine/arguments.py`)."""
         while self.taken >= self._limit:
             await self.change()
         return -(-(self._limit - self.taken) // self.samples)

@@ -1,7 +1,7 @@
-"""A rollout server's scheduler that can admit requests several at a time, and times its steps.
+"""A rollout server's scheduler that is told how many places it has, and times its steps.
 
-For `benchmarks.admission`, which hands `scheduler` to vLLM and says in a file how many places are to be free first. The
-file is read, and what was counted written beside it, every 0.25 s. Runs in vLLM's engine process; waits for nothing.
+For `benchmarks.admission`, which hands `scheduler` to vLLM and names the number in a file. The file is read, and what
+was counted written beside it, every 0.25 s. Runs in vLLM's engine process; waits for nothing.
 """
 
 import json
@@ -10,19 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.core.sched.request_queue import create_request_queue
-
 from rollout.engine.scheduler import KeepingAsyncScheduler, KeepingScheduler
 
 FILE = "HEADRACE_BENCHMARK_ADMISSION"
-"""The environment variable that names the file. 1: one by one, as vLLM and a rollout server do."""
+"""The environment variable that names the file."""
 LOOK_S = 0.25
 
 
 class Switched(KeepingScheduler):
     """Counts steps, their seconds and tokens, by whether they only decode (`pure`) or read prompts too (`mixed`)."""
 
-    together = 1
+    places = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,22 +28,14 @@ class Switched(KeepingScheduler):
         self._counts = {"pure": [0, 0.0, 0], "mixed": [0, 0.0, 0]}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """A step. Requests that wait get places when `together` of them are free, or enough for all that wait."""
+        """A step. Those that run keep their places when there are fewer."""
         self._look()
-        free = self.scheduler_config.max_num_seqs - len(self.running)
-        if free >= min(len(self.waiting), self.together):
-            return super().schedule(*args, **kwargs)
-        held, self.waiting = self.waiting, create_request_queue(self.policy)
-        output = super().schedule(*args, **kwargs)
-        for preempted in reversed(list(self.waiting)):
-            held.prepend_request(preempted)
-        self.waiting = held
-        return output
+        self.max_num_running_reqs = self.max_num_active_reqs = max(self.places, len(self.running))  # the latter: 0.32
+        return super().schedule(*args, **kwargs)
 
     def _look(self) -> None:
         if (now := time.monotonic()) >= self._look_at:
-            self._look_at = now + LOOK_S
-            self.together = int(self._file.read_text())
+            self._look_at, self.places = now + LOOK_S, int(self._file.read_text())
             part = self._file.with_suffix(".counted")
             part.write_text(json.dumps({"at": [now], **self._counts}))
             part.replace(self._file.with_suffix(".counts"))

@@ -7,6 +7,7 @@ import ast
 import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
+from math import ceil
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left more than half of an H200 idle:
 15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md,
 measured before `scheduler.touch_blocks_at_their_ends`).
+And vLLM has room for a whole group when one place is free: else its samples would wait inside, and each sequence that
+ends would let a prompt into a step of its own, which costs the processor twice the time of one that only decodes.
 Scheduling is asynchronous by vLLM's own default, which adapts to the device; its block of 16 tokens wastes half a
 block a sequence, and a larger one would share fewer prompts.
 """
@@ -229,6 +232,8 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         tokens = defaults["max_num_batched_tokens"] = max(2 * sequences, MIN_STEP_TOKENS, image_tokens)
         if not GRAPH_KEYS & given.keys():
             defaults["max_cudagraph_capture_size"] = min(tokens, MAX_GRAPH_TOKENS)
+        if not {*SIZES, *GRAPH_KEYS} & given.keys():
+            defaults["max_num_seqs"] = ceil((sequences + config.batch.samples - 1) / 16) * 16
     ours = {field: attrgetter(key)(config) for field, key in ENGINE_KEYS_ELSEWHERE.items()} | {
         "hf_overrides": HEAD | given.get("hf_overrides", {}),
         "seed": seed,

@@ -106,17 +106,18 @@ def test_the_engine_holds_the_longest_answer_of_an_evaluation_set(answers: list[
 @pytest.mark.parametrize(
     ("sequences", "keys", "sizes"),
     [
-        (256, {}, (256, 1024, 1024)),
-        (1020, {}, (1024, 2048, 2048)),
-        (8000, {}, (8000, 16000, 2048)),
-        (24, {}, (32, 1024, 1024)),
-        ("auto", {}, (512, 1024, 1024)),
+        (256, {}, (272, 1024, 1024)),
+        (1020, {}, (1040, 2048, 2048)),
+        (8000, {}, (8016, 16000, 2048)),
+        (24, {}, (48, 1024, 1024)),
+        ("auto", {}, (528, 1024, 1024)),
         (256, {"max_num_seqs": 700}, (700, 1400, 1400)),
-        (256, {"max_num_batched_tokens": 300}, (256, 300, 1024)),  # vLLM cuts the graphs to it
+        (256, {"max_num_batched_tokens": 256}, (256, 256, 1024)),  # vLLM cuts the graphs to it
         (256, {"compilation_config": {"max_cudagraph_capture_size": 64}}, (256, 1024, None)),
     ],
 )
-def test_a_gpu_runs_all_sequences_in_steps_that_are_captured(sequences, keys, sizes):
+def test_a_gpu_runs_all_sequences_and_a_group_more_in_steps_that_are_captured(sequences, keys, sizes):
+    """A group has 8 samples; `max_num_seqs` is a multiple of 16, as the graphs are."""
     arguments = engine_arguments(with_sequences(sequences, **keys), 0, cpu=False)
     names = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
     assert tuple(arguments.get(name) for name in names) == sizes
