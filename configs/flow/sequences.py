@@ -24,8 +24,8 @@ def share_of_batch(config: Config) -> int:
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """Sequences that vLLM runs at a time: `max_num_seqs` as the run file has it, or `rollout.sequences` rounded up to 16,
-    as CUDA graphs are. What the last group takes beyond that is `engine_arguments`'s."""
+    """Sequences that a server lets vLLM run: `max_num_seqs` as the run file has it, or `rollout.sequences` rounded up
+    to 16, as CUDA graphs are. `engine_arguments` adds room for the rest of the last group."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given

@@ -9,40 +9,19 @@ sequences it learns from a report every 0.2 s (`Reports`).
 import time
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
-from rollout.engine.experts.returned_routes import RowsKept
+from rollout.engine.plain_steps import PlainSteps, Record
 
 REPORT_S = 0.2
-
-
-@dataclass(eq=False, slots=True)
-class Record:
-    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
-
-    request: Any
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: "array[int]" = field(default_factory=lambda: array("i"))
-    rows: RowsKept = field(default_factory=RowsKept)
-
-    def finish(self, output: EngineCoreOutput) -> None:
-        """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
-        output.new_token_ids = list(self.request.output_token_ids)
-        if len(output.new_token_ids) != len(self.logprobs):
-            counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
-            raise RuntimeError(f"vLLM sampled {counts} for request {output.request_id}")
-        arrays = {"logprobs": self.logprobs.tobytes(), "versions": self.versions.tobytes()}
-        output.kv_transfer_params, output.routed_experts = arrays, self.rows.joined()
 
 
 def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
@@ -50,26 +29,28 @@ def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
     return array("f", arrays["logprobs"]).tolist(), array("i", arrays["versions"]).tolist()
 
 
-class KeepingScheduler(Scheduler):
+class KeepingScheduler(PlainSteps):
     """Keeps the tokens of requests that ask for log-probabilities; others pass as vLLM sends them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rl_records: dict[str, Record] = {}
         self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
-        groups = self.kv_cache_config.kv_cache_groups
-        plain = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
-        if plain and not self.num_spec_tokens and self.connector is None:
-            touch_blocks_at_their_ends(self.kv_cache_manager, groups[0].kv_cache_spec.block_size)
+        if self.rl_block:
+            touch_blocks_at_their_ends(self.kv_cache_manager, self.rl_block)
 
     def add_request(self, request: Any) -> None:
         for image in request.mm_features or ():  # each request brings its own copy, megabytes: one of each name is kept
             image.data = self.rl_images.setdefault(image.identifier, image.data)
         super().add_request(request)
         if request.sampling_params is not None and request.sampling_params.logprobs is not None:
-            self.rl_records[request.request_id] = Record(request)
+            self.rl_records[request.request_id] = Record.of(request, self.max_model_len)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """A step, in the shorter way where all that run decode."""
+        step = None if throttle_prefills else self.rl_decode()
+        return super().schedule(throttle_prefills) if step is None else step
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """Called for requests that end before their last token, all of them where `request_ids` is None."""
@@ -81,8 +62,13 @@ class KeepingScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         """vLLM takes up the tokens of a step, without their log-probabilities; what it accepted of them is kept."""
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
-        results: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        before = self.rl_tokens
+        step, before = scheduler_output, self.rl_tokens
+        if self.rl_block and logprobs is not None and not logprobs.cu_num_generated_tokens:
+            values = logprobs.logprobs[:, 0].tolist()
+            rest = self.rl_take(step, model_runner_output, values, model_runner_output.rl_version)
+            self.rl_tokens += len(step.num_scheduled_tokens) - len(rest)
+            step = replace(step, num_scheduled_tokens=rest)
+        results: dict[int, EngineCoreOutputs] = super().update_from_output(step, model_runner_output)
         for sent in results.values():
             sent.outputs = list(self._rl_keep(sent.outputs, logprobs, model_runner_output))
         self.rl_preempted += len(scheduler_output.preempted_req_ids or ())

@@ -20,8 +20,8 @@ def scheduler(monkeypatch):
     made.running, made.places, made._look_at = [], 8, inf
 
     def schedule(self, throttle_prefills=False):
-        limits = {self.max_num_running_reqs, self.max_num_active_reqs}
-        assert len(limits) == 1 and len(self.running) <= (limit := limits.pop())
+        (limit,) = {self.max_num_running_reqs, self.max_num_active_reqs}
+        assert len(self.running) <= limit
         self.running += ["new"] * (limit - len(self.running))
         return "a step"
 

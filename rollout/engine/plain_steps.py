@@ -1,0 +1,165 @@
+"""Steps in which sequences decode a token each, without most of vLLM's Python for them. Runs in vLLM's engine process.
+
+vLLM's scheduler goes through all running sequences in each step, once to schedule them and once to take what they
+sampled, and each time through some thirty lines for whatever may happen to one: with 512 sequences that is most of a
+step's time, and the GPU waits for it. Between its first token and its end nothing of that happens to a sequence. So
+`rl_decode` schedules a step in which all decode, and `rl_take` takes the tokens that end nothing; what is left of both
+is vLLM's own code. A sequence is left in the very state that vLLM would leave it in, so any step may be of either kind:
+`tests/rollout/engine/test_plain_steps.py` plays both side by side. Holds for a model whose layers all attend to the
+whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes; others get vLLM's
+steps.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request, RequestStatus
+
+from rollout.engine.experts.returned_routes import RowsKept
+
+ABSENT = (
+    *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
+    *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
+)
+"""What a scheduler must not have, by its attributes in vLLM 0.26 or 0.32."""
+RUNNING = RequestStatus.RUNNING
+STALE = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
+"""A request's count, in vLLM 0.32 and in 0.26, of tokens that were launched before it was preempted."""
+stale = attrgetter(*STALE)
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
+
+    request: Any
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
+    rows: RowsKept = field(default_factory=RowsKept)
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    most: int = 0
+    """Sampled tokens at which it ends in any case; 0 for a request that is always vLLM's."""
+
+    @classmethod
+    def of(cls, request: Any, max_model_len: int) -> "Record":
+        """For a request that begins."""
+        given = request.sampling_params
+        stops = frozenset((*(given.stop_token_ids or ()), given.eos_token_id))
+        odd = given.repetition_detection is not None or request.structured_output_request or request.resumable
+        most = 0 if odd else min(request.max_tokens, max_model_len - request.num_prompt_tokens)
+        return cls(request, stops=stops, most=most)
+
+    def finish(self, output: EngineCoreOutput) -> None:
+        """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
+        output.new_token_ids = list(self.request.output_token_ids)
+        if len(output.new_token_ids) != len(self.logprobs):
+            counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
+            raise RuntimeError(f"vLLM sampled {counts} for request {output.request_id}")
+        arrays = {"logprobs": self.logprobs.tobytes(), "versions": self.versions.tobytes()}
+        output.kv_transfer_params, output.routed_experts = arrays, self.rows.joined()
+
+
+class PlainSteps(Scheduler):
+    """vLLM's scheduler with two shorter ways. `rl_block`: tokens of a KV block, 0 where vLLM's own ways are taken."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rl_records: dict[str, Record] = {}
+        groups = self.kv_cache_config.kv_cache_groups
+        plain = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
+        plain = plain and not any(getattr(self, name, None) for name in ABSENT)
+        self.rl_block: int = groups[0].kv_cache_spec.block_size if plain else 0
+        self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
+
+    def rl_decode(self) -> Any:
+        """A step in which every running sequence decodes a token; None where vLLM has anything to decide."""
+        running, block, records, manager = self.running, self.rl_block, self.rl_records, self.kv_cache_manager
+        if not block or self._pause_state != PauseState.UNPAUSED or len(running) > self.max_num_scheduled_tokens:
+            return None
+        if self.get_request_counts()[1] and len(running) < self.rl_places:
+            return None
+        chosen, fresh, longest = [], 0, self.max_model_len - 1
+        before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
+        for request in running:
+            name, done, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
+            record = records.get(name)
+            if record is None or not record.most or request.is_prefill_chunk:
+                return None
+            if ahead and done + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
+                continue  # the step before samples its last token
+            new = min(request.num_tokens + ahead - done, longest - done)
+            if not new:
+                continue
+            if new != 1 or (before is not None and name not in before):
+                return None
+            fresh += not done % block
+            chosen.append(request)
+        if not chosen or fresh > manager.block_pool.get_num_free_blocks():
+            return None
+        step = self._rl_empty_step()
+        cached, none, ahead_by = step.scheduled_cached_reqs, manager.empty_kv_cache_blocks, self._rl_ahead()
+        for request in chosen:
+            done, ahead = request.num_computed_tokens, request.num_output_placeholders
+            blocks = none if done % block else manager.allocate_slots(request, 1)
+            if blocks is None:
+                raise RuntimeError(f"vLLM's cache has no block for {request.request_id}, of {fresh} that were free")
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(blocks.get_block_ids(allow_none=True))
+            cached.num_computed_tokens.append(done)
+            cached.num_output_tokens.append(request.num_output_tokens + ahead)
+            request.num_computed_tokens = done + 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders = ahead + ahead_by
+        step.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
+        step.total_num_scheduled_tokens = len(chosen)
+        if getattr(step, "num_common_prefix_blocks", None):  # vLLM 0.32 counts none
+            step.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(running[0].request_id)
+        if before is not None:
+            before.update(cached.req_ids)
+        return step
+
+    def _rl_empty_step(self) -> Any:
+        """vLLM's own step for no sequence: it names those that have ended, and whatever else is due."""
+        running, limits = self.running, (self.max_num_running_reqs, self.rl_places)
+        self.running, self.max_num_running_reqs, self.max_num_active_reqs = [], 0, 0
+        try:
+            return super().schedule()
+        finally:
+            self.running, (self.max_num_running_reqs, self.max_num_active_reqs) = running, limits
+
+    def _rl_ahead(self) -> int:
+        """Tokens that a sequence counts before they are sampled."""
+        return int(isinstance(self, AsyncScheduler))
+
+    def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
+        """Take the tokens of a step's `output` that end nothing. Tokens scheduled for each request that is vLLM's."""
+        sampled, rows, records, block = output.sampled_token_ids, output.req_id_to_index, self.rl_records, self.rl_block
+        manager, behind_by, rest = self.kv_cache_manager, self._rl_ahead(), {}
+        for name, number in step.num_scheduled_tokens.items():
+            record = records.get(name)
+            if record is not None and number == 1 and 0 < len(record.logprobs) < record.most - 1:
+                request, row = record.request, rows[name]
+                tokens, plain = sampled[row], request.status is RUNNING and request.prefill_stats is None
+                if plain and not stale(request) and len(tokens) == 1 and tokens[0] not in record.stops:
+                    request.num_in_flight_tokens -= 1
+                    request.append_output_token_ids(tokens[0])
+                    if behind_by:
+                        request.num_output_placeholders -= 1
+                        known = request.num_computed_tokens - request.num_output_placeholders
+                        if not known % block:
+                            manager.cache_blocks(request, known)
+                    if request.has_encoder_inputs:
+                        self._free_encoder_inputs(request)
+                    record.logprobs.append(logprobs[row])
+                    record.versions.append(version)
+                    continue
+            rest[name] = number
+        return rest
