@@ -129,8 +129,8 @@ async def window(load: Load, switch: Path, seconds: float) -> dict[str, float]:
 
 
 def rows_of(shape: str, windows: list[dict[str, float]]) -> list[ResultRow]:
-    """Medians by kind of window, and how much faster it is with room for whole groups: each window but the first and the
-    last compared with the geometric mean of its two neighbours."""
+    """Medians by kind of window, and how much faster it is with room for whole groups: each window but the first and
+    the last compared with the geometric mean of its two neighbours."""
     label = f"{shape}: {LOADS[shape]['running']} sequences, mean {LOADS[shape]['mean']}"
     rates = [one["rate"] for one in windows]
     inner = [rates[at] / sqrt(rates[at - 1] * rates[at + 1]) for at in range(1, len(rates) - 1)]

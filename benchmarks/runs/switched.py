@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.scheduler import KeepingAsyncScheduler, KeepingScheduler
+from rollout.engine.scheduling.scheduler import KeepingAsyncScheduler, KeepingScheduler
 
 FILE = "HEADRACE_BENCHMARK_ADMISSION"
 """The environment variable that names the file."""
@@ -30,7 +30,8 @@ class Switched(KeepingScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step. Those that run keep their places when there are fewer."""
         self._look()
-        self.max_num_running_reqs = self.max_num_active_reqs = max(self.places, len(self.running))  # the latter: 0.32
+        limit = self.rl_places = max(self.places, len(self.running))
+        self.max_num_running_reqs = self.max_num_active_reqs = limit  # the latter: vLLM 0.32
         return super().schedule(*args, **kwargs)
 
     def _look(self) -> None:

@@ -28,7 +28,7 @@ MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 """On a GPU a step may have twice as many tokens as sequences: all that generate, and as many tokens of prompts. Steps
 of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left more than half of an H200 idle:
 15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md,
-measured before `scheduler.touch_blocks_at_their_ends`).
+measured before `plain_steps.py`).
 And vLLM has room for a whole group when one place is free: else its samples would wait inside, and each sequence that
 ends would let a prompt into a step of its own, which costs the processor twice the time of one that only decodes.
 Scheduling is asynchronous by vLLM's own default, which adapts to the device; its block of 16 tokens wastes half a
@@ -134,7 +134,7 @@ def registered(package: str, table: str) -> Iterator[str]:
 def cliffs(config: Config) -> Iterator[str]:
     """A line for each setting of the run file that makes a GPU several times slower, with its price and the remedy.
 
-    The prices are those of a 1.5B model on an H200, measured before `scheduler.touch_blocks_at_their_ends`; servers
+    The prices are those of a 1.5B model on an H200, measured before `plain_steps.py`; servers
     are faster since.
     """
     given = config.rollout.engine
@@ -240,8 +240,8 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout.engine.worker.WorkerExtension",
-        "scheduler_cls": "rollout.engine.scheduler.scheduler",
-        "disable_log_stats": True,  # vLLM's own; `rollout.engine.scheduler.Reports` takes their place
+        "scheduler_cls": "rollout.engine.scheduling.scheduler.scheduler",
+        "disable_log_stats": True,  # vLLM's own; `scheduler.Reports` takes their place
     }
     images = image_arguments(config, form) if form else {}
     return defaults | given | ours | images | (adapter_arguments(config.model, given) if config.model.lora else {})

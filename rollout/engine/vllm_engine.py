@@ -32,7 +32,8 @@ from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.lora.adapter_folder import NUMBER
-from rollout.engine.scheduler import Reports, unpack
+from rollout.engine.scheduling.record import unpack
+from rollout.engine.scheduling.scheduler import Reports
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 

@@ -10,14 +10,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from benchmarks.admission import rows_of, say
 from benchmarks.runs.switched import Switched
-from rollout.engine.scheduler import KeepingScheduler
+from rollout.engine.scheduling.scheduler import KeepingScheduler
 
 
 @pytest.fixture
 def scheduler(monkeypatch):
     """Eight places, of which sequences take as many as vLLM admits."""
     made = Switched.__new__(Switched)
-    made.running, made.places, made._look_at = [], 8, inf
+    made.running, made.places, made._look_at, made.rl_decode = [], 8, inf, lambda: None
 
     def schedule(self, throttle_prefills=False):
         (limit,) = {self.max_num_running_reqs, self.max_num_active_reqs}

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
-from rollout.engine.scheduler import touch_blocks_at_their_ends
+from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
 
 BLOCK, BLOCKS, RUNNING, STEPS = 4, 17, 3, 200
 

@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from buffer.images import ImageFormat, decode
 from configs.schema import Config
-from rollout.engine.scheduler import Reports
+from rollout.engine.scheduling.scheduler import Reports
 from rollout.engine.vllm_engine import Engine
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.sampler import Sampler

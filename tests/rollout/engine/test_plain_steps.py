@@ -1,62 +1,43 @@
 """The shorter ways of `PlainSteps` against vLLM's own: two real schedulers get the same requests, aborts, pauses and
 tokens, with a KV cache that is too small now and then, and plan the same steps and leave every request in the same
-state. The model is played."""
+state. The model is played (`benchmarks/runs/played_model.py`)."""
 
 import random
-from collections import Counter, deque
-from types import SimpleNamespace
+from collections import Counter
 
-import numpy as np
 import pytest
-import torch
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.request import RequestStatus
 
+from benchmarks.runs.played_model import BLOCK, VERSION, PlayedModel, engine_config, scheduler_of
 from benchmarks.weights.shapes import folder_of
-from rollout.engine.scheduler import KeepingAsyncScheduler, KeepingScheduler, touch_blocks_at_their_ends, unpack
+from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
+from rollout.engine.scheduling.record import unpack
+from rollout.engine.scheduling.scheduler import KeepingAsyncScheduler, KeepingScheduler
 
-BLOCK, STEPS, STOP, LONGEST = 16, 500, 7, 96
+STEPS, STOP, LONGEST = 500, 7, 96
 KINDS = {
     "synchronous": (Scheduler, KeepingScheduler, 1, False),
     "asynchronous": (AsyncScheduler, KeepingAsyncScheduler, 2, False),
     "second runner": (AsyncScheduler, KeepingAsyncScheduler, 2, True),
 }
 """Both schedulers, how many steps a model is ahead, and whether it is that of vLLM's second model runner."""
+FIELDS = ("status", "num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders", "is_prefill_chunk",
+          "spec_token_ids", "block_hashes", "stop_reason", "num_preemptions", "num_stale_output_tokens",
+          "async_tokens_to_discard")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    init_none_hash(sha256)
-    folder = folder_of("speck", tmp_path_factory.mktemp("speck"))
-    arguments = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="float32", enforce_eager=True,
-        max_num_seqs=12, max_num_batched_tokens=64, max_model_len=LONGEST, kv_cache_memory_bytes=1 << 26,
-        block_size=BLOCK,
-    )  # fmt: skip
-    return arguments.create_engine_config()
+    return engine_config(folder_of("speck", tmp_path_factory.mktemp("speck")), 12, 64, LONGEST)
 
 
-def made(kind, config, blocks):
-    config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-    manager = StructuredOutputManager(config)
-    return kind(
-        vllm_config=config,
-        kv_cache_config=cache,
-        structured_output_manager=manager,
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-    )
+def sample(name, number):
+    """A request's token of this number, and its log-probability."""
+    draw = random.Random(f"{name} {number}")
+    return draw.randrange(40), -draw.random()
 
 
 def told(step):
@@ -71,15 +52,11 @@ def told(step):
         "resumed": (cached.resumed_req_ids, cached.all_token_ids),
         "gone": (step.finished_req_ids, step.preempted_req_ids or set()),
         "prefix": getattr(step, "num_common_prefix_blocks", None),
-    }  # fmt: skip
-
-
-FIELDS = ("status", "num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders", "is_prefill_chunk",
-          "spec_token_ids", "block_hashes", "stop_reason", "num_preemptions", "num_stale_output_tokens",
-          "async_tokens_to_discard")  # fmt: skip
+    }
 
 
 def state(scheduler):
+    """What the scheduler knows of its requests, in which order, and how many blocks are free."""
     requests = {
         name: ([*each.output_token_ids], [getattr(each, field, None) for field in FIELDS])
         for name, each in scheduler.requests.items()
@@ -88,104 +65,60 @@ def state(scheduler):
     return requests, order, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
-class Play:
-    """One scheduler and its played model, `depth` steps ahead."""
-
-    def __init__(self, scheduler, depth):
-        self.scheduler, self.depth, self.steps = scheduler, depth, deque()
-        self.sampled, self.ended, self.plain = Counter(), {}, 0
-        self.values = {}
-
-    def add(self, name, prompt, **given):
-        hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler.add_request(Request(name, list(prompt), SamplingParams(**given), None, block_hasher=hasher))
-
-    def schedule(self):
-        step = self.scheduler.schedule()
-        names = step.num_scheduled_tokens
-        sampling = [name for name in names if not self.scheduler.requests[name].is_prefill_chunk]
-        if names:
-            self.steps.append((step, sampling))
-        return step
-
-    def token(self, name):
-        self.sampled[name] += 1
-        draw = random.Random(f"{name} {self.sampled[name]}")
-        value = -draw.random()
-        self.values[name, self.sampled[name]] = value
-        return draw.randrange(40), value
-
-    def take(self):
-        """The tokens of the oldest step, if the model is as far ahead as it gets."""
-        if len(self.steps) < self.depth:
-            return
-        step, sampling = self.steps.popleft()
-        names = list(step.num_scheduled_tokens)
-        found = {name: self.token(name) for name in sampling}
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: row for row, name in enumerate(names)},
-            sampled_token_ids=[[found[name][0]] if name in found else [] for name in names],
-        )
-        if isinstance(self.scheduler, KeepingScheduler):
-            values = np.array([[found.get(name, (0, 9.0))[1]] for name in names], dtype=np.float32)
-            output.logprobs = SimpleNamespace(logprobs=values, cu_num_generated_tokens=None)
-            output.rl_version = 3
-        for sent in self.scheduler.update_from_output(step, output).values():
-            for each in sent.outputs:
-                self.ended.setdefault(each.request_id, []).append(each)
-
-    def tokens(self, name):
-        return [token for each in self.ended.get(name, []) for token in each.new_token_ids]
-
-
 def play(kind, config, seed, blocks, kept=1.0):
     """Both schedulers through the same events. How often what was to happen has happened."""
-    plain, ours, depth, second = KINDS[kind]
-    theirs, own = Play(made(plain, config, blocks), depth), Play(made(ours, config, blocks), depth)
+    plain, ours, ahead, second = KINDS[kind]
+    theirs, own = both = [PlayedModel(scheduler_of(each, config, blocks), ahead, sample) for each in (plain, ours)]
     theirs.scheduler.use_v2_model_runner = own.scheduler.use_v2_model_runner = second
     # it shares a block a step later, as `test_blocks.py` shows
     touch_blocks_at_their_ends(theirs.scheduler.kv_cache_manager, BLOCK)
-    draw, seen, prompt = random.Random(seed), Counter(), [100] * 20
+    draw, seen, prompt, sent = random.Random(seed), Counter(), [100] * 20, ({}, {})
     shorter = own.scheduler.rl_decode
     own.scheduler.rl_decode = lambda: seen.update(["shorter" if (step := shorter()) else "whole"]) or step
     for number in range(STEPS):
         while draw.random() < 0.25:
             prompt = prompt if draw.random() < 0.5 else draw.choices(range(100, 120), k=draw.randrange(1, 60))
-            given = {"max_tokens": draw.randrange(1, 80), "temperature": 1.0, "stop_token_ids": [STOP]}
+            given = {"max_tokens": draw.randrange(1, 80), "stop_token_ids": [STOP]}
             given |= {"logprobs": 0} if draw.random() < kept else {}
-            for each in (theirs, own):
+            for each in both:
                 each.add(f"r{number}-{seen['added']}", prompt, **given)
             seen["added"] += 1
         if draw.random() < 0.05 and theirs.scheduler.running:
             name = draw.choice(theirs.scheduler.running).request_id
-            for each in (theirs, own):
+            for each in both:
                 each.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             seen["aborted"] += 1
         if draw.random() < 0.05:
             paused = draw.choice([PauseState.PAUSED_ALL, PauseState.UNPAUSED, PauseState.UNPAUSED])
-            for each in (theirs, own):
+            for each in both:
                 each.scheduler.set_pause_state(paused)
             seen["paused"] += paused == PauseState.PAUSED_ALL
-        steps = [each.schedule() for each in (theirs, own)]
+        steps = [each.schedule() for each in both]
         assert told(steps[0]) == told(steps[1]), number
         seen["preempted"] += len(steps[0].preempted_req_ids or ())
-        for each in (theirs, own):
-            each.take()
+        for each, outputs in zip(both, sent, strict=True):
+            for output in each.take():
+                outputs.setdefault(output.request_id, []).append(output)
         assert state(theirs.scheduler) == state(own.scheduler), number
-    finished = [name for name, sent in own.ended.items() if sent[-1].finish_reason is not None]
-    for name in finished:
-        (last,) = [each for each in own.ended[name] if each.finish_reason is not None]
-        same = theirs.ended[name][-1]
-        assert theirs.tokens(name) == own.tokens(name)
-        assert (last.finish_reason, last.stop_reason) == (same.finish_reason, same.stop_reason)
-        seen[str(last.finish_reason)] += 1
-        if last.kv_transfer_params:
-            logprobs, versions = unpack(last.kv_transfer_params)
-            assert logprobs == pytest.approx([own.values[name, at + 1] for at in range(len(logprobs))])
-            assert versions == [3] * len(logprobs) == [3] * len(own.tokens(name))
+    for name, outputs in sent[1].items():
+        if outputs[-1].finish_reason is not None:
+            judge(name, *sent, seen)
     assert not own.scheduler.rl_records.keys() - own.scheduler.requests.keys()
     return seen
+
+
+def judge(name, theirs, own, seen):
+    """The request has ended in the same way, with the same tokens; with its own log-probabilities if it is kept."""
+    last, same = own[name][-1], theirs[name][-1]
+    assert (last.finish_reason, last.stop_reason) == (same.finish_reason, same.stop_reason)
+    tokens = [token for each in own[name] for token in each.new_token_ids]
+    assert tokens == [token for each in theirs[name] for token in each.new_token_ids]
+    seen[str(last.finish_reason)] += 1
+    if last.kv_transfer_params:
+        assert len(own[name]) == 1
+        logprobs, versions = unpack(last.kv_transfer_params)
+        assert logprobs == pytest.approx([sample(name, at)[1] for at in range(1, len(tokens) + 1)])
+        assert versions == [VERSION] * len(tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,9 @@ from typing import ClassVar
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from rollout.engine.scheduler import KeepingScheduler, Record, Reports, touch_blocks_at_their_ends, unpack
+from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
+from rollout.engine.scheduling.record import Record, unpack
+from rollout.engine.scheduling.scheduler import KeepingScheduler, Reports
 from rollout.engine.vllm_engine import Engine, VLLMValidationError
 from rollout.engine.worker import StampedOutput, WorkerExtension
 from rollout.errors import EngineError, EpisodeError

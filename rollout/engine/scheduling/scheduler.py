@@ -7,7 +7,6 @@ sequences it learns from a report every 0.2 s (`Reports`).
 """
 
 import time
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,16 +16,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import RequestStatus
 
-from rollout.engine.plain_steps import PlainSteps, Record
+from rollout.engine.scheduling.plain_steps import PlainSteps, touch_blocks_at_their_ends
+from rollout.engine.scheduling.record import Record
 
 REPORT_S = 0.2
-
-
-def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
-    """Log-probabilities and versions of a sequence, from `RequestOutput.kv_transfer_params`."""
-    return array("f", arrays["logprobs"]).tolist(), array("i", arrays["versions"]).tolist()
 
 
 class KeepingScheduler(PlainSteps):
@@ -130,27 +124,6 @@ class KeepingScheduler(PlainSteps):
             kv_cache_usage=self.kv_cache_manager.usage,
             kv_connector_stats=counts,  # the one field of vLLM's that is free in form
         )
-
-
-def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
-    """Make vLLM's `KVCacheManager` look for a block only where a token begins one, and share one only when it is full.
-
-    vLLM does both for every token, which is a quarter of its scheduler's time. A running sequence's token that does not
-    begin a block has its place already, and sharing does nothing until the next block is full. Holds for a model whose
-    layers all attend to the whole sequence, without speculative tokens and KV transfers.
-    """
-    allocate, share, none = cache.allocate_slots, cache.cache_blocks, cache.empty_kv_cache_blocks
-
-    def allocate_slots(request: Any, num_new_tokens: int, **rest: Any) -> Any:
-        if num_new_tokens == 1 and request.num_computed_tokens % block_size and request.status == RequestStatus.RUNNING:
-            return none
-        return allocate(request, num_new_tokens, **rest)
-
-    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens % block_size == 0:
-            share(request, num_computed_tokens)
-
-    cache.allocate_slots, cache.cache_blocks = allocate_slots, cache_blocks
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):

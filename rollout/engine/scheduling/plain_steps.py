@@ -10,19 +10,16 @@ whole sequence, without speculative tokens, pipeline parallelism, KV transfers a
 steps.
 """
 
-from array import array
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from rollout.engine.experts.returned_routes import RowsKept
+from rollout.engine.scheduling.record import Record
 
 ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
@@ -33,38 +30,6 @@ RUNNING = RequestStatus.RUNNING
 STALE = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
 """A request's count, in vLLM 0.32 and in 0.26, of tokens that were launched before it was preempted."""
 stale = attrgetter(*STALE)
-
-
-@dataclass(eq=False, slots=True)
-class Record:
-    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
-
-    request: Any
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: "array[int]" = field(default_factory=lambda: array("i"))
-    rows: RowsKept = field(default_factory=RowsKept)
-    stops: frozenset[int] = frozenset()
-    """Tokens that end it."""
-    most: int = 0
-    """Sampled tokens at which it ends in any case; 0 for a request that is always vLLM's."""
-
-    @classmethod
-    def of(cls, request: Any, max_model_len: int) -> "Record":
-        """For a request that begins."""
-        given = request.sampling_params
-        stops = frozenset((*(given.stop_token_ids or ()), given.eos_token_id))
-        odd = given.repetition_detection is not None or request.structured_output_request or request.resumable
-        most = 0 if odd else min(request.max_tokens, max_model_len - request.num_prompt_tokens)
-        return cls(request, stops=stops, most=most)
-
-    def finish(self, output: EngineCoreOutput) -> None:
-        """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
-        output.new_token_ids = list(self.request.output_token_ids)
-        if len(output.new_token_ids) != len(self.logprobs):
-            counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
-            raise RuntimeError(f"vLLM sampled {counts} for request {output.request_id}")
-        arrays = {"logprobs": self.logprobs.tobytes(), "versions": self.versions.tobytes()}
-        output.kv_transfer_params, output.routed_experts = arrays, self.rows.joined()
 
 
 class PlainSteps(Scheduler):
@@ -163,3 +128,24 @@ class PlainSteps(Scheduler):
                     continue
             rest[name] = number
         return rest
+
+
+def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
+    """Make vLLM's `KVCacheManager` look for a block only where a token begins one, and share one only when it is full.
+
+    vLLM does both for every token, which is a quarter of its scheduler's time. A running sequence's token that does not
+    begin a block has its place already, and sharing does nothing until the next block is full. Holds for a model whose
+    layers all attend to the whole sequence, without speculative tokens and KV transfers.
+    """
+    allocate, share, none = cache.allocate_slots, cache.cache_blocks, cache.empty_kv_cache_blocks
+
+    def allocate_slots(request: Any, num_new_tokens: int, **rest: Any) -> Any:
+        if num_new_tokens == 1 and request.num_computed_tokens % block_size and request.status == RequestStatus.RUNNING:
+            return none
+        return allocate(request, num_new_tokens, **rest)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:
+            share(request, num_computed_tokens)
+
+    cache.allocate_slots, cache.cache_blocks = allocate_slots, cache_blocks

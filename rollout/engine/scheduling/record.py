@@ -1,0 +1,46 @@
+"""What was sampled for a sequence of vLLM, until it ends."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput
+
+from rollout.engine.experts.returned_routes import RowsKept
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
+
+    request: Any
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
+    rows: RowsKept = field(default_factory=RowsKept)
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    most: int = 0
+    """Sampled tokens at which it ends in any case; 0 for a request that is always vLLM's."""
+
+    @classmethod
+    def of(cls, request: Any, max_model_len: int) -> "Record":
+        """For a request that begins."""
+        given = request.sampling_params
+        stops = frozenset((*(given.stop_token_ids or ()), given.eos_token_id))
+        odd = given.repetition_detection is not None or request.structured_output_request or request.resumable
+        most = 0 if odd else min(request.max_tokens, max_model_len - request.num_prompt_tokens)
+        return cls(request, stops=stops, most=most)
+
+    def finish(self, output: EngineCoreOutput) -> None:
+        """Make `output`, the last one, carry the whole sequence. vLLM's field for KV transfers passes unread."""
+        output.new_token_ids = list(self.request.output_token_ids)
+        if len(output.new_token_ids) != len(self.logprobs):
+            counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
+            raise RuntimeError(f"vLLM sampled {counts} for request {output.request_id}")
+        arrays = {"logprobs": self.logprobs.tobytes(), "versions": self.versions.tobytes()}
+        output.kv_transfer_params, output.routed_experts = arrays, self.rows.joined()
+
+
+def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
+    """Log-probabilities and versions of a sequence, from `RequestOutput.kv_transfer_params`."""
+    return array("f", arrays["logprobs"]).tolist(), array("i", arrays["versions"]).tolist()
