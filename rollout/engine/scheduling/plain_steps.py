@@ -114,6 +114,8 @@ class PlainSteps(Scheduler):
                 request, row = record.request, rows[name]
                 tokens, plain = sampled[row], request.status is RUNNING and request.prefill_stats is None
                 if plain and not stale(request) and len(tokens) == 1 and tokens[0] not in record.stops:
+                    if request.has_encoder_inputs:
+                        self._free_encoder_inputs(request)
                     request.num_in_flight_tokens -= 1
                     request.append_output_token_ids(tokens[0])
                     if behind_by:
@@ -121,8 +123,6 @@ class PlainSteps(Scheduler):
                         known = request.num_computed_tokens - request.num_output_placeholders
                         if not known % block:
                             manager.cache_blocks(request, known)
-                    if request.has_encoder_inputs:
-                        self._free_encoder_inputs(request)
                     record.logprobs.append(logprobs[row])
                     record.versions.append(version)
                     continue
