@@ -110,7 +110,7 @@ class PlainSteps(Scheduler):
         manager, behind_by, rest = self.kv_cache_manager, self._rl_ahead(), {}
         for name, number in step.num_scheduled_tokens.items():
             record = records.get(name)
-            if record is not None and number == 1 and 0 < len(record.logprobs) < record.most - 1:
+            if record is not None and number == 1 and len(record.logprobs) < record.most - 1:
                 request, row = record.request, rows[name]
                 tokens, plain = sampled[row], request.status is RUNNING and request.prefill_stats is None
                 if plain and not stale(request) and len(tokens) == 1 and tokens[0] not in record.stops:

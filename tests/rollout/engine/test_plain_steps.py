@@ -4,6 +4,7 @@ state. The model is played (`benchmarks/runs/played_model.py`)."""
 
 import random
 from collections import Counter
+from copy import copy
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -14,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from benchmarks.runs.played_model import BLOCK, VERSION, PlayedModel, engine_config, scheduler_of
 from benchmarks.weights.shapes import folder_of
 from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
-from rollout.engine.scheduling.record import unpack
+from rollout.engine.scheduling.record import Record, unpack
 from rollout.engine.scheduling.scheduler import KeepingAsyncScheduler, KeepingScheduler
 
 STEPS, STOP, LONGEST = 500, 7, 96
@@ -36,8 +37,8 @@ def config(tmp_path_factory):
 
 def sample(name, number):
     """A request's token of this number, and its log-probability."""
-    draw = random.Random(f"{name} {number}")
-    return draw.randrange(40), -draw.random()
+    token = random.Random(f"{name} {number}").randrange(40)
+    return token, -token / 64
 
 
 def told(step):
@@ -56,13 +57,14 @@ def told(step):
 
 
 def state(scheduler):
-    """What the scheduler knows of its requests, in which order, and how many blocks are free."""
+    """What the scheduler knows of its requests, in which order, and how many blocks are free and shared."""
     requests = {
-        name: ([*each.output_token_ids], [getattr(each, field, None) for field in FIELDS])
+        name: ([*each.output_token_ids], each.prefill_stats is None, [getattr(each, field, None) for field in FIELDS])
         for name, each in scheduler.requests.items()
     }
     order = [[each.request_id for each in queue] for queue in (scheduler.running, scheduler.waiting)]
-    return requests, order, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    pool = scheduler.kv_cache_manager.block_pool
+    return requests, order, pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)
 
 
 def play(kind, config, seed, blocks, kept=1.0):
@@ -76,7 +78,7 @@ def play(kind, config, seed, blocks, kept=1.0):
     shorter = own.scheduler.rl_decode
     own.scheduler.rl_decode = lambda: seen.update(["shorter" if (step := shorter()) else "whole"]) or step
     for number in range(STEPS):
-        while draw.random() < 0.25:
+        while draw.random() < (0.25 if blocks == 400 else 0.1):
             prompt = prompt if draw.random() < 0.5 else draw.choices(range(100, 120), k=draw.randrange(1, 60))
             given = {"max_tokens": draw.randrange(1, 80), "stop_token_ids": [STOP]}
             given |= {"logprobs": 0} if draw.random() < kept else {}
@@ -93,6 +95,10 @@ def play(kind, config, seed, blocks, kept=1.0):
             for each in both:
                 each.scheduler.set_pause_state(paused)
             seen["paused"] += paused == PauseState.PAUSED_ALL
+        if draw.random() < 0.02:  # all that run are preempted, with tokens under way
+            for each in both:
+                each.scheduler.reset_prefix_cache(reset_running_requests=True)
+            seen["reset"] += 1
         steps = [each.schedule() for each in both]
         assert told(steps[0]) == told(steps[1]), number
         seen["preempted"] += len(steps[0].preempted_req_ids or ())
@@ -117,7 +123,7 @@ def judge(name, theirs, own, seen):
     if last.kv_transfer_params:
         assert len(own[name]) == 1
         logprobs, versions = unpack(last.kv_transfer_params)
-        assert logprobs == pytest.approx([sample(name, at)[1] for at in range(1, len(tokens) + 1)])
+        assert logprobs == [-token / 64 for token in tokens]
         assert versions == [VERSION] * len(tokens)
 
 
@@ -127,11 +133,27 @@ def judge(name, theirs, own, seen):
 def test_steps_requests_and_tokens_are_those_of_vllm(kind, seed, blocks, config):
     seen = play(kind, config, seed, blocks)
     assert seen["shorter"] > (50 if blocks == 400 else 5) and seen["whole"] > 50
-    assert min(seen[event] for event in ("aborted", "paused", "stop", "length")) > 1
-    assert (seen["preempted"] > 3) == (blocks == 20)
+    assert min(seen[event] for event in ("aborted", "paused", "reset", "stop", "length")) > 1
+    assert seen["preempted"] > (15 if blocks == 20 else 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_are_not_kept_may_run_beside(kind, config):
     seen = play(kind, config, 5, 400, kept=0.9)
     assert seen["shorter"] and seen["whole"] > seen["shorter"]
+
+
+def test_a_request_that_may_end_by_other_rules_is_always_vllm_s(config):
+    model = PlayedModel(scheduler_of(KeepingScheduler, config, 400), 1, lambda name, number: (number, -1.0))
+    model.add("r0", [100] * 20, max_tokens=40, logprobs=0)
+    for _ in range(5):
+        model.schedule()
+        model.take()
+    assert model.scheduler.rl_decode() is not None
+    (request,) = model.scheduler.running
+    for rule, value in (("structured_output_request", "a grammar"), ("resumable", True)):
+        changed = copy(request)
+        setattr(changed, rule, value)
+        model.scheduler.rl_records["r0"] = record = Record.of(changed, LONGEST)
+        assert record.most == 0 and model.scheduler.rl_decode() is None
+    assert Record.of(request, LONGEST).most == 40 and Record.of(request, 50).most == 30
