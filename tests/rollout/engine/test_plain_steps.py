@@ -110,6 +110,8 @@ def play(kind, config, seed, blocks, kept=1.0):
         if outputs[-1].finish_reason is not None:
             judge(name, *sent, seen)
     assert not own.scheduler.rl_records.keys() - own.scheduler.requests.keys()
+    if kept == 1:
+        assert own.scheduler.rl_tokens == sum(len(each.new_token_ids) for name in sent[0] for each in sent[0][name])
     return seen
 
 
