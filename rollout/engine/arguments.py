@@ -30,7 +30,7 @@ of that size run as CUDA graphs. vLLM's own 128 sequences and 2,048 tokens left 
 15,000 tokens/s of a 1.5B model, against 22,900 with 512 sequences and 26,800 with these arguments (docs/benchmarks.md,
 measured before `plain_steps.py`).
 And vLLM has room for a whole group when one place is free: else its samples would wait inside, and each sequence that
-ends would let a prompt into a step of its own, which costs the processor twice the time of one that only decodes.
+ends would let a prompt into a step of its own, which runs in pieces and not as one CUDA graph.
 Scheduling is asynchronous by vLLM's own default, which adapts to the device; its block of 16 tokens wastes half a
 block a sequence, and a larger one would share fewer prompts.
 """
@@ -233,7 +233,8 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         if not GRAPH_KEYS & given.keys():
             defaults["max_cudagraph_capture_size"] = min(tokens, MAX_GRAPH_TOKENS)
         if not {*SIZES, *GRAPH_KEYS} & given.keys():
-            defaults["max_num_seqs"] = ceil((sequences + config.batch.samples - 1) / 16) * 16
+            room = ceil((sequences + config.batch.samples - 1) / 16) * 16
+            defaults["max_num_seqs"] = room if room <= defaults["max_cudagraph_capture_size"] else sequences
     ours = {field: attrgetter(key)(config) for field, key in ENGINE_KEYS_ELSEWHERE.items()} | {
         "hf_overrides": HEAD | given.get("hf_overrides", {}),
         "seed": seed,

@@ -39,8 +39,10 @@ class PlainSteps(Scheduler):
         super().__init__(*args, **kwargs)
         self.rl_records: dict[str, Record] = {}
         groups = self.kv_cache_config.kv_cache_groups
-        plain = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
-        plain = plain and not any(getattr(self, name, None) for name in ABSENT)
+        full = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
+        if full and not self.num_spec_tokens and self.connector is None:
+            touch_blocks_at_their_ends(self.kv_cache_manager, groups[0].kv_cache_spec.block_size)
+        plain = full and not any(getattr(self, name, None) for name in ABSENT)
         self.rl_block: int = groups[0].kv_cache_spec.block_size if plain else 0
         self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
 

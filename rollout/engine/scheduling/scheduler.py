@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
-from rollout.engine.scheduling.plain_steps import PlainSteps, touch_blocks_at_their_ends
+from rollout.engine.scheduling.plain_steps import PlainSteps
 from rollout.engine.scheduling.record import Record
 
 REPORT_S = 0.2
@@ -31,8 +31,6 @@ class KeepingScheduler(PlainSteps):
         self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
-        if self.rl_block:
-            touch_blocks_at_their_ends(self.kv_cache_manager, self.rl_block)
 
     def add_request(self, request: Any) -> None:
         for image in request.mm_features or ():  # each request brings its own copy, megabytes: one of each name is kept
