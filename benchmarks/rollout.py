@@ -44,7 +44,7 @@ STALENESS = 1000
 """Never binds: what is measured is the server, not admission."""
 CONTENDERS = {
     "server": "server in full operation",
-    "fixed": "the same server, fixed lengths, same mean context and running sequences",
+    "fixed": "the same server, fixed lengths, about the same mean context and running sequences",
     "llm": "LLM.generate, own defaults, no log-probabilities",
     "llm-ours": "LLM.generate, the server's engine arguments, no log-probabilities",
 }
@@ -170,7 +170,7 @@ class ServerBenchmark:
     def rows(self) -> Iterator[ResultRow]:
         """The server against each peer and limit."""
         label = f"{self.name}: {self.case.shape}, {self.case.running} sequences"
-        label += ", a learner's stand-in on the server's GPU" * self.shared
+        label += ", a learner's stand-in on the server's GPU" * self.shared + ", GPUs swapped" * self.args.swapped
         server = self.found.get("server")
         for contender, why in self.failed.items():
             yield ResultRow(f"FAILED: {contender}", 0.0, "", why, case=label)
@@ -253,6 +253,8 @@ def main() -> int:
         if name not in CASES:
             parser.error(f"--cases: {name!r} is not one of {', '.join(CASES)}")
     benchmarks = [ServerBenchmark(name, args) for name in args.cases.split(",")]
+    if args.swapped and not all(benchmark.at_once for benchmark in benchmarks):
+        parser.error("--swapped: needs two servers at once; add --side-by-side --gpus 2, with --cases long-tail alone")
 
     def rows() -> list[dict[str, Any]]:
         return [row.line() for benchmark in benchmarks for row in benchmark.rows()]

@@ -40,10 +40,10 @@ def engine_config(folder: Path, sequences: int, step_tokens: int, longest: int) 
     return arguments.create_engine_config()
 
 
-def scheduler_of(kind: Callable[..., Any], config: Any, blocks: int) -> Any:
-    """A scheduler of this kind, whose KV cache has so many blocks of one layer that attends to all."""
+def scheduler_of(kind: Callable[..., Any], config: Any, blocks: int, layer: Any = None) -> Any:
+    """A scheduler of this kind, whose KV cache has so many blocks of one `layer`; by default it attends to all."""
     config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    spec = layer or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     return kind(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
@@ -63,15 +63,19 @@ class PlayedModel:
         self.scheduler, self.ahead, self.sample = scheduler, ahead, sample
         self._steps: deque[tuple[Any, list[str]]] = deque()
         self._sampled: Counter[str] = Counter()
+        self._drains = False
 
-    def add(self, name: str, prompt: list[int], **sampling: Any) -> None:
-        """A request comes."""
-        hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler.add_request(Request(name, list(prompt), SamplingParams(**sampling), None, block_hasher=hasher))
+    def add(self, name: str, prompt: list[int], images: Any = None, end: int | None = None, **sampling: Any) -> None:
+        """A request comes; it ends at the token `end`, as a text does. `images`: vLLM's features."""
+        parameters, hasher = SamplingParams(**sampling), get_request_block_hasher(BLOCK, sha256)
+        parameters._eos_token_id = end
+        request = Request(name, list(prompt), parameters, None, mm_features=images, block_hasher=hasher)
+        self.scheduler.add_request(request)
 
     def schedule(self) -> Any:
         """A step, whose tokens `output` will have."""
         step = self.scheduler.schedule()
+        self._drains = not step.num_scheduled_tokens
         if step.num_scheduled_tokens:
             sampling = [
                 name for name in step.num_scheduled_tokens if not self.scheduler.requests[name].is_prefill_chunk
@@ -80,8 +84,8 @@ class PlayedModel:
         return step
 
     def output(self) -> tuple[Any, ModelRunnerOutput] | None:
-        """The oldest step and what the model returns for it; None while the model is not as far ahead as it gets."""
-        if len(self._steps) < self.ahead:
+        """The oldest step and what the model returns for it; None while the model may get further ahead."""
+        if len(self._steps) < (1 if self._drains else self.ahead):
             return None
         step, sampling = self._steps.popleft()
         names = list(step.num_scheduled_tokens)

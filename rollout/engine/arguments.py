@@ -233,8 +233,8 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         if not GRAPH_KEYS & given.keys():
             defaults["max_cudagraph_capture_size"] = min(tokens, MAX_GRAPH_TOKENS)
         if not {*SIZES, *GRAPH_KEYS} & given.keys():
-            room = ceil((sequences + config.batch.samples - 1) / 16) * 16
-            defaults["max_num_seqs"] = room if room <= defaults["max_cudagraph_capture_size"] else sequences
+            room = ceil((places(config) + config.batch.samples - 1) / 16) * 16
+            defaults["max_num_seqs"] = max(sequences, room if room <= defaults["max_cudagraph_capture_size"] else 0)
     ours = {field: attrgetter(key)(config) for field, key in ENGINE_KEYS_ELSEWHERE.items()} | {
         "hf_overrides": HEAD | given.get("hf_overrides", {}),
         "seed": seed,

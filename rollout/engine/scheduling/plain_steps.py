@@ -4,7 +4,7 @@ vLLM's scheduler goes through all running sequences in each step, once to schedu
 sampled, and each time through some thirty lines for whatever may happen to one: with 512 sequences that is most of a
 step's time, and the GPU waits for it. Between its first token and its end nothing of that happens to a sequence. So
 `rl_decode` schedules a step in which all decode, and `rl_take` takes the tokens that end nothing; what is left of both
-is vLLM's own code. A sequence is left in the very state that vLLM would leave it in, so any step may be of either kind:
+is vLLM's own code. A sequence is left as vLLM would leave it, so any step may be of either kind:
 `tests/rollout/engine/test_plain_steps.py` plays both side by side. Holds for a model whose layers all attend to the
 whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes; others get vLLM's
 steps.
@@ -25,11 +25,11 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""What a scheduler must not have, by its attributes in vLLM 0.26 or 0.32."""
+"""What a scheduler must not have, by its attributes; routes are the last one up to vLLM 0.30, `aux_` since."""
 RUNNING = RequestStatus.RUNNING
-STALE = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
-"""A request's count, in vLLM 0.32 and in 0.26, of tokens that were launched before it was preempted."""
-stale = attrgetter(*STALE)
+(STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
+"""A request's count of tokens that were launched before it was preempted: by the second name in vLLM 0.26."""
+stale = attrgetter(STALE)
 
 
 class PlainSteps(Scheduler):
@@ -56,13 +56,13 @@ class PlainSteps(Scheduler):
         chosen, fresh, longest = [], 0, self.max_model_len - 1
         before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
         for request in running:
-            name, done, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
+            name, done, unseen = request.request_id, request.num_computed_tokens, request.num_output_placeholders
             record = records.get(name)
             if record is None or not record.most or request.is_prefill_chunk:
                 return None
-            if ahead and done + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
+            if unseen and done + 2 - unseen >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step before samples its last token
-            new = min(request.num_tokens + ahead - done, longest - done)
+            new = min(request.num_tokens + unseen - done, longest - done)
             if not new:
                 continue
             if new != 1 or (before is not None and name not in before):
@@ -72,19 +72,19 @@ class PlainSteps(Scheduler):
         if not chosen or fresh > manager.block_pool.get_num_free_blocks():
             return None
         step = self._rl_empty_step()
-        cached, none, ahead_by = step.scheduled_cached_reqs, manager.empty_kv_cache_blocks, self._rl_ahead()
+        cached, none, ahead = step.scheduled_cached_reqs, manager.empty_kv_cache_blocks, self._rl_ahead()
         for request in chosen:
-            done, ahead = request.num_computed_tokens, request.num_output_placeholders
+            done, unseen = request.num_computed_tokens, request.num_output_placeholders
             blocks = none if done % block else manager.allocate_slots(request, 1)
             if blocks is None:
                 raise RuntimeError(f"vLLM's cache has no block for {request.request_id}, of {fresh} that were free")
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(blocks.get_block_ids(allow_none=True))
             cached.num_computed_tokens.append(done)
-            cached.num_output_tokens.append(request.num_output_tokens + ahead)
+            cached.num_output_tokens.append(request.num_output_tokens + unseen)
             request.num_computed_tokens = done + 1
             request.num_in_flight_tokens += 1
-            request.num_output_placeholders = ahead + ahead_by
+            request.num_output_placeholders = unseen + ahead
         step.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
         step.total_num_scheduled_tokens = len(chosen)
         if getattr(step, "num_common_prefix_blocks", None):  # vLLM 0.32 counts none
@@ -109,7 +109,7 @@ class PlainSteps(Scheduler):
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
         """Take the tokens of a step's `output` that end nothing. Tokens scheduled for each request that is vLLM's."""
         sampled, rows, records, block = output.sampled_token_ids, output.req_id_to_index, self.rl_records, self.rl_block
-        manager, behind_by, rest = self.kv_cache_manager, self._rl_ahead(), {}
+        manager, ahead, rest = self.kv_cache_manager, self._rl_ahead(), {}
         for name, number in step.num_scheduled_tokens.items():
             record = records.get(name)
             if record is not None and number == 1 and len(record.logprobs) < record.most - 1:
@@ -120,7 +120,7 @@ class PlainSteps(Scheduler):
                         self._free_encoder_inputs(request)
                     request.num_in_flight_tokens -= 1
                     request.append_output_token_ids(tokens[0])
-                    if behind_by:
+                    if ahead:
                         request.num_output_placeholders -= 1
                         known = request.num_computed_tokens - request.num_output_placeholders
                         if not known % block:

@@ -110,7 +110,7 @@ def test_the_engine_holds_the_longest_answer_of_an_evaluation_set(answers: list[
         (1020, {}, (1040, 2048, 2048)),
         (8000, {}, (8000, 16000, 2048)),
         (2048, {}, (2048, 4096, 2048)),  # no room: more would not run as a graph
-        (24, {}, (48, 1024, 1024)),
+        (24, {}, (32, 1024, 1024)),
         ("auto", {}, (528, 1024, 1024)),
         (256, {"max_num_seqs": 700}, (700, 1400, 1400)),
         (256, {"max_num_batched_tokens": 256}, (256, 256, 1024)),  # vLLM cuts the graphs to it

@@ -5,20 +5,26 @@ state. The model is played (`benchmarks/runs/played_model.py`)."""
 import random
 from collections import Counter
 from copy import copy
+from functools import partialmethod
 
 import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from benchmarks.runs.played_model import BLOCK, VERSION, PlayedModel, engine_config, scheduler_of
 from benchmarks.weights.shapes import folder_of
-from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
+from rollout.engine.scheduling.plain_steps import ABSENT, touch_blocks_at_their_ends
 from rollout.engine.scheduling.record import Record, unpack
 from rollout.engine.scheduling.scheduler import KeepingAsyncScheduler, KeepingScheduler
 
-STEPS, STOP, LONGEST = 500, 7, 96
+STEPS, STOP, END, LONGEST, IMAGE = 500, 7, 8, 96, 8
 KINDS = {
     "synchronous": (Scheduler, KeepingScheduler, 1, False),
     "asynchronous": (AsyncScheduler, KeepingAsyncScheduler, 2, False),
@@ -37,8 +43,21 @@ def config(tmp_path_factory):
 
 def sample(name, number):
     """A request's token of this number, and its log-probability."""
-    token = random.Random(f"{name} {number}").randrange(40)
+    token = random.Random(f"{name} {number}").randrange(64)
     return token, -token / 64
+
+
+class Pixels:
+    """Of an image, in no form that anything reads."""
+
+    def __contains__(self, key):
+        return True
+
+
+def image(name, prompt):
+    """A feature that ends with the prompt, which is when it is freed last."""
+    place = PlaceholderRange(offset=len(prompt) - IMAGE, length=IMAGE)
+    return [MultiModalFeatureSpec(data=Pixels(), modality="image", identifier=name, mm_position=place)]
 
 
 def told(step):
@@ -64,26 +83,35 @@ def state(scheduler):
     }
     order = [[each.request_id for each in queue] for queue in (scheduler.running, scheduler.waiting)]
     pool = scheduler.kv_cache_manager.block_pool
-    return requests, order, pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)
+    blocks = pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)
+    encoder = scheduler.encoder_cache_manager
+    return requests, order, blocks, (encoder.cached, encoder.num_free_slots, set(encoder.freeable))
 
 
-def play(kind, config, seed, blocks, kept=1.0):
+def play(kind, config, seed, blocks, kept=1.0, seen_share=0.0):
     """Both schedulers through the same events. How often what was to happen has happened."""
     plain, ours, ahead, second = KINDS[kind]
     theirs, own = both = [PlayedModel(scheduler_of(each, config, blocks), ahead, sample) for each in (plain, ours)]
     theirs.scheduler.use_v2_model_runner = own.scheduler.use_v2_model_runner = second
     # it shares a block a step later, as `test_blocks.py` shows
     touch_blocks_at_their_ends(theirs.scheduler.kv_cache_manager, BLOCK)
+    for each in both if seen_share else ():
+        each.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=5 * IMAGE)
+        each.scheduler.max_num_encoder_input_tokens = 5 * IMAGE
     draw, seen, prompt, sent = random.Random(seed), Counter(), [100] * 20, ({}, {})
     shorter = own.scheduler.rl_decode
     own.scheduler.rl_decode = lambda: seen.update(["shorter" if (step := shorter()) else "whole"]) or step
     for number in range(STEPS):
-        while draw.random() < (0.25 if blocks == 400 else 0.1):
+        while draw.random() < (0.25 if blocks == 400 else 0.12):
             prompt = prompt if draw.random() < 0.5 else draw.choices(range(100, 120), k=draw.randrange(1, 60))
-            given = {"max_tokens": draw.randrange(1, 80), "stop_token_ids": [STOP]}
+            given = {"max_tokens": draw.randrange(1, 80)} | draw.choice([{"stop_token_ids": [STOP]}, {"end": END}])
             given |= {"logprobs": 0} if draw.random() < kept else {}
+            shows = len(prompt) > IMAGE and draw.random() < seen_share
+            picture = f"image {draw.randrange(6)}"
             for each in both:
-                each.add(f"r{number}-{seen['added']}", prompt, **given)
+                images = image(picture, prompt) if shows else None
+                each.add(f"r{number}-{seen['added']}", prompt, images, **given)
+            seen["images"] += shows
             seen["added"] += 1
         if draw.random() < 0.05 and theirs.scheduler.running:
             name = draw.choice(theirs.scheduler.running).request_id
@@ -122,6 +150,7 @@ def judge(name, theirs, own, seen):
     tokens = [token for each in own[name] for token in each.new_token_ids]
     assert tokens == [token for each in theirs[name] for token in each.new_token_ids]
     seen[str(last.finish_reason)] += 1
+    seen["end"] += tokens[-1:] == [END]
     if last.kv_transfer_params:
         assert len(own[name]) == 1
         logprobs, versions = unpack(last.kv_transfer_params)
@@ -135,7 +164,7 @@ def judge(name, theirs, own, seen):
 def test_steps_requests_and_tokens_are_those_of_vllm(kind, seed, blocks, config):
     seen = play(kind, config, seed, blocks)
     assert seen["shorter"] > (50 if blocks == 400 else 5) and seen["whole"] > 50
-    assert min(seen[event] for event in ("aborted", "paused", "reset", "stop", "length")) > 1
+    assert min(seen[event] for event in ("aborted", "paused", "reset", "stop", "end", "length")) > 1
     assert seen["preempted"] > (15 if blocks == 20 else 3)
 
 
@@ -145,6 +174,35 @@ def test_requests_that_are_not_kept_may_run_beside(kind, config):
     assert seen["shorter"] and seen["whole"] > seen["shorter"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_kept_and_freed_as_vllm_does(kind, config):
+    seen = play(kind, config, 1, 400, seen_share=0.5)
+    assert seen["shorter"] > 50 and seen["images"] > 30
+
+
+def test_other_schedulers_get_vllm_s_steps(config, monkeypatch):
+    assert scheduler_of(KeepingScheduler, config, 400).rl_block == BLOCK
+    sliding = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32)
+    assert scheduler_of(KeepingScheduler, config, 400, sliding).rl_block == 0
+    made = Scheduler.__init__
+    for name in ABSENT:
+        monkeypatch.setattr(Scheduler, "__init__", partialmethod(init_with, made, name))
+        assert scheduler_of(KeepingScheduler, config, 400).rl_block == 0, name
+
+
+def init_with(self, made, name, **given):
+    """vLLM's own, and the attribute of a scheduler that has more to do."""
+    made(self, **given)
+    setattr(self, name, True)
+
+
+def test_the_attributes_that_tell_are_vllm_s(config):
+    """One that vLLM renames would tell nothing any more."""
+    scheduler = scheduler_of(Scheduler, config, 400)
+    (other,) = {name for name in ABSENT if not hasattr(scheduler, name)}
+    assert other in ("aux_output_connector", "enable_return_routed_experts")
+
+
 def test_a_request_that_may_end_by_other_rules_is_always_vllm_s(config):
     model = PlayedModel(scheduler_of(KeepingScheduler, config, 400), 1, lambda name, number: (number, -1.0))
     model.add("r0", [100] * 20, max_tokens=40, logprobs=0)
@@ -152,7 +210,11 @@ def test_a_request_that_may_end_by_other_rules_is_always_vllm_s(config):
         model.schedule()
         model.take()
     (request,) = model.scheduler.running
-    for rule, value in (("structured_output_request", "a grammar"), ("resumable", True)):
+    watched = SamplingParams(
+        max_tokens=40, repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=2)
+    )
+    rules = {"structured_output_request": "a grammar", "resumable": True, "sampling_params": watched}
+    for rule, value in rules.items():
         changed = copy(request)
         setattr(changed, rule, value)
         model.scheduler.rl_records["r0"] = record = Record.of(changed, LONGEST)
@@ -160,3 +222,10 @@ def test_a_request_that_may_end_by_other_rules_is_always_vllm_s(config):
     assert Record.of(request, 50).most == 30
     model.scheduler.rl_records["r0"] = record = Record.of(request, LONGEST)
     assert record.most == 40 and model.scheduler.rl_decode() is not None
+
+
+def test_the_places_are_those_to_which_vllm_holds_requests(config, monkeypatch):
+    """vLLM 0.32 has a limit of its own for that."""
+    monkeypatch.setattr(config.scheduler_config, "max_num_active_seqs", 5, raising=False)
+    scheduler = scheduler_of(KeepingScheduler, config, 400)
+    assert scheduler.rl_places == (5 if hasattr(scheduler_of(Scheduler, config, 400), "max_num_active_reqs") else 12)
