@@ -14,56 +14,22 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import sys
 import time
-from math import sqrt
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.runs.processes import PROMPT_TOKENS, engine_keys, run_file, sequences
+from benchmarks.runs.engine_load import LOADS, SAMPLES, EngineLoad, beside_neighbours
+from benchmarks.runs.processes import engine_keys, run_file, sequences
 from benchmarks.runs.switched import FILE
 from benchmarks.weights.table import ResultRow, progress, write
 from configs.load import load as load_config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.vllm_engine import Engine
 
-LOADS: dict[str, dict[str, int]] = {
-    "Qwen2.5-1.5B": {"running": 512, "mean": 1000, "cut": 4096},
-    "Qwen2.5-7B": {"running": 512, "mean": 512, "cut": 2048},
-    "speck": {"running": 64, "mean": 40, "cut": 160},
-}
-SAMPLES = 16
 SETTLE_S = 1.0
 """From the switch to the count."""
-
-
-class Load:
-    """Keeps an engine's places taken by groups of SAMPLES requests, until cancelled."""
-
-    def __init__(self, engine: Engine, load: dict[str, int]) -> None:
-        self.engine, self.load, self.taken, self.ended = engine, load, 0, 0
-        self._draw, self._freed = random.Random(0), asyncio.Event()
-
-    async def run(self) -> None:
-        """A group whenever a place is free."""
-        async with asyncio.TaskGroup() as requests:
-            while True:
-                while self.taken < self.load["running"]:
-                    prompt = self._draw.choices(range(3, 500), k=PROMPT_TOKENS)
-                    for _ in range(SAMPLES):
-                        self.taken += 1
-                        requests.create_task(self._one(prompt))
-                    await asyncio.sleep(0)
-                self._freed.clear()
-                await self._freed.wait()
-
-    async def _one(self, prompt: list[int]) -> None:
-        length = 1 + int(self._draw.expovariate(1.0 / self.load["mean"]))
-        await self.engine.generate(prompt, min(length, self.load["cut"]), 1.0)
-        self.taken, self.ended = self.taken - 1, self.ended + 1
-        self._freed.set()
 
 
 async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -82,7 +48,7 @@ async def measure(shape: str, args: argparse.Namespace) -> list[dict[str, float]
     say(switch, few)
     engine = await Engine.launch(arguments)
     progress(f"{shape}: vLLM has started")
-    load, windows = Load(engine, wanted), []
+    load, windows = EngineLoad(engine, wanted), []
     running = asyncio.create_task(load.run())
     try:
         await asyncio.sleep(args.warm_up_s)
@@ -107,7 +73,7 @@ def say(switch: Path, number: int) -> None:
     part.replace(switch)
 
 
-async def window(load: Load, switch: Path, seconds: float) -> dict[str, float]:
+async def window(load: EngineLoad, switch: Path, seconds: float) -> dict[str, float]:
     """Tokens and ended requests per second, sequences that ran, and steps of both kinds: number, ms, tokens."""
 
     def now() -> tuple[float, int, int, dict[str, list[float]]]:
@@ -132,9 +98,7 @@ def rows_of(shape: str, windows: list[dict[str, float]]) -> list[ResultRow]:
     """Medians by kind of window, and how much faster it is with room for whole groups: each window but the first and
     the last compared with the geometric mean of its two neighbours."""
     label = f"{shape}: {LOADS[shape]['running']} sequences, mean {LOADS[shape]['mean']}"
-    rates = [one["rate"] for one in windows]
-    inner = [rates[at] / sqrt(rates[at - 1] * rates[at + 1]) for at in range(1, len(rates) - 1)]
-    ratios = [ratio if windows[at]["room"] else 1.0 / ratio for at, ratio in enumerate(inner, 1)]
+    ratios = beside_neighbours([one["rate"] for one in windows], [bool(one["room"]) for one in windows])
     each = [[one for one in windows if bool(one["room"]) == roomy] for roomy in (True, False)]
     whole, single = ({key: median(one[key] for one in kind) for key in kind[0]} for kind in each)
     rows = [

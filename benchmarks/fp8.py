@@ -1,31 +1,46 @@
 """What do rollouts in FP8 gain, and how far are their log-probabilities from the learner's? GPUs.
 
-`python -m benchmarks.fp8 --model FOLDER`: two short runs of a real model in step with its server (`max_staleness: 0`),
-started by hand: buffer, server and learner, first with bfloat16 weights in the server, then with each policy rounded to
-FP8 as it is loaded (`rollout.engine.quantization: fp8`). The learner's weights hardly move. The mismatch is the
-learner's own metric: k1, k3 and m2 between its log-probabilities and those recorded at sampling, on tokens of the
-current policy. Needs two GPUs; on one, server and learner share it, and tokens/s are a bound. Prints one table; writes
-JSON.
+`python -m benchmarks.fp8 --shape Qwen2.5-7B`: what they gain. Two engines of vLLM as a rollout server starts them, with
+random weights on one GPU, one in bfloat16 and one in FP8, which take turns: 512 sequences run, in groups of 16 whose
+lengths are geometric (`benchmarks/runs/engine_load.py`), and each window is compared with the two around it, of the
+other engine.
+
+`python -m benchmarks.fp8 --model FOLDER`: how far they are off. Two short runs of a real model in step with its server
+(`max_staleness: 0`), started by hand: buffer, server and learner, first with bfloat16 weights in the server, then with
+each policy rounded to FP8 as it is loaded (`rollout.engine.quantization: fp8`). The learner's weights hardly move. The
+mismatch is the learner's own metric: k1, k3 and m2 between its log-probabilities and those recorded at sampling, on
+tokens of the current policy. Needs two GPUs; on one, server and learner share it, and tokens/s are a bound.
+
+Prints one table; writes JSON.
 """
 
 import argparse
+import asyncio
 import json
+import os
 import random
 import sys
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import torch
 
+from benchmarks.runs.engine_load import LOADS, EngineLoad, beside_neighbours
 from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_file, sequences
 from benchmarks.runs.trained import figures_of, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
+from configs.load import load as load_config
+from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.vllm_engine import Engine
 
 MISMATCH = ("mismatch/k1_fresh", "mismatch/k3_fresh", "mismatch/m2_fresh")
 SHOWN = ("tokens_per_s", "running", "gpu rollout", "weights/probe", "weights/load_s", "versions")
 SAMPLES, GROUPS, WARM_UP = 16, 32, 2
+SETTLE_S = 1.0
+"""From an engine's turn to the count."""
 
 
 def quantised_run(args: argparse.Namespace, quantization: str | None) -> dict[str, float]:
@@ -57,33 +72,106 @@ def quantised_run(args: argparse.Namespace, quantization: str | None) -> dict[st
     return figures_of(records) | watch.figures() | known
 
 
+def gain(args: argparse.Namespace) -> list[ResultRow]:
+    """Medians of each engine's windows, and how many times as fast the one in FP8 is."""
+    windows = asyncio.run(turns(args))
+    running = args.running or LOADS[args.shape]["running"]
+    label = f"{args.shape}: {running} sequences, {args.quantization or 'bfloat16'} and bfloat16 in turns"
+    times = beside_neighbours([one["rate"] for one in windows], [bool(one["second"]) for one in windows])
+    plain, quantised = ([one for one in windows if one["second"] == second] for second in (0.0, 1.0))
+    rows = [
+        ResultRow(key, median(one[key] for one in quantised), "", "bfloat16", median(one[key] for one in plain), label)
+        for key in ("rate", "running", "kv_usage", "preempted")
+    ]
+    ratio = ResultRow("  ratio to the windows around it, median", median(times), "", "smallest", min(times), label)
+    return [ratio, *rows]
+
+
+async def turns(args: argparse.Namespace) -> list[dict[str, float]]:
+    """What the windows saw, in order: tokens per second, sequences that ran in the mean, KV cache, preemptions."""
+    wanted = LOADS[args.shape] | ({"running": args.running} if args.running else {})
+    loads, windows = list[EngineLoad](), list[dict[str, float]]()
+    async with AsyncExitStack() as stack:
+        for quantization in (None, args.quantization):
+            async with AsyncExitStack() as quiet:  # the first one, while the second starts and fills up
+                for load in loads:
+                    await quiet.enter_async_context(load.engine.paused())
+                loads.append(EngineLoad(await start(quantization, wanted, args), wanted))
+                stack.push_async_callback(loads[-1].engine.close)
+                stack.callback(asyncio.create_task(loads[-1].run()).cancel)
+                await asyncio.sleep(args.warm_up_s)
+        for second in [0, 1] * args.rounds:
+            engine = loads[second].engine
+            async with loads[1 - second].engine.paused():
+                await asyncio.sleep(SETTLE_S)
+                before, since = engine.tokens, time.monotonic()
+                engine.stats()
+                await asyncio.sleep(args.seconds)
+                rate = (engine.tokens - before) / (time.monotonic() - since)
+            windows.append({"second": float(second), "rate": rate, **engine.stats()})
+            progress(f"{args.shape}: {windows[-1]}")
+    return windows
+
+
+async def start(quantization: str | None, wanted: dict[str, int], args: argparse.Namespace) -> Engine:
+    """An engine as a rollout server starts it, with less than half of the GPU."""
+    keys: dict[str, Any] = {"quantization": quantization} if quantization else {}
+    keys |= {"gpu_memory_utilization": 0.46} if torch.cuda.is_available() else {}
+    name = f"{quantization or 'bfloat16'}-{int(time.time())}"
+    file = run_file(
+        args.work, name, args.shape,
+        sampling={"max_tokens": wanted["cut"]}, batch={"samples": SAMPLES},
+        rollout={**sequences(wanted["running"], SAMPLES), "engine": engine_keys(wanted["cut"], keys)},
+        weights={"probe_tolerance": 1.0},
+    )  # fmt: skip
+    config = load_config([str(file)])
+    os.environ.update(environment(on_cpu(config)))
+    engine = await Engine.launch(engine_arguments(config, 0, on_cpu(config)))
+    progress(f"{args.shape}: vLLM has started with {quantization or 'bfloat16'}")
+    return engine
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a real model, such as SmolLM2-135M")
+    parser.add_argument("--model", type=Path, help="folder of a real model, such as SmolLM2-135M")
+    parser.add_argument("--shape", choices=LOADS, help="of random weights, for the gain")
+    parser.add_argument("--quantization", default="fp8", help="of the second engine; may be empty")
+    parser.add_argument("--running", type=int, help="sequences at a time, if not those of the shape")
+    parser.add_argument("--rounds", type=int, default=5, help="windows of each engine")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a window")
+    parser.add_argument("--warm-up-s", type=float, default=15.0, help="of each engine")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--start-s", type=float, default=240.0, help="longest time of each part")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-fp8"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fp8.json")
     args = parser.parse_args()
+    if (args.model is None) == (args.shape is None):
+        parser.error("--model FOLDER for the mismatch, or --shape for what FP8 gains: one of the two")
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
+    rows = gain(args) if args.shape else mismatches(args)
+    write(args.out, "fp8", [row.line() for row in rows])
+    return 1 if any(row.what.startswith("FAILED") for row in rows) else 0
+
+
+def mismatches(args: argparse.Namespace) -> list[ResultRow]:
+    """Both runs, one after the other."""
     found: dict[str, dict[str, float]] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[ResultRow] = []
     for quantization in (None, "fp8"):
         try:
             found[quantization or "bfloat16"] = quantised_run(args, quantization)
         except (Died, TimeoutError, KeyError) as error:
-            rows.append(ResultRow(f"FAILED: {quantization}", 0.0, "", f"{type(error).__name__}: {error}").line())
+            rows.append(ResultRow(f"FAILED: {quantization}", 0.0, "", f"{type(error).__name__}: {error}"))
             progress(f"{quantization} failed: {error}")
     plain = found.get("bfloat16", {})
     for name, figures in found.items():
         for key in (*MISMATCH, *SHOWN):
             if key in figures:
                 against = ("bfloat16", plain.get(key)) if name != "bfloat16" else ("", None)
-                rows.append(ResultRow(key, figures[key], "", *against, case=name).line())
-    write(args.out, "fp8", rows)
-    return 1 if len(found) < 2 else 0
+                rows.append(ResultRow(key, figures[key], "", *against, case=name))
+    return rows
 
 
 if __name__ == "__main__":

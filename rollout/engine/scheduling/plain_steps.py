@@ -53,7 +53,7 @@ class PlainSteps(Scheduler):
             return None
         if self.get_request_counts()[1] and len(running) < self.rl_places:
             return None
-        chosen, fresh, longest = [], 0, self.max_model_len - 1
+        chosen, fresh, longest = list[Request](), list[int](), self.max_model_len - 1
         before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
         for request in running:
             name, done, unseen = request.request_id, request.num_computed_tokens, request.num_output_placeholders
@@ -62,29 +62,30 @@ class PlainSteps(Scheduler):
                 return None
             if unseen and done + 2 - unseen >= request.num_prompt_tokens + request.max_tokens:
                 continue  # the step before samples its last token
-            new = min(request.num_tokens + unseen - done, longest - done)
-            if not new:
+            if done >= longest:
                 continue
-            if new != 1 or (before is not None and name not in before):
+            if request.num_tokens + unseen != done + 1 or (before is not None and name not in before):
                 return None
-            fresh += not done % block
+            if not done % block:
+                fresh.append(len(chosen))
             chosen.append(request)
-        if not chosen or fresh > manager.block_pool.get_num_free_blocks():
+        if not chosen or len(fresh) > manager.block_pool.get_num_free_blocks():
             return None
         step = self._rl_empty_step()
-        cached, none, ahead = step.scheduled_cached_reqs, manager.empty_kv_cache_blocks, self._rl_ahead()
-        for request in chosen:
-            done, unseen = request.num_computed_tokens, request.num_output_placeholders
-            blocks = none if done % block else manager.allocate_slots(request, 1)
+        cached, ahead = step.scheduled_cached_reqs, self._rl_ahead()
+        cached.req_ids = [request.request_id for request in chosen]
+        cached.num_computed_tokens = [request.num_computed_tokens for request in chosen]
+        cached.num_output_tokens = [request.num_output_tokens + request.num_output_placeholders for request in chosen]
+        cached.new_block_ids = [None] * len(chosen)
+        for place in fresh:
+            blocks = manager.allocate_slots(chosen[place], 1)
             if blocks is None:
-                raise RuntimeError(f"vLLM's cache has no block for {request.request_id}, of {fresh} that were free")
-            cached.req_ids.append(request.request_id)
-            cached.new_block_ids.append(blocks.get_block_ids(allow_none=True))
-            cached.num_computed_tokens.append(done)
-            cached.num_output_tokens.append(request.num_output_tokens + unseen)
-            request.num_computed_tokens = done + 1
+                raise RuntimeError(f"vLLM's cache has none of {len(fresh)} free blocks for {cached.req_ids[place]}")
+            cached.new_block_ids[place] = blocks.get_block_ids()
+        for request in chosen:
+            request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
-            request.num_output_placeholders = unseen + ahead
+            request.num_output_placeholders += ahead
         step.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
         step.total_num_scheduled_tokens = len(chosen)
         if getattr(step, "num_common_prefix_blocks", None):  # vLLM 0.32 counts none
@@ -116,15 +117,17 @@ class PlainSteps(Scheduler):
                 request, row = record.request, rows[name]
                 tokens, plain = sampled[row], request.status is RUNNING and request.prefill_stats is None
                 if plain and not stale(request) and len(tokens) == 1 and tokens[0] not in record.stops:
-                    if request.has_encoder_inputs:
+                    if request.mm_features:
                         self._free_encoder_inputs(request)
                     request.num_in_flight_tokens -= 1
-                    request.append_output_token_ids(tokens[0])
-                    if ahead:
-                        request.num_output_placeholders -= 1
-                        known = request.num_computed_tokens - request.num_output_placeholders
-                        if not known % block:
-                            manager.cache_blocks(request, known)
+                    request._output_token_ids.append(tokens[0])
+                    request._all_token_ids.append(tokens[0])
+                    request.num_output_placeholders -= ahead
+                    if not request.num_tokens % block:
+                        request.update_block_hashes()
+                    known = request.num_computed_tokens - request.num_output_placeholders
+                    if ahead and not known % block:
+                        manager.cache_blocks(request, known)
                     record.logprobs.append(logprobs[row])
                     record.versions.append(version)
                     continue
