@@ -33,7 +33,7 @@ from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_f
 from benchmarks.runs.trained import figures_of, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
 from configs.load import load as load_config
-from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.arguments import can_fp8, engine_arguments, environment, on_cpu
 from rollout.engine.vllm_engine import Engine
 
 MISMATCH = ("mismatch/k1_fresh", "mismatch/k3_fresh", "mismatch/m2_fresh")
@@ -148,6 +148,12 @@ def main() -> int:
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None):
         parser.error("--model FOLDER for the mismatch, or --shape for what FP8 gains: one of the two")
+    if args.shape and args.quantization and not can_fp8():
+        parser.error(
+            f"--quantization: {args.quantization} needs a GPU that computes in FP8; '' is for two engines alike"
+        )
+    if args.rounds < 2:
+        parser.error(f"--rounds: {args.rounds} has no window with two others around it; take 2 or more")
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = gain(args) if args.shape else mismatches(args)
