@@ -90,7 +90,7 @@ def gain(args: argparse.Namespace) -> list[ResultRow]:
 async def turns(args: argparse.Namespace) -> list[dict[str, float]]:
     """What the windows saw, in order: tokens per second, sequences that ran in the mean, KV cache, preemptions."""
     wanted = LOADS[args.shape] | ({"running": args.running} if args.running else {})
-    loads, windows = list[EngineLoad](), list[dict[str, float]]()
+    loads, running, windows = list[EngineLoad](), list[asyncio.Task[None]](), list[dict[str, float]]()
     async with AsyncExitStack() as stack:
         for quantization in (None, args.quantization):
             async with AsyncExitStack() as quiet:  # the first one, while the second starts and fills up
@@ -98,7 +98,8 @@ async def turns(args: argparse.Namespace) -> list[dict[str, float]]:
                     await quiet.enter_async_context(load.engine.paused())
                 loads.append(EngineLoad(await start(quantization, wanted, args), wanted))
                 stack.push_async_callback(loads[-1].engine.close)
-                stack.callback(asyncio.create_task(loads[-1].run()).cancel)
+                running.append(asyncio.create_task(loads[-1].run()))
+                stack.push_async_callback(end, running[-1])
                 await asyncio.sleep(args.warm_up_s)
         for second in [0, 1] * args.rounds:
             engine = loads[second].engine
@@ -108,9 +109,17 @@ async def turns(args: argparse.Namespace) -> list[dict[str, float]]:
                 engine.stats()
                 await asyncio.sleep(args.seconds)
                 rate = (engine.tokens - before) / (time.monotonic() - since)
+            if running[second].done():
+                running[second].result()  # the engine failed, and nothing runs any more
             windows.append({"second": float(second), "rate": rate, **engine.stats()})
             progress(f"{args.shape}: {windows[-1]}")
     return windows
+
+
+async def end(load: asyncio.Task[None]) -> None:
+    """Its requests are aborted before their engine is closed."""
+    load.cancel()
+    await asyncio.wait([load])
 
 
 async def start(quantization: str | None, wanted: dict[str, int], args: argparse.Namespace) -> Engine:
@@ -144,7 +153,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--start-s", type=float, default=240.0, help="longest time of each part")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-fp8"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fp8.json")
+    parser.add_argument("--out", type=Path, help="benchmarks/results/fp8.json, or fp8-gain.json with --shape")
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None):
         parser.error("--model FOLDER for the mismatch, or --shape for what FP8 gains: one of the two")
@@ -157,7 +166,8 @@ def main() -> int:
     args.work = args.work.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     rows = gain(args) if args.shape else mismatches(args)
-    write(args.out, "fp8", [row.line() for row in rows])
+    out = args.out or Path(__file__).parent / "results" / ("fp8-gain.json" if args.shape else "fp8.json")
+    write(out, "fp8", [row.line() for row in rows])
     return 1 if any(row.what.startswith("FAILED") for row in rows) else 0
 
 

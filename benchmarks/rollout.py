@@ -200,6 +200,7 @@ class ServerBenchmark:
                 "context",
                 "versions",
                 "gpu rollout",
+                "front",
                 "failed",
             ):
                 if key in (found := self.found.get(contender, {})):

@@ -4,7 +4,8 @@ vLLM's scheduler goes through all running sequences in each step, once to schedu
 sampled, and each time through some thirty lines for whatever may happen to one: with 512 sequences that is most of a
 step's time, and the GPU waits for it. Between its first token and its end nothing of that happens to a sequence. So
 `rl_decode` schedules a step in which all decode, and `rl_take` takes the tokens that end nothing; what is left of both
-is vLLM's own code. A sequence is left as vLLM would leave it, so any step may be of either kind:
+is vLLM's own code. A sequence is left as vLLM would leave it, but for what only pipeline parallelism asks for
+(`next_decode_eligible_step`), so any step may be of either kind:
 `tests/rollout/engine/test_plain_steps.py` plays both side by side. Holds for a model whose layers all attend to the
 whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes; others get vLLM's
 steps.
@@ -81,7 +82,7 @@ class PlainSteps(Scheduler):
             blocks = manager.allocate_slots(chosen[place], 1)
             if blocks is None:
                 raise RuntimeError(f"vLLM's cache has none of {len(fresh)} free blocks for {cached.req_ids[place]}")
-            cached.new_block_ids[place] = blocks.get_block_ids()
+            cached.new_block_ids[place] = blocks.get_block_ids(allow_none=True)
         for request in chosen:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1

@@ -5,6 +5,7 @@ state. The model is played (`benchmarks/runs/played_model.py`)."""
 import random
 from collections import Counter
 from copy import copy
+from dataclasses import fields
 from functools import partialmethod
 
 import pytest
@@ -31,9 +32,10 @@ KINDS = {
     "second runner": (AsyncScheduler, KeepingAsyncScheduler, 2, True),
 }
 """Both schedulers, how many steps a model is ahead, and whether it is that of vLLM's second model runner."""
-FIELDS = ("status", "num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders", "is_prefill_chunk",
-          "spec_token_ids", "block_hashes", "stop_reason", "num_preemptions", "num_stale_output_tokens",
-          "async_tokens_to_discard")  # fmt: skip
+OF_ITS_OWN = {"arrival_time", "_block_hasher", "mm_features", "next_decode_eligible_step"}
+"""Attributes in which two requests may differ: the last one counts only with pipeline parallelism."""
+VIEWS = {"output_token_ids", "all_token_ids"}
+"""Of lists that are attributes too."""
 
 
 @pytest.fixture(scope="module")
@@ -62,30 +64,25 @@ def image(name, prompt):
 
 def told(step):
     """What a worker learns of a step."""
-    cached = step.scheduled_cached_reqs
-    counts = cached.num_computed_tokens, cached.num_output_tokens
-    return {
-        "scheduled": list(step.num_scheduled_tokens.items()),
-        "total": step.total_num_scheduled_tokens,
-        "new": [(new.req_id, new.block_ids, new.num_computed_tokens) for new in step.scheduled_new_reqs],
-        "cached": [*zip(cached.req_ids, cached.new_block_ids, *counts, strict=True)],
-        "resumed": (cached.resumed_req_ids, cached.all_token_ids),
-        "gone": (step.finished_req_ids, step.preempted_req_ids or set()),
-        "prefix": getattr(step, "num_common_prefix_blocks", None),
-    }
+    found = {field.name: getattr(step, field.name) for field in fields(step)}
+    new, cached = found.pop("scheduled_new_reqs"), found.pop("scheduled_cached_reqs")
+    found["new"] = [(each.req_id, each.prompt_token_ids, each.block_ids, each.num_computed_tokens) for each in new]
+    found["cached"] = {field.name: getattr(cached, field.name) for field in fields(cached)}
+    return found | {"scheduled": list(step.num_scheduled_tokens)}  # in order
 
 
 def state(scheduler):
-    """What the scheduler knows of its requests, in which order, and how many blocks are free and shared."""
+    """All that the scheduler knows of its requests, in which order, and which blocks are theirs, shared and free."""
+    manager, encoder = scheduler.kv_cache_manager, scheduler.encoder_cache_manager
     requests = {
-        name: ([*each.output_token_ids], each.prefill_stats is None, [getattr(each, field, None) for field in FIELDS])
+        name: {key: copy(value) for key, value in vars(each).items() if key not in OF_ITS_OWN | VIEWS}
         for name, each in scheduler.requests.items()
     }
+    blocks = {name: manager.get_block_ids(name) for name in requests}
     order = [[each.request_id for each in queue] for queue in (scheduler.running, scheduler.waiting)]
-    pool = scheduler.kv_cache_manager.block_pool
-    blocks = pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)
-    encoder = scheduler.encoder_cache_manager
-    return requests, order, blocks, (encoder.cached, encoder.num_free_slots, set(encoder.freeable))
+    free = [each.block_id for each in manager.block_pool.free_block_queue.get_all_free_blocks()]
+    shared = len(manager.block_pool.cached_block_hash_to_block)
+    return requests, blocks, order, free, shared, (encoder.cached, encoder.num_free_slots, set(encoder.freeable))
 
 
 def play(kind, config, seed, blocks, kept=1.0, seen_share=0.0):
