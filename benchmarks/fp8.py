@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs.engine_load import LOADS, EngineLoad, beside_neighbours
+from benchmarks.runs.engine_load import LOADS, SAMPLES, EngineLoad, beside_neighbours
 from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_file, sequences
 from benchmarks.runs.trained import figures_of, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
@@ -38,7 +38,7 @@ from rollout.engine.vllm_engine import Engine
 
 MISMATCH = ("mismatch/k1_fresh", "mismatch/k3_fresh", "mismatch/m2_fresh")
 SHOWN = ("tokens_per_s", "running", "gpu rollout", "weights/probe", "weights/load_s", "versions")
-SAMPLES, GROUPS, WARM_UP = 16, 32, 2
+GROUPS, WARM_UP = 32, 2
 SETTLE_S = 1.0
 """From an engine's turn to the count."""
 

@@ -47,9 +47,10 @@ class PlainSteps(Scheduler):
         self.rl_block: int = groups[0].kv_cache_spec.block_size if plain else 0
         self.rl_places = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)  # vLLM 0.32 has both
 
-    def rl_decode(self) -> Any:
-        """A step in which every running sequence decodes a token; None where vLLM has anything to decide."""
-        running, block, records, manager = self.running, self.rl_block, self.rl_records, self.kv_cache_manager
+    def _rl_decoding(self) -> tuple[list[Request], list[int]] | None:
+        """The requests that decode a token now, and the places among them of those that begin a block; None where vLLM
+        has anything to decide."""
+        running, block, records = self.running, self.rl_block, self.rl_records
         if not block or self._pause_state != PauseState.UNPAUSED or len(running) > self.max_num_scheduled_tokens:
             return None
         if self.get_request_counts()[1] and len(running) < self.rl_places:
@@ -61,19 +62,22 @@ class PlainSteps(Scheduler):
             record = records.get(name)
             if record is None or not record.most or request.is_prefill_chunk:
                 return None
-            if unseen and done + 2 - unseen >= request.num_prompt_tokens + request.max_tokens:
+            if done >= longest or (unseen and done + 2 - unseen >= request.num_prompt_tokens + request.max_tokens):
                 continue  # the step before samples its last token
-            if done >= longest:
-                continue
             if request.num_tokens + unseen != done + 1 or (before is not None and name not in before):
                 return None
             if not done % block:
                 fresh.append(len(chosen))
             chosen.append(request)
-        if not chosen or len(fresh) > manager.block_pool.get_num_free_blocks():
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return (chosen, fresh) if chosen and len(fresh) <= free else None
+
+    def rl_decode(self) -> Any:
+        """A step in which every running sequence decodes a token; None where vLLM has anything to decide."""
+        if (decoding := self._rl_decoding()) is None:
             return None
-        step = self._rl_empty_step()
-        cached, ahead = step.scheduled_cached_reqs, self._rl_ahead()
+        (chosen, fresh), step = decoding, self._rl_empty_step()
+        cached, ahead, manager = step.scheduled_cached_reqs, self._rl_ahead(), self.kv_cache_manager
         cached.req_ids = [request.request_id for request in chosen]
         cached.num_computed_tokens = [request.num_computed_tokens for request in chosen]
         cached.num_output_tokens = [request.num_output_tokens + request.num_output_placeholders for request in chosen]
@@ -90,9 +94,9 @@ class PlainSteps(Scheduler):
         step.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
         step.total_num_scheduled_tokens = len(chosen)
         if getattr(step, "num_common_prefix_blocks", None):  # vLLM 0.32 counts none
-            step.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(running[0].request_id)
-        if before is not None:
-            before.update(cached.req_ids)
+            step.num_common_prefix_blocks = manager.get_num_common_prefix_blocks(self.running[0].request_id)
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(cached.req_ids)
         return step
 
     def _rl_empty_step(self) -> Any:
