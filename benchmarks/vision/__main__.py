@@ -169,6 +169,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="files of parts of earlier commands")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-vision"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "vision.json")
+    parser.set_defaults(swapped=False)  # of `measure`: only two servers at once can be
     args = parser.parse_args()
     args.parts = [part for part in args.parts.split(",") if part]
     if unknown := set(args.parts) - set(PARTS):

@@ -7,7 +7,7 @@ repeated in the answer) and the fields of the model. The models are in `protocol
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgpack
 import numpy as np
@@ -20,6 +20,11 @@ Frame = bytes | memoryview
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 FRAME_BYTES = 2**16
 """Mean size from which on byte strings travel as frames: smaller ones are copied sooner than they are sent apart."""
+
+
+Dtype = Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
+NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
+"""Looked up, because NumPy makes a dtype's name anew each time it is asked for it, which takes as long as all else."""
 
 
 class Message(BaseModel):
@@ -42,7 +47,7 @@ class Array(Message):
     data=b"\\x01\\0\\0\\0\\x02\\0\\0\\0")`
     """
 
-    dtype: Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
+    dtype: Dtype
     shape: Annotated[list[Count], Field(max_length=8)]
     data: bytes
 
@@ -57,7 +62,8 @@ class Array(Message):
     def of(cls, array: np.ndarray) -> "Array":
         """Pack `array`; raises ValidationError for a dtype that does not travel."""
         array = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-        return cls(dtype=array.dtype.name, shape=list(array.shape), data=array.tobytes())  # type: ignore[arg-type]
+        name: Any = NAMES.get(array.dtype) or array.dtype.name
+        return cls(dtype=name, shape=list(array.shape), data=array.tobytes())
 
     def numpy(self) -> np.ndarray:
         """The array, read-only, without a copy."""

@@ -31,6 +31,7 @@ from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
+from rollout.engine.joined_requests import JoinedRequests
 from rollout.engine.lora.adapter_folder import NUMBER
 from rollout.engine.scheduling.record import unpack
 from rollout.engine.scheduling.scheduler import Reports
@@ -48,10 +49,9 @@ START_S = 600.0
 class Engine:
     """One vLLM engine, made by `start`."""
 
-    def __init__(self, llm: AsyncLLM, reports: Reports, adapter: LoRARequest | None = None) -> None:
-        """`adapter`: what all requests name, None where policies are whole models."""
-        self._adapter = adapter
-        self._llm, self._reports, self._version, self._loads, self._folders = llm, reports, 0, 0, 0
+    def __init__(self, llm: AsyncLLM, reports: Reports, requests: JoinedRequests) -> None:
+        self._llm, self._reports, self._requests = llm, reports, requests
+        self._version = self._loads = self._folders = 0
         self.tower_frozen = False
         """Whether policies leave what sees images as it is: then vLLM encodes an image once and keeps that."""
         self.routes: ReturnedRoutes | None = None
@@ -83,7 +83,7 @@ class Engine:
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
-        engine = cls(llm, reports, ADAPTER if arguments.get("enable_lora") else None)
+        engine = cls(llm, reports, JoinedRequests(llm, ADAPTER if arguments.get("enable_lora") else None))
         try:
             await engine._check(bool(arguments.get("enable_return_routed_experts")))
         except BaseException:
@@ -96,7 +96,7 @@ class Engine:
         if problem := max(await self.collective("rl_refusal", timeout_s=START_S)):
             raise ConfigError([problem])
         await self.collective("rl_stamp", 0, timeout_s=START_S)
-        if self._adapter:  # vLLM would look for an adapter that is named and not there on the hub, and die
+        if self._requests.adapter:  # vLLM would look for an adapter that is named and not there on the hub, and die
             await self.collective("rl_register", timeout_s=START_S)
         if routed:
             self.routes = ReturnedRoutes(self._llm.model_config.hf_text_config.to_dict())
@@ -123,34 +123,29 @@ class Engine:
         Whatever vLLM raises for this request alone ends this request alone. Raises EpisodeError for tokens that vLLM
         refuses, EngineError for any other error, EngineDead.
         """
-        name = f"r{next(self._numbers)}"
-        try:
+        salt = salt or self.salt
+
+        def made() -> tuple[Any, SamplingParams]:
             parameters = sampling_parameters(max_tokens, temperature, stop_token_ids)
             parameters.routed_experts_prompt_start = routed
+            return self._input(prompt, images, salt), parameters
+
+        key = prompt, max_tokens, temperature, stop_token_ids, [id(image) for image in images], salt, routed
+        try:
             with translate_engine_errors():
-                given = self._input(prompt, images, salt)
-                outputs = await self._llm.add_request(name, given, parameters, lora_request=self._adapter)
-                final: Any = await outputs.get()
-        except asyncio.CancelledError:
-            await self._llm.abort(name)
-            raise
+                end = await self._requests.end(key, made)
         except (EngineDead, EngineError):
             raise
         except (ValueError, VLLMValidationError) as error:  # the latter is a ValueError before vLLM 0.32
             reason = f"vLLM refuses {len(prompt)} tokens: {error}"
             raise EpisodeError(reason, origin=type(error).__name__) from error
         except Exception as error:  # whatever vLLM raises for one request ends that request, not the server
-            with translate_engine_errors():
-                await self._llm.abort(name)
             reason = f"vLLM failed on {len(prompt)} tokens: {type(error).__name__}: {error}"
             raise EngineError(reason, origin=type(error).__name__) from error
-        output, kept = final.outputs[0], final.kv_transfer_params
-        if output.finish_reason not in ("stop", "length") or kept is None:
-            raise EngineError(f"vLLM ended a request: {output.finish_reason!r}, {len(output.token_ids)} tokens")
-        sampled = list(output.token_ids)
-        rows = len(prompt) + len(sampled) - 1 - routed
-        routes = self.routes.checked(output.routed_experts, rows) if self.routes else None
-        return Completion(sampled, *unpack(kept), output.finish_reason, routes)
+        rows = len(prompt) + len(end.new_token_ids) - 1 - routed
+        routes = self.routes.checked(end.routed_experts, rows) if self.routes else None
+        finish: Any = str(end.finish_reason)
+        return Completion(end.new_token_ids, *unpack(end), finish, routes)
 
     async def probe(self, tokens: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
         """Raw log-probabilities (temperature 1) of `tokens[1:]`, each given those before it and their images."""
@@ -159,8 +154,8 @@ class Engine:
         )
         result, name = None, f"r{next(self._numbers)}"
         with translate_engine_errors():
-            given = self._input(tokens, images)
-            async for output in self._llm.generate(given, parameters, name, lora_request=self._adapter):
+            given = self._input(tokens, images, self.salt)
+            async for output in self._llm.generate(given, parameters, name, lora_request=self._requests.adapter):
                 result = output.prompt_logprobs or result
         if result is None or len(result) != len(tokens):
             raise EngineError("vLLM gave no log-probabilities of the probe")
@@ -278,8 +273,7 @@ class Engine:
         that of a sequence that goes on under new weights."""
         return str(self._loads)
 
-    def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str | None = None) -> Any:
-        salt = salt or self.salt
+    def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:
         if not images:
             return tokens_input(tokens, cache_salt=salt)
         names = f"folder {self._folders}" if self.tower_frozen else salt

@@ -156,7 +156,7 @@ class Sampler:
         yield from misplaced(trajectory.tokens, sampled == 1, images, self.form, self.max_images)
         if trajectory.finish not in ("stop", "length"):
             yield f"its finish is {trajectory.finish!r}, neither stop nor length"
-        yield from _wrong_turns(trajectory.turn_rewards, num_turns(sampled))
+        yield from _wrong_turns(trajectory.turn_rewards, sampled)
         for name, value in trajectory.metrics.items():
             if not isinstance(name, str) or finite(value) is None:
                 yield f"its metric {name!r} is {value!r}; a finite number is needed"
@@ -183,8 +183,8 @@ class Sampler:
             yield f"{name} hold {wrong[0]}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
 
 
-def _wrong_turns(rewards: list[float], turns: int) -> Iterator[str]:
-    if rewards and len(rewards) != turns:
+def _wrong_turns(rewards: list[float], sampled: np.ndarray) -> Iterator[str]:
+    if rewards and len(rewards) != (turns := num_turns(sampled)):
         yield f"its turn_rewards are {len(rewards)} for {turns} turns; one for each run of sampled tokens, or none"
     for turn, value in enumerate(rewards):
         if (number := finite(value)) is None or abs(number) > MOST_REWARD:

@@ -150,19 +150,23 @@ class Scene:
         self.draw, self.found, self.over = random.Random(1), Counter(), False
 
     async def ask(self, aborts):
-        """One sequence, judged by its log-probabilities; one of ten is given up if `aborts`."""
+        """One sequence, or three that ask for the same; one of ten times one is given up if `aborts`."""
         draw, found = self.draw, self.found
         prompt = [draw.randrange(10, 500) for _ in range(draw.choice([3, 20, 300]))]
-        length = draw.choice([1, 2, 30, 120, 400])
-        asked = asyncio.create_task(self.engine.generate(prompt, length, 1.0, STOPS if draw.random() < 0.5 else ()))
+        length, stops, number = draw.choice([1, 2, 30, 120, 400]), STOPS * (draw.random() < 0.5), draw.choice([1, 1, 3])
+        asked = [asyncio.create_task(self.engine.generate(prompt, length, 1.0, stops)) for _ in range(number)]
         if aborts and draw.random() < 0.1:
-            await asyncio.wait([asked], timeout=0.3 * draw.random())
-            found["aborted"] += asked.cancel()
-        await asyncio.wait([asked])
-        if asked.cancelled():
-            return
-        got = asked.result()
-        expected = TABLE[torch.tensor(got.versions) % HIDDEN, torch.tensor(got.tokens)]
+            await asyncio.wait(asked, timeout=0.3 * draw.random())
+            found["aborted"] += asked[-1].cancel()
+        await asyncio.wait(asked)
+        found["joined"] += number > 1
+        for each in asked:
+            if not each.cancelled():
+                self.judge(each.result(), length)
+
+    def judge(self, got, length):
+        """Every token by its log-probability."""
+        found, expected = self.found, TABLE[torch.tensor(got.versions) % HIDDEN, torch.tensor(got.tokens)]
         found["wrong"] += int(((expected - torch.tensor(got.logprobs)).abs() > 1e-3).sum())
         found["backwards"] += got.versions != sorted(got.versions)
         found["crossed"] += got.versions[0] != got.versions[-1]

@@ -5,15 +5,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request
 
 from rollout.engine.experts.returned_routes import RowsKept
+
+OTHERS = "rl_others"
+"""Among a request's `extra_args`: the names of further requests for the same."""
+SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_salt")
+"""What they have of the first one, beside prompt and sampling."""
 
 
 @dataclass(eq=False, slots=True)
 class Record:
     """What was sampled for one unfinished `request` of vLLM: [tokens] float32 and [tokens] int32, and its routes."""
 
-    request: Any
+    request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     rows: RowsKept = field(default_factory=RowsKept)
@@ -23,9 +29,9 @@ class Record:
     """Sampled tokens at which it ends in any case; 0 for a request that is always vLLM's."""
 
     @classmethod
-    def of(cls, request: Any, max_model_len: int) -> "Record":
+    def of(cls, request: Request, max_model_len: int) -> "Record":
         """For a request that begins."""
-        given = request.sampling_params
+        given: Any = request.sampling_params
         stops = frozenset((*(given.stop_token_ids or ()), given.eos_token_id))
         odd = given.repetition_detection is not None or request.structured_output_request or request.resumable
         most = 0 if odd else min(request.max_tokens, max_model_len - request.num_prompt_tokens)
@@ -41,6 +47,15 @@ class Record:
         output.kv_transfer_params, output.routed_experts = arrays, self.rows.joined()
 
 
-def unpack(arrays: dict[str, bytes]) -> tuple[list[float], list[int]]:
-    """Log-probabilities and versions of a sequence, from `RequestOutput.kv_transfer_params`."""
+def alike(first: Request) -> list[Request]:
+    """A new request, and those that it names for the same. Of image tensors there is one, whoever shows them."""
+    given, same = first.sampling_params, {key: getattr(first, key) for key in SAME}
+    names = ((given and given.extra_args) or {}).get(OTHERS, ())
+    prompt, hasher = first.prompt_token_ids, first._block_hasher
+    return [first, *(Request(name, prompt, given, None, block_hasher=hasher, **same) for name in names)]
+
+
+def unpack(output: EngineCoreOutput) -> tuple[list[float], list[int]]:
+    """Log-probabilities and versions of a sequence, from its last output (`Record.finish`)."""
+    arrays: Any = output.kv_transfer_params
     return array("f", arrays["logprobs"]).tolist(), array("i", arrays["versions"]).tolist()

@@ -3,12 +3,14 @@
 vLLM would send, decode and append an output per token. Here the front process gets one per sequence, at its end: the
 tokens, and beside them the log-probability of each and the version that sampled it, as arrays (`unpack`). The version
 is the one that the worker noted on the step's output (`worker.py`). What the front does not see of unfinished
-sequences it learns from a report every 0.2 s (`Reports`).
+sequences it learns from a report every 0.2 s (`Reports`). Ends are sent several at a time (`END_WAITS`): each message
+wakes the front process from sleep, which costs it more than a sample's share of one.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,9 +20,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from rollout.engine.scheduling.plain_steps import PlainSteps
-from rollout.engine.scheduling.record import Record
+from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
+END_WAITS = 0.01
+"""How long the end of a sequence may wait for other ends: this part of the time from its request's arrival. Whatever
+else is sent takes it along, and where nothing runs it does not wait."""
 
 
 class KeepingScheduler(PlainSteps):
@@ -31,13 +36,16 @@ class KeepingScheduler(PlainSteps):
         self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
+        self.rl_ends, self.rl_ends_due = list[EngineCoreOutput](), inf
 
     def add_request(self, request: Any) -> None:
-        for image in request.mm_features or ():  # each request brings its own copy, megabytes: one of each name is kept
+        """A request with the names of further ones is all of them (`OTHERS`)."""
+        for image in request.mm_features or ():  # each message brings its own copy, megabytes: one of each name is kept
             image.data = self.rl_images.setdefault(image.identifier, image.data)
-        super().add_request(request)
-        if request.sampling_params is not None and request.sampling_params.logprobs is not None:
-            self.rl_records[request.request_id] = Record.of(request, self.max_model_len)
+        for each in alike(request):
+            super().add_request(each)
+            if each.sampling_params is not None and each.sampling_params.logprobs is not None:
+                self.rl_records[each.request_id] = Record.of(each, self.max_model_len)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """A step, in the shorter way where all that run decode."""
@@ -66,9 +74,13 @@ class KeepingScheduler(PlainSteps):
         self.rl_preempted += len(scheduler_output.preempted_req_ids or ())
         if (report := self._rl_report(sampled=self.rl_tokens > before)) is not None:
             results.setdefault(0, EngineCoreOutputs()).scheduler_stats = report
-        return {
+        results = {
             to: sent for to, sent in results.items() if sent.outputs or sent.scheduler_stats or sent.finished_requests
         }
+        if self.rl_ends and (results or not self.has_unfinished_requests() or time.time() >= self.rl_ends_due):
+            results.setdefault(0, EngineCoreOutputs()).outputs += self.rl_ends
+            self.rl_ends, self.rl_ends_due = [], inf
+        return results
 
     def _rl_keep(self, outputs: list[EngineCoreOutput], logprobs: Any, step: Any) -> Iterator[EngineCoreOutput]:
         """Keep the tokens in `outputs`; yields the outputs that the front process is to see now."""
@@ -96,8 +108,14 @@ class KeepingScheduler(PlainSteps):
             if output.finish_reason is not None:
                 del records[name]
                 record.finish(output)
-                yield output
+                now = time.time()  # as vLLM's `arrival_time`
+                self.rl_ends.append(output)
+                self.rl_ends_due = min(self.rl_ends_due, now + END_WAITS * (now - record.request.arrival_time))
         self.rl_tokens += kept
+
+    def has_finished_requests(self) -> bool:
+        """Whether vLLM is to call for a step even if nothing is left to run, as after the last request was aborted."""
+        return bool(self.rl_ends) or super().has_finished_requests()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:
         """None: vLLM would send its own statistics at every step."""

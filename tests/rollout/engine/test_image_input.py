@@ -191,11 +191,11 @@ def test_what_the_tower_made_is_used_again_only_where_policies_leave_the_tower_a
     image = PlacedImage(1, decode(encoded(picture(56, 56)), form))
 
     def keys(engine):
-        made = engine._input([1, 5, 5, 5, 5, 6], [image])
+        made = engine._input([1, 5, 5, 5, 5, 6], [image], engine.salt)
         return made["mm_hashes"]["image"][0], made["cache_salt"]
 
     for frozen in (False, True):
-        engine = Engine(SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)), Reports())
+        engine = Engine(SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)), Reports(), None)
         engine.tower_frozen = frozen
         seen = [keys(engine)]
         for version in (1, 2, 1):  # a learner fell back, and its second version 1 is another

@@ -1,0 +1,110 @@
+"""Ends are sent several at a time, none of them late: by vLLM's real scheduler, whose model is played."""
+
+import time
+from math import inf
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+from vllm.v1.request import RequestStatus
+
+from benchmarks.runs.played_model import PlayedModel, engine_config, scheduler_of
+from benchmarks.weights.shapes import folder_of
+from rollout.engine.scheduling.record import OTHERS
+from rollout.engine.scheduling.scheduler import END_WAITS, KeepingAsyncScheduler, KeepingScheduler
+
+LONG_AGO_S = 6000.0
+"""Time that a sequence is said to have taken: its end may wait for a minute then."""
+KINDS = {KeepingScheduler: 1, KeepingAsyncScheduler: 2}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return engine_config(folder_of("speck", tmp_path_factory.mktemp("speck")), 12, 64, 96)
+
+
+@pytest.fixture(params=KINDS)
+def model(request, config):
+    """A scheduler that has told that it has work, and tells nothing more by itself."""
+    return PlayedModel(scheduler_of(request.param, config, 400), KINDS[request.param], lambda *_: (50, -1.0))
+
+
+def add(model, ages=LONG_AGO_S, **lengths):
+    """Requests of these lengths, which came so long ago."""
+    for name, length in lengths.items():
+        model.add(name, [100] * 20, max_tokens=length, logprobs=0)
+        model.scheduler.requests[name].arrival_time = time.time() - ages
+
+
+def steps(model, number):
+    """The names of those whose ends were sent after each of so many steps."""
+    sent = []
+    for _ in range(number):
+        model.schedule()
+        sent.append([output.request_id for output in model.take()])
+        model.scheduler.rl_report_at = inf
+    return sent
+
+
+def test_an_end_waits_for_others_until_something_is_sent_anyway(model):
+    add(model, first=3, second=5, third=40)
+    assert not any(steps(model, 10))
+    model.scheduler.rl_report_at = 0.0  # a report is due
+    assert steps(model, 2) == [["first", "second"], []]
+    assert model.scheduler.rl_ends_due == inf
+
+
+def test_no_end_waits_longer_than_its_share_of_the_time_it_took(model):
+    add(model, old=3, running=40)
+    assert not any(steps(model, 8))
+    assert model.scheduler.rl_ends_due == pytest.approx(time.time() + END_WAITS * LONG_AGO_S, abs=5)
+    add(model, ages=0.0, young=2)
+    assert [names for names in steps(model, 6) if names] == [["old", "young"]]
+
+
+def test_where_nothing_is_left_to_run_none_waits(model):
+    add(model, first=3, last=6)
+    sent = steps(model, 12)
+    assert [names for names in sent if names] == [["first", "last"]]
+
+
+def test_an_end_goes_with_the_token_of_a_request_that_is_not_kept(model):
+    add(model, first=3, running=40)
+    assert not any(steps(model, 8))
+    model.add("probe", [100] * 20, max_tokens=1)
+    assert [names for names in steps(model, 4) if names] == [["probe", "first"]]
+
+
+def test_a_pause_lets_none_wait(model):
+    add(model, first=3, running=40)
+    assert not any(steps(model, 8))
+    model.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert model.scheduler.has_requests()  # so vLLM calls once more
+    assert told(model) == ["first"]
+    assert not model.scheduler.has_requests()
+
+
+def test_an_abort_of_the_last_that_runs_lets_none_wait(model):
+    add(model, first=3, running=40)
+    assert not any(steps(model, 8))
+    model.scheduler.finish_requests("running", RequestStatus.FINISHED_ABORTED)
+    while model.output():  # steps that are under way are not taken any more
+        pass
+    model.scheduler.finished_req_ids.clear()
+    assert model.scheduler.has_requests()
+    assert told(model) == ["first"]
+    assert not model.scheduler.has_requests()
+
+
+def told(model):
+    """Ends that are sent after a step of nothing."""
+    step = model.scheduler.schedule()
+    assert not step.total_num_scheduled_tokens
+    sent = model.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT)
+    return [output.request_id for each in sent.values() for output in each.outputs]
+
+
+def test_a_request_that_names_others_is_all_of_them(model):
+    model.add("a", [100] * 20, max_tokens=3, logprobs=0, extra_args={OTHERS: ["b", "c"]})
+    assert sorted(model.scheduler.rl_records) == ["a", "b", "c"]
+    assert [sorted(names) for names in steps(model, 8) if names] == [["a", "b", "c"]]

@@ -1,0 +1,220 @@
+"""Samples of a moment that ask for the same go to vLLM in one message; each caller gets the end of its own.
+
+vLLM's client and process are stand-ins here, but for what they say (`EngineCoreOutput`) and its requests. With the real
+ones: `test_stamps.py`, `test_vllm_engine.py`, `test_image_input.py`.
+"""
+
+import asyncio
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.request import Request
+
+from rollout.engine.joined_requests import JoinedRequests
+from rollout.engine.scheduling.record import OTHERS, SAME, alike
+from rollout.engine.scheduling.scheduler import Reports
+from rollout.engine.vllm_engine import DEAD, Engine, VLLMValidationError
+from rollout.errors import EngineDead, EngineError, EpisodeError
+
+
+class Front:
+    """vLLM's client: `added` are the names in each message, `aborted` those aborted, `passed` others' outputs."""
+
+    def __init__(self, refusal=None):
+        self.added, self.given, self.aborted, self.passed, self.refusal = [], [], [], [], refusal
+        self.died, self.output_handler = asyncio.Event(), None
+        self.model_config = SimpleNamespace(dtype=torch.float32)
+        self.output_processor = SimpleNamespace(process_outputs=lambda outputs, *rest: self.passed.extend(outputs))
+        self.input_processor = SimpleNamespace(process_inputs=self.process)
+        self.engine_core = SimpleNamespace(add_request_async=self.add, abort_requests_async=self.abort)
+
+    def _run_output_handler(self):
+        self.output_handler = self.output_handler or asyncio.create_task(self.died.wait())
+
+    async def get_supported_tasks(self):
+        return ("generate",)
+
+    def process(self, name, given, parameters, tasks, lora_request):
+        if self.refusal:
+            raise self.refusal
+        return SimpleNamespace(name=name, given=given, parameters=parameters, adapter=lora_request)
+
+    async def add(self, request):
+        self.added.append([request.name, *request.parameters.extra_args[OTHERS]])
+        self.given.append(request)
+
+    async def abort(self, names):
+        self.aborted += names
+
+    def say(self, *outputs):
+        """What vLLM's process sent."""
+        self.output_processor.process_outputs([*outputs], 1.0)
+
+
+def engine_of(front, adapter=None):
+    return Engine(front, Reports(), JoinedRequests(front, adapter))
+
+
+def end(name, tokens=(7, 8), reason=FinishReason.LENGTH, arrays=True):
+    logprobs, versions = array("f", [-1.0] * len(tokens)), array("i", [3] * len(tokens))
+    kept = {"logprobs": logprobs.tobytes(), "versions": versions.tobytes()} if arrays else None
+    return EngineCoreOutput(name, [*tokens], finish_reason=reason, kv_transfer_params=kept)
+
+
+async def asked(front, *calls):
+    """Calls of `generate` in one turn of the event loop, once they are sent."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    while not front.added:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_the_same_go_as_one_and_each_gets_its_own_end():
+    engine = engine_of(front := Front(), "an adapter")
+    ask = engine.generate
+    tasks = await asked(
+        front, *[ask([1, 2], 9, 1.0) for _ in range(3)], ask([1, 3], 9, 1.0), ask([1, 2], 9, 1.0), ask([1, 2], 9, 0.5)
+    )
+    assert front.added == [["s0", "s1", "s2"], ["s3"], ["s4"], ["s5"]]
+    assert {each.adapter for each in front.given} == {"an adapter"}
+    front.say(end("s2", (5,), FinishReason.STOP), end("theirs"), end("s0", (6, 7)))
+    done, _ = await asyncio.wait(tasks, timeout=0.1)
+    assert done == {tasks[0], tasks[2]} and [each.request_id for each in front.passed] == ["theirs"]
+    first, last = tasks[0].result(), tasks[2].result()
+    assert (last.tokens, last.finish, first.tokens, first.finish) == ([5], "stop", [6, 7], "length")
+    assert (first.logprobs, first.versions) == ([-1.0, -1.0], [3, 3])
+    front.say(*map(end, ("s1", "s3", "s4", "s5")))
+    assert len(await asyncio.gather(*tasks)) == 6
+    assert not engine._requests._waiting and not front.aborted
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_tokens": 8}, {"temperature": 0.5}, {"stop_token_ids": (4,)}, {"salt": "older"}, {"routed": 1}]
+)
+async def test_whatever_differs_goes_apart(other):
+    engine = engine_of(front := Front())
+    wanted = {"prompt": [1, 2], "max_tokens": 9, "temperature": 1.0}
+    tasks = await asked(front, engine.generate(**wanted), engine.generate(**wanted | other))
+    assert front.added == [["s0"], ["s1"]]
+    front.say(end("s0"), end("s1"))
+    await asyncio.gather(*tasks)
+
+
+async def test_images_are_the_same_only_if_they_are_one(monkeypatch):
+    engine = engine_of(front := Front())
+    monkeypatch.setattr(engine, "_input", lambda prompt, images, salt: (prompt, images, salt))
+    one, other = object(), object()
+    shown = [[one], [one], [other], []]
+    tasks = await asked(front, *[engine.generate([1, 2], 9, 1.0, images=images) for images in shown])
+    assert front.added == [["s0", "s1"], ["s2"], ["s3"]]
+    assert [each.given[1] for each in front.given] == [[one], [other], []]
+    front.say(*map(end, ("s0", "s1", "s2", "s3")))
+    await asyncio.gather(*tasks)
+
+
+async def test_those_of_a_later_turn_go_later():
+    engine = engine_of(front := Front())
+    first = await asked(front, engine.generate([1], 9, 1.0))
+    second = asyncio.create_task(engine.generate([1], 9, 1.0))
+    await asyncio.sleep(0.01)
+    assert front.added == [["s0"], ["s1"]]
+    front.say(end("s0"), end("s1"))
+    await asyncio.gather(*first, second)
+
+
+async def test_a_cancelled_request_is_not_sent_or_is_aborted():
+    engine = engine_of(front := Front())
+    tasks = [asyncio.create_task(engine.generate([1], 9, 1.0)) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()  # before the message
+    while not front.added:
+        await asyncio.sleep(0)
+    assert front.added == [["s1", "s2"]]
+    tasks[1].cancel()
+    await asyncio.wait(tasks[:2])
+    assert front.aborted == ["s0", "s1"]
+    front.say(end("s1", reason=FinishReason.ABORT, arrays=False), end("s2"))  # the abort's own answer is nobody's
+    assert (await tasks[2]).tokens == [7, 8] and [each.request_id for each in front.passed] == ["s1"]
+
+
+async def test_all_are_cancelled_before_the_message_and_none_is_sent():
+    engine = engine_of(front := Front())
+    task = asyncio.create_task(engine.generate([1], 9, 1.0))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.sleep(0.01)
+    assert front.added == [] and not engine._requests._waiting
+
+
+async def test_a_message_that_vllm_s_process_cannot_read_fails_all_who_are_in_it():
+    """It names the first request alone, and the others would wait for ever."""
+    engine = engine_of(front := Front())
+    tasks = await asked(front, *[engine.generate([1], 9, 1.0) for _ in range(3)], engine.generate([2], 9, 1.0))
+    front.say(end("s0", (), FinishReason.ERROR, arrays=False))
+    for task in tasks[:3]:
+        with pytest.raises(EngineError, match=r"vLLM ended a request: 'error', 0 tokens"):
+            await task
+    front.say(end("s3"))
+    assert (await tasks[3]).tokens == [7, 8]
+
+
+async def test_the_death_of_vllm_s_process_ends_all_waiting():
+    engine = engine_of(front := Front())
+    tasks = await asked(front, *[engine.generate([1], 9, 1.0) for _ in range(2)])
+    front.died.set()
+    for task in tasks:
+        with pytest.raises(EngineDead, match=DEAD):
+            await task
+    assert not front.aborted
+
+
+@pytest.mark.parametrize("refusal", [ValueError("no tokens"), VLLMValidationError("longer than max_model_len")])
+async def test_tokens_that_vllm_refuses_fail_their_requests(refusal):
+    engine = engine_of(Front(refusal))
+    for asked in [asyncio.create_task(engine.generate([1, 2, 3], 9, 1.0)) for _ in range(2)]:
+        with pytest.raises(EpisodeError, match=f"vLLM refuses 3 tokens: {refusal}") as caught:
+            await asked
+        assert caught.value.kind == "task"
+
+
+async def test_whatever_else_vllm_raises_for_a_request_ends_that_request_only():
+    engine = engine_of(Front(NotImplementedError("no such backend")))
+    with pytest.raises(EngineError, match=r"vLLM failed on 3 tokens: NotImplementedError: no such backend") as caught:
+        await engine.generate([1, 2, 3], 9, 1.0)
+    assert caught.value.origin == "NotImplementedError"
+
+
+def test_requests_alike_are_as_vllm_makes_each():
+    """They differ in their names alone, and share nothing that changes with one of them."""
+    init_none_hash(sha256)
+    parameters = SamplingParams(max_tokens=9, logprobs=0, extra_args={OTHERS: ["b", "c"]})
+    given = {"client_index": 0, "arrival_time": 5.0, "mm_features": ["an image"], "lora_request": None}
+    hasher = get_request_block_hasher(4, lambda _: b"hash")
+    given |= {"cache_salt": "3", "block_hasher": hasher}
+    assert set(SAME) < set(given)
+    found = alike(Request("a", [1, 2, 3, 4, 5], parameters, None, **given | {"mm_features": None}))
+    made = [Request(name, [1, 2, 3, 4, 5], parameters, None, **given | {"mm_features": None}) for name in "abc"]
+    assert [each.request_id for each in found] == ["a", "b", "c"]
+    views = {"output_token_ids", "all_token_ids", "prefill_stats"}
+    for each, other in zip(found, made, strict=True):
+        assert {key: value for key, value in vars(each).items() if key not in views} == {
+            key: value for key, value in vars(other).items() if key not in views
+        }
+        assert list(each.all_token_ids) == [1, 2, 3, 4, 5] and each.block_hashes
+    lists = [
+        value for each in found for key, value in vars(each).items() if isinstance(value, list) and key not in SAME
+    ]
+    prompts = [each.prompt_token_ids for each in found]  # which vLLM only reads
+    assert len({id(value) for value in lists} - {id(prompts[0])}) == len(lists) - len(prompts)
+    shown = alike(Request("a", [1], parameters, None, **given | {"block_hasher": None}))
+    assert [each.mm_features for each in shown] == [["an image"]] * 3
+    alone = Request("d", [1], SamplingParams(max_tokens=9), None, block_hasher=None)
+    assert alike(alone) == [alone]
