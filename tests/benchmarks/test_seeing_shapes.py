@@ -1,5 +1,6 @@
 """What `benchmarks.vision` runs on is what it says: sizes of the model, photos, prompts; how its figures compare."""
 
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -7,8 +8,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.rollout import ServerBenchmark
 from benchmarks.runs.bare import once
 from benchmarks.runs.processes import PROMPT_TOKENS, TEXT_ONLY, data_of, prompt_of
+from benchmarks.vision.__main__ import VisionBenchmark, arguments
 from benchmarks.vision.loading import same
 from benchmarks.vision.pushes import differences, rows_of
 from benchmarks.weights.known import silence
@@ -91,3 +94,14 @@ def test_two_ways_of_loading_are_compared_tensor_by_tensor() -> None:
     assert same(ours, {name: x.clone() for name, x in ours.items()}) == ""
     assert same(ours, ours | {"b": torch.ones(2)}) == "1 of 2 tensors differ, b among them"
     assert same(ours, {"a": torch.ones(2)}) == "b is in one only"
+
+
+def test_the_part_server_has_what_its_contenders_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares them with `benchmarks.rollout`, which has other arguments."""
+    ran = list[tuple[str, int | None]]()
+    monkeypatch.setattr(ServerBenchmark, "run", lambda self, contender, gpu: ran.append((contender, gpu)))
+    words = ["--parts", "server", "--shape", "speck-3-VL", "--work", str(tmp_path), "--gpus", "2"]
+    monkeypatch.setattr(sys, "argv", ["vision", *words])
+    VisionBenchmark(arguments()).server()
+    assert sorted(contender for contender, _ in ran) == ["llm", "llm-ours", "server"]
+    assert {gpu for contender, gpu in ran if contender != "server"} == {0, 1}
