@@ -8,13 +8,13 @@ for the end of one of them, whose output has the whole sequence and only needs t
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -38,25 +38,28 @@ class JoinedRequests:
     """The samples under way in an engine."""
 
     def __init__(self, llm: AsyncLLM, adapter: LoRARequest | None) -> None:
-        """`adapter`: what all requests name."""
-        self._llm, self.adapter, self._numbers = llm, adapter, itertools.count()
-        self._waiting: dict[str, tuple[asyncio.Future[EngineCoreOutput], Bundle]] = {}
-        self._coming: list[Bundle] = []
-        self._sending: asyncio.Task[None] | None = None
-        processor: Any = llm.output_processor
-        self._rest, processor.process_outputs = processor.process_outputs, self._take
+        """`adapter`: what all requests name. Nothing here holds `llm` itself, whose process ends with it."""
         llm._run_output_handler()
         assert llm.output_handler is not None
-        llm.output_handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
+        self.adapter, self._handler, self._numbers = adapter, llm.output_handler, itertools.count()
+        self._core, self._inputs = llm.engine_core, llm.input_processor
+        self._waiting: dict[str, tuple[asyncio.Future[EngineCoreOutput], Bundle]] = {}
+        self._coming: list[Bundle] = []
+        self._tasks = set[asyncio.Task[None]]()
+        processor: Any = llm.output_processor
+        self._vllm_takes, processor.process_outputs = processor.process_outputs, self._take
+        self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
         """The last output of a request, with all that was sampled (`Record.finish`). `key`: what tells it from others.
 
         Cancelled, it aborts the request. Raises what vLLM raises for the request, EngineError for one that vLLM ended
-        before its end, EngineDeadError.
+        by itself, EngineDeadError.
         """
+        if self._handler.done():  # nobody takes outputs any more
+            raise EngineDeadError
         if not self._coming:
-            self._sending = asyncio.create_task(self._send())
+            self._start(self._send())
         if not self._coming or self._coming[-1].key != key:
             self._coming.append(Bundle(key, make))
         name, end = f"s{next(self._numbers)}", asyncio.Future[EngineCoreOutput]()
@@ -66,7 +69,7 @@ class JoinedRequests:
             return await end
         except asyncio.CancelledError:
             if self._waiting.pop(name, None):
-                await self._llm.engine_core.abort_requests_async([name])
+                await self._core.abort_requests_async([name])
             raise
 
     async def _send(self) -> None:
@@ -76,20 +79,18 @@ class JoinedRequests:
             names = [name for name in bundle.names if name in self._waiting and not self._waiting[name][0].done()]
             try:
                 if names:
-                    await self._add(names, *bundle.make())
+                    await self._core.add_request_async(self._request(names, *bundle.make()))
             except Exception as error:  # whatever vLLM raises for a request is for those who asked for it
                 self._fail(names, error)
 
-    async def _add(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> None:
+    def _request(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> EngineCoreRequest:
         first, *others = names
         parameters.extra_args = {OTHERS: others}
-        tasks = await self._llm.get_supported_tasks()
-        request = self._llm.input_processor.process_inputs(first, given, parameters, tasks, lora_request=self.adapter)
-        await self._llm.engine_core.add_request_async(request)
+        return self._inputs.process_inputs(first, given, parameters, ("generate",), lora_request=self.adapter)
 
-    def _take(self, outputs: Sequence[EngineCoreOutput], *rest: Any, **named: Any) -> Any:
+    def _take(self, outputs: Sequence[EngineCoreOutput], *more: Any, **named: Any) -> Any:
         """What vLLM calls with the outputs that its process sent; those of other requests are its own business."""
-        return self._rest([output for output in outputs if not self._ended(output)], *rest, **named)
+        return self._vllm_takes([output for output in outputs if not self._ended(output)], *more, **named)
 
     def _ended(self, output: EngineCoreOutput) -> bool:
         """Whether `output` is the end of a sample that somebody waits for."""
@@ -97,7 +98,9 @@ class JoinedRequests:
         if name not in self._waiting:
             return False
         end, bundle = self._waiting[name]
-        if output.kv_transfer_params is None:  # of a message that vLLM's process cannot read it names the first alone
+        if output.kv_transfer_params is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            # of a message that its process cannot read, vLLM names the first request alone
+            self._start(self._core.abort_requests_async([each for each in bundle.names if each in self._waiting]))
             reason = f"vLLM ended a request: '{output.finish_reason}', {len(output.new_token_ids)} tokens"
             self._fail(bundle.names, EngineError(reason))
         else:
@@ -110,3 +113,8 @@ class JoinedRequests:
         for end, _ in [self._waiting.pop(name) for name in names if name in self._waiting]:
             if not end.done():
                 end.set_exception(error)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it beside what is under way."""
+        self._tasks.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._tasks.discard)

@@ -48,11 +48,14 @@ class Record:
 
 
 def alike(first: Request) -> list[Request]:
-    """A new request, and those that it names for the same. Of image tensors there is one, whoever shows them."""
-    given, same = first.sampling_params, {key: getattr(first, key) for key in SAME}
-    names = ((given and given.extra_args) or {}).get(OTHERS, ())
-    prompt, hasher = first.prompt_token_ids, first._block_hasher
-    return [first, *(Request(name, prompt, given, None, block_hasher=hasher, **same) for name in names)]
+    """A new request, and those that it names for the same. They share its images and its sampling parameters, which
+    vLLM only reads. The prompt is not hashed again for each: this is done between two steps."""
+    given, made = first.sampling_params, [first]
+    for name in ((given and given.extra_args) or {}).get(OTHERS, ()):
+        same = {key: getattr(first, key) for key in SAME}
+        made.append(other := Request(name, first.prompt_token_ids, given, None, **same))
+        other.block_hashes, other._block_hasher = first.block_hashes.copy(), first._block_hasher
+    return made
 
 
 def unpack(output: EngineCoreOutput) -> tuple[list[float], list[int]]:

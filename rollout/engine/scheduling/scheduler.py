@@ -24,8 +24,8 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""How long the end of a sequence may wait for other ends: this part of the time from its request's arrival. Whatever
-else is sent takes it along, and where nothing runs it does not wait."""
+"""How long the end of a sequence may wait for other ends, as steps take them: this part of the time from its request's
+arrival, in which a whole step has to fit. Whatever else is sent takes it along; where nothing runs it does not wait."""
 
 
 class KeepingScheduler(PlainSteps):
@@ -36,7 +36,7 @@ class KeepingScheduler(PlainSteps):
         self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.rl_tokens = self.rl_preempted = 0
         self.rl_stall_s, self.rl_sampled_at, self.rl_report_at, self.rl_idle = 0.0, 0.0, 0.0, True
-        self.rl_ends, self.rl_ends_due = list[EngineCoreOutput](), inf
+        self.rl_ends, self.rl_ends_due, self.rl_updated_at = list[EngineCoreOutput](), inf, 0.0
 
     def add_request(self, request: Any) -> None:
         """A request with the names of further ones is all of them (`OTHERS`)."""
@@ -77,7 +77,8 @@ class KeepingScheduler(PlainSteps):
         results = {
             to: sent for to, sent in results.items() if sent.outputs or sent.scheduler_stats or sent.finished_requests
         }
-        if self.rl_ends and (results or not self.has_unfinished_requests() or time.time() >= self.rl_ends_due):
+        next_at, self.rl_updated_at = 2 * (now := time.time()) - self.rl_updated_at, now
+        if self.rl_ends and (results or not self.has_unfinished_requests() or next_at > self.rl_ends_due):
             results.setdefault(0, EngineCoreOutputs()).outputs += self.rl_ends
             self.rl_ends, self.rl_ends_due = [], inf
         return results

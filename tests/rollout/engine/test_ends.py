@@ -2,6 +2,7 @@
 
 import time
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
@@ -10,11 +11,13 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks.runs.played_model import PlayedModel, engine_config, scheduler_of
 from benchmarks.weights.shapes import folder_of
+from rollout.engine.scheduling import scheduler as scheduling
 from rollout.engine.scheduling.record import OTHERS
 from rollout.engine.scheduling.scheduler import END_WAITS, KeepingAsyncScheduler, KeepingScheduler
 
 LONG_AGO_S = 6000.0
 """Time that a sequence is said to have taken: its end may wait for a minute then."""
+STEP_S = 0.02
 KINDS = {KeepingScheduler: 1, KeepingAsyncScheduler: 2}
 
 
@@ -54,7 +57,25 @@ def test_an_end_waits_for_others_until_something_is_sent_anyway(model):
     assert model.scheduler.rl_ends_due == inf
 
 
-def test_no_end_waits_longer_than_its_share_of_the_time_it_took(model):
+@pytest.mark.parametrize("took_s", [0.1, 2.0, 10.0, 40.0])
+def test_no_end_waits_longer_than_its_share_of_the_time_it_took(model, took_s, monkeypatch):
+    """By steps of 20 ms: the end of one that took 0.1 s may wait for none of them, of one that took 10 s for five."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now))
+    add(model, running=90)
+    steps(model, 4)
+    model.add("ends", [100] * 20, max_tokens=3, logprobs=0)
+    model.scheduler.requests["ends"].arrival_time = clock.now - took_s
+    ended = None
+    while not any(steps(model, 1)):
+        ended = ended or (clock.now if model.scheduler.rl_ends else None)
+        clock.now += STEP_S
+    waited_s, may_s = clock.now - (ended or clock.now), END_WAITS * took_s
+    assert waited_s <= may_s + END_WAITS  # the steps that it ran in belong to its time too
+    assert waited_s >= may_s - 2 * STEP_S
+
+
+def test_a_young_end_takes_an_old_one_along(model):
     add(model, old=3, running=40)
     assert not any(steps(model, 8))
     assert model.scheduler.rl_ends_due == pytest.approx(time.time() + END_WAITS * LONG_AGO_S, abs=5)

@@ -5,6 +5,7 @@ ones: `test_stamps.py`, `test_vllm_engine.py`, `test_image_input.py`.
 """
 
 import asyncio
+import inspect
 from array import array
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from vllm.v1.request import Request
 from rollout.engine.joined_requests import JoinedRequests
 from rollout.engine.scheduling.record import OTHERS, SAME, alike
 from rollout.engine.scheduling.scheduler import Reports
-from rollout.engine.vllm_engine import DEAD, Engine, VLLMValidationError
+from rollout.engine.vllm_engine import ADAPTER, DEAD, Engine, VLLMValidationError
 from rollout.errors import EngineDead, EngineError, EpisodeError
 
 
@@ -36,9 +37,6 @@ class Front:
 
     def _run_output_handler(self):
         self.output_handler = self.output_handler or asyncio.create_task(self.died.wait())
-
-    async def get_supported_tasks(self):
-        return ("generate",)
 
     def process(self, name, given, parameters, tasks, lora_request):
         if self.refusal:
@@ -154,26 +152,50 @@ async def test_all_are_cancelled_before_the_message_and_none_is_sent():
     assert front.added == [] and not engine._requests._waiting
 
 
-async def test_a_message_that_vllm_s_process_cannot_read_fails_all_who_are_in_it():
-    """It names the first request alone, and the others would wait for ever."""
+@pytest.mark.parametrize("ended", [{"tokens": (), "arrays": False}, {"tokens": (5,)}])
+async def test_one_that_vllm_ends_by_itself_fails_all_who_asked_with_it(ended):
+    """Of a message that its process cannot read vLLM names the first request alone, and the others would wait for ever;
+    if they go on, nobody would take them."""
     engine = engine_of(front := Front())
     tasks = await asked(front, *[engine.generate([1], 9, 1.0) for _ in range(3)], engine.generate([2], 9, 1.0))
-    front.say(end("s0", (), FinishReason.ERROR, arrays=False))
+    front.say(end("s0", reason=FinishReason.ERROR, **ended))
     for task in tasks[:3]:
-        with pytest.raises(EngineError, match=r"vLLM ended a request: 'error', 0 tokens"):
+        with pytest.raises(EngineError, match=rf"vLLM ended a request: 'error', {len(ended['tokens'])} tokens"):
             await task
+    assert {*front.aborted} >= {"s1", "s2"} and "s3" not in front.aborted
     front.say(end("s3"))
     assert (await tasks[3]).tokens == [7, 8]
 
 
-async def test_the_death_of_vllm_s_process_ends_all_waiting():
+async def test_the_death_of_vllm_s_process_ends_all_who_wait_and_who_come_later():
     engine = engine_of(front := Front())
     tasks = await asked(front, *[engine.generate([1], 9, 1.0) for _ in range(2)])
     front.died.set()
-    for task in tasks:
+    for asks in (*tasks, engine.generate([1], 9, 1.0)):
         with pytest.raises(EngineDead, match=DEAD):
-            await task
-    assert not front.aborted
+            await asks
+    assert not front.aborted and front.added == [["s0", "s1"]]
+
+
+@pytest.mark.parametrize("comes", ["end", "error", "death"])
+async def test_a_caller_may_be_cancelled_in_the_moment_of_its_end(comes):
+    """A second result for it would end the task that takes vLLM's outputs, and the server with it."""
+    engine = engine_of(front := Front())
+    tasks = await asked(front, *[engine.generate([1], 9, 1.0) for _ in range(2)])
+    tasks[0].cancel()
+    if comes == "death":
+        front.died.set()
+        await front.output_handler
+    else:
+        front.say(end("s0", reason=FinishReason.STOP if comes == "end" else FinishReason.ERROR))
+    await asyncio.wait(tasks[:1])
+    assert tasks[0].cancelled()
+    if comes == "end":
+        front.say(end("s1"))
+        assert (await tasks[1]).tokens == [7, 8]
+    else:
+        with pytest.raises((EngineError, EngineDead)):
+            await tasks[1]
 
 
 @pytest.mark.parametrize("refusal", [ValueError("no tokens"), VLLMValidationError("longer than max_model_len")])
@@ -192,29 +214,41 @@ async def test_whatever_else_vllm_raises_for_a_request_ends_that_request_only():
     assert caught.value.origin == "NotImplementedError"
 
 
+LEFT = {
+    *("pooling_params", "prompt_embeds", "prompt_is_token_ids", "priority", "trace_headers", "resumable", "session_id"),
+    *("reasoning_ended", "reasoning_parser_kwargs", "abort_immediately", "kv_hints"),
+}
+"""What no request of ours has."""
+
+
 def test_requests_alike_are_as_vllm_makes_each():
-    """They differ in their names alone, and share nothing that changes with one of them."""
+    """They differ in their names alone, and have lists and dicts of their own."""
     init_none_hash(sha256)
+    hashed = list[str]()
+    plain = get_request_block_hasher(4, sha256)
     parameters = SamplingParams(max_tokens=9, logprobs=0, extra_args={OTHERS: ["b", "c"]})
-    given = {"client_index": 0, "arrival_time": 5.0, "mm_features": ["an image"], "lora_request": None}
-    hasher = get_request_block_hasher(4, lambda _: b"hash")
-    given |= {"cache_salt": "3", "block_hasher": hasher}
-    assert set(SAME) < set(given)
-    found = alike(Request("a", [1, 2, 3, 4, 5], parameters, None, **given | {"mm_features": None}))
-    made = [Request(name, [1, 2, 3, 4, 5], parameters, None, **given | {"mm_features": None}) for name in "abc"]
-    assert [each.request_id for each in found] == ["a", "b", "c"]
+    same = {"client_index": 1, "arrival_time": 5.0, "mm_features": None, "lora_request": ADAPTER, "cache_salt": "3"}
+    assert {*SAME} == {*same}
+    given = same | {"block_hasher": lambda request: hashed.append(request.request_id) or plain(request)}
+    found = alike(Request("a", [1, 2, 3, 4, 5], parameters, None, **given))
+    assert hashed == ["a"]
+    made = [Request(name, [1, 2, 3, 4, 5], parameters, None, **given) for name in "abc"]
     views = {"output_token_ids", "all_token_ids", "prefill_stats"}
     for each, other in zip(found, made, strict=True):
-        assert {key: value for key, value in vars(each).items() if key not in views} == {
-            key: value for key, value in vars(other).items() if key not in views
-        }
-        assert list(each.all_token_ids) == [1, 2, 3, 4, 5] and each.block_hashes
-    lists = [
-        value for each in found for key, value in vars(each).items() if isinstance(value, list) and key not in SAME
-    ]
-    prompts = [each.prompt_token_ids for each in found]  # which vLLM only reads
-    assert len({id(value) for value in lists} - {id(prompts[0])}) == len(lists) - len(prompts)
-    shown = alike(Request("a", [1], parameters, None, **given | {"block_hasher": None}))
+        both = [{key: value for key, value in vars(one).items() if key not in views} for one in (each, other)]
+        assert both[0] == both[1]
+        assert list(each.all_token_ids) == [1, 2, 3, 4, 5] and len(each.block_hashes) == 1
+        each.append_output_token_ids([6, 7, 8])
+        assert len(each.block_hashes) == 2
+    own = [value for each in found for key, value in vars(each).items() if key not in {*SAME, "prompt_token_ids"}]
+    changing = [value for value in own if isinstance(value, list | dict | set)]
+    assert len({id(value) for value in changing}) == len(changing) > 9
+    shown = alike(Request("a", [1], parameters, None, mm_features=["an image"]))
     assert [each.mm_features for each in shown] == [["an image"]] * 3
     alone = Request("d", [1], SamplingParams(max_tokens=9), None, block_hasher=None)
     assert alike(alone) == [alone]
+
+
+def test_a_request_of_vllm_s_has_nothing_else_that_the_others_would_miss():
+    known = {"request_id", "prompt_token_ids", "sampling_params", "block_hasher", *SAME, *LEFT}
+    assert {*inspect.signature(Request).parameters} <= known

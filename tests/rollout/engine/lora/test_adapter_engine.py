@@ -27,7 +27,8 @@ from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
-PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
+PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(4) for _ in range(2)]
+"""Two of each: asked for at the same time, they are one message to vLLM's process."""
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
 KV_BYTES = 64 << 20
 ON_CPU = SimpleNamespace(device="cpu", dtype="float32", engine={}, length=LENGTH, close=CLOSE)
