@@ -83,11 +83,11 @@ class Engine:
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects of torch and vLLM, and every token waits for it
-        engine = cls(llm, reports, JoinedRequests(llm, ADAPTER if arguments.get("enable_lora") else None))
         try:
+            engine = cls(llm, reports, JoinedRequests(llm, ADAPTER if arguments.get("enable_lora") else None))
             await engine._check(bool(arguments.get("enable_return_routed_experts")))
         except BaseException:
-            await engine.close()
+            llm.shutdown(timeout=CLOSE_S)
             raise
         return engine
 

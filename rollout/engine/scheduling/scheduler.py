@@ -77,8 +77,8 @@ class KeepingScheduler(PlainSteps):
         results = {
             to: sent for to, sent in results.items() if sent.outputs or sent.scheduler_stats or sent.finished_requests
         }
-        next_at, self.rl_updated_at = 2 * (now := time.time()) - self.rl_updated_at, now
-        if self.rl_ends and (results or not self.has_unfinished_requests() or next_at > self.rl_ends_due):
+        step_s, self.rl_updated_at = (now := time.time()) - self.rl_updated_at, now
+        if self.rl_ends and (results or not self.has_unfinished_requests() or now + step_s > self.rl_ends_due):
             results.setdefault(0, EngineCoreOutputs()).outputs += self.rl_ends
             self.rl_ends, self.rl_ends_due = [], inf
         return results

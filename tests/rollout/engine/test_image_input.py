@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from buffer.images import ImageFormat, decode
 from configs.schema import Config
+from rollout.engine.image_input import image_input
 from rollout.engine.scheduling.scheduler import Reports
 from rollout.engine.vllm_engine import Engine
 from rollout.episodes.prompts import Prompts, load_tokenizer
@@ -184,6 +185,16 @@ def test_other_weights_and_another_image_are_seen(seen):
 def test_images_in_later_turns_and_image_tokens_that_the_policy_sampled(seen):
     assert seen.sampled_images > 0
     assert max(seen.turns) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_patches_are_in_the_tower_s_dtype_as_if_they_were_cast(dtype):
+    form = ImageFormat("qwen2_5_vl", 14, 2, 2, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), 784, 78400, 5, 3, 4)
+    shown = decode(encoded(picture(75, 131)), form)
+    (made,) = image_input([1, 5, 6], [PlacedImage(1, shown)], "1", "1", dtype)["mm_kwargs"]["image"]
+    patches = made["pixel_values"].data
+    assert patches.dtype == dtype and patches.is_contiguous()
+    assert torch.equal(patches, torch.from_numpy(shown.patches()).to(dtype))
 
 
 def test_what_the_tower_made_is_used_again_only_where_policies_leave_the_tower_as_it_is():
