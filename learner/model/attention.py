@@ -157,8 +157,8 @@ def sdpa(
     index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
     q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))  # [documents, heads, longest, head_dim]
     mask = None if causal else real[:, None, None]
-    grouped = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # decided as a graph is made, not in it
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
     return out.transpose(1, 2)[real]
 
 

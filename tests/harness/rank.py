@@ -1,11 +1,12 @@
-"""One rank of several, started by `tests.harness.world.together`."""
+"""One rank of several, forked for `tests.harness.world.together`."""
 
 import json
 import os
 import signal
-import sys
 import threading
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -326,19 +327,41 @@ def sleep_in_here() -> None:
     threading.Event().wait(110)
 
 
-if __name__ == "__main__":
-    case, folder, arguments = sys.argv[1:]
-    torch.set_num_threads(1)
-    watchdog.enable_flight_recorder()
-    if json.loads(arguments).get("device") == "cuda":
-        torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60)
+CASES: dict[str, Callable[..., None]] = {
+    each.__name__: each
+    for each in (
+        gradients,
+        adapted,
+        pictured,
+        replicas,
+        other_base,
+        gathers,
+        decisions,
+        train,
+        unrouted,
+        late,
+        cut,
+        absent,
     )
-    cases = {"gradients": gradients, "pictured": pictured, "train": train, "late": late}
-    cases |= {"cut": cut, "absent": absent, "adapted": adapted}
-    cases |= {"gathers": gathers, "decisions": decisions}
-    cases |= {"replicas": replicas, "unrouted": unrouted, "other_base": other_base}
-    cases[case](Path(folder), **json.loads(arguments))
-    dist.destroy_process_group()
-    os._exit(0)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down
+}
+
+
+def main(case: str, folder: Path, arguments: dict[str, Any], environment: dict[str, str], errors: Path) -> None:
+    """The forked process: one rank, as `environment` names it; what it says goes to the file `errors`."""
+    os.environ.update(environment)
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        watchdog.enable_flight_recorder()
+        if arguments.get("device") == "cuda":
+            torch.cuda.set_device(int(os.environ["RANK"]))
+        backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backends, timeout=timedelta(seconds=60))
+        CASES[case](folder, **arguments)
+        dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # as a learner ends: torch's threads sometimes abort while the interpreter shuts down

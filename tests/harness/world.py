@@ -1,13 +1,13 @@
 """What the learner's tests share: tiny models, batches, a process group of one rank here or of several processes."""
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,10 @@ from learner.train.step import Algorithm
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 64
+FORKS = multiprocessing.get_context("forkserver")
+"""Of one process that imports all that ranks need, once, and forks each of them."""
+FORKS.set_forkserver_preload(["tests.harness.rank"])
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs the usual way forbids that it forks
 ALGORITHM = AlgorithmConfig(is_cap=1.5)
 LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_grad_norm=0.1)
 
@@ -174,14 +178,29 @@ def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
 
 def outcome(case: str, ranks: int, folder: Path, port: int = 0, **arguments: Any) -> list[tuple[int, str]]:
     """Run it likewise; exit code and stderr of each rank. `port`: of the store to meet in, if there is one already."""
+    from tests.harness.rank import main  # imports this module
+
     store = None if port else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if store else port)}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.harness.rank", case, str(folder), json.dumps(arguments)]
-    started = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | shared | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    return [(process.wait(600), errors) for process, (_, errors) in ((p, p.communicate(timeout=600)) for p in started)]
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with TemporaryDirectory() as place:
+        errors = [Path(place, f"{rank}.txt") for rank in range(ranks)]
+        started = []
+        for rank, file in enumerate(errors):
+            environment = dict(os.environ) | shared | {"RANK": str(rank)}
+            process = FORKS.Process(target=main, args=(case, folder, arguments, environment, file))
+            process.start()
+            started.append(process)
+        return [(ended(process), file.read_text()) for process, file in zip(started, errors, strict=True)]
+
+
+def ended(process: ForkServerProcess) -> int:
+    """Its exit code, below 0 where a signal ended it; AssertionError after ten minutes."""
+    process.join(600)
+    code = process.exitcode
+    if code is None:
+        process.kill()
+    process.join()
+    process.close()
+    assert code is not None, "a rank did not end"
+    return code

@@ -1,7 +1,7 @@
 """Bad input to the real processes: one line with key, value and remedy, exit code 2, and nothing is started.
 
-`configs`, `doctor` and `launch` share one list of checks. The rows of LATE go through all three, those of MORE through
-`configs`, the fastest of them; each prints the seconds it took.
+`configs`, `doctor` and `launch` share one list of checks: the rows of TOGETHER go through all three, several at once,
+because each of them starts processes that try things out. Each command prints the seconds it took.
 """
 
 import importlib.util
@@ -90,66 +90,69 @@ def test_refused_in_one_line_before_anything_starts(
     assert not list(tmp_path.glob("runs/*/logs/*"))
 
 
-LATE = [
-    ("--data.train={folder}/columns.parquet", "columns.parquet: needs the columns prompt, reward_model"),
-    ("--data.train={folder}/broken.jsonl", "broken.jsonl: line 3: not JSON"),
-    ("--model.path={folder}/base", "base has no chat template; set data.chat_template: none"),
-    ("--sampling.stop=[the end]", "sampling.stop: 'the end' is 7 tokens of this tokenizer"),
-    ("--rollout.engine.max_num_seq=4", "rollout.engine.max_num_seq: vLLM's AsyncEngineArgs has no such field"),
-    ("--reward.function={folder}/raises.py:score", "raises.py cannot be imported: ZeroDivisionError"),
-    ("--reward.function={folder}/fine.py:plain", "fine.py:plain: takes none of solution_str"),
-    ("--model.path={folder}/large", "run.folder: {folder}/runs: its checkpoints take"),
+TOGETHER = [
+    [
+        ("--data.train={folder}/columns.parquet", "columns.parquet: needs the columns prompt, reward_model"),
+        ("--sampling.stop=[the end]", "sampling.stop: 'the end' is 7 tokens of this tokenizer"),
+        ("--rollout.engine.max_num_seq=4", "rollout.engine.max_num_seq: vLLM's AsyncEngineArgs has no such field"),
+        ("--reward.function={folder}/raises.py:score", "raises.py cannot be imported: ZeroDivisionError"),
+        ("--rollout.task={folder}/fine.py:play", "fine.py:play cannot be called with (problem, generate)"),
+        ("--log.trackers=[wandb]", 'log.trackers: wandb is not installed here; pip install "headrace[tracking]"'),
+    ],
+    [
+        ("--data.train={folder}/broken.jsonl", "broken.jsonl: line 3: not JSON"),
+        ("--model.path={folder}/base", "base has no chat template; set data.chat_template: none"),
+        ("--reward.function={folder}/fine.py:plain", "fine.py:plain: takes none of solution_str"),
+        ("--buffer.address=tcp://127.0.0.1:{busy}", "Address already in use"),
+    ],
+    [
+        ("--data.train={folder}/chats.jsonl", "no row can be made a prompt, row 0: the row cannot be made"),
+        ("--model.path={folder}/large", "run.folder: {folder}/runs: its checkpoints take"),
+        ("--reward.function={folder}/exits.py:score", "exits.py cannot be imported: SystemExit: 3"),
+    ],
+    [
+        ("--data.max_prompt_tokens=5", "data.max_prompt_tokens: 5: the prompts of all 4 rows looked at are longer"),
+        (
+            "--reward.function={folder}/dies.py:score",
+            "reward.function: the process that tried it ended with exit code 3",
+        ),
+        ("--rollout.device=cuda", "buffer.address: {address} is reached from this machine only, but the run needs"),
+    ],
 ]
-MORE = [
-    ("--data.train={folder}/chats.jsonl", "chats.jsonl: no row can be made a prompt, row 0: the row cannot be made"),
-    ("--data.max_prompt_tokens=5", "data.max_prompt_tokens: 5: the prompts of all 4 rows looked at are longer"),
-    ("--reward.function={folder}/exits.py:score", "exits.py cannot be imported: SystemExit: 3"),
-    ("--reward.function={folder}/dies.py:score", "reward.function: the process that tried it ended with exit code 3"),
-    ("--rollout.task={folder}/fine.py:play", "fine.py:play cannot be called with (problem, generate)"),
-    ("--log.trackers=[wandb]", 'log.trackers: wandb is not installed here; pip install "headrace[tracking]"'),
-    ("--buffer.address=tcp://127.0.0.1:{busy}", "Address already in use"),
-    ("--rollout.device=cuda", "buffer.address: {address} is reached from this machine only, but the run needs"),
-]
+"""What is wrong at once, and what is said of each."""
 
 
-@pytest.mark.parametrize(
-    ("commands", "wrong", "words"), [*((COMMANDS, *row) for row in LATE), *((COMMANDS[:1], *row) for row in MORE)]
-)
+@pytest.mark.parametrize("rows", TOGETHER, ids=range(len(TOGETHER)))
 def test_refused_by_the_list_of_checks(
-    commands: tuple[tuple[str, ...], ...],
-    wrong: str,
-    words: str,
-    given: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: list[tuple[str, str]], given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = given[-1].partition("=")[2]
-    if wrong == "--rollout.device=cuda":  # only a cluster has the GPUs then
+    """All that is wrong is told at once, in a line each."""
+    wrong, words = map(list, zip(*rows, strict=True))
+    if "--rollout.device=cuda" in wrong:  # only a cluster has the GPUs then
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         given.append("--weights.host=10.0.0.2")
-    if "wandb" in wrong and importlib.util.find_spec("wandb"):
+    if "--log.trackers=[wandb]" in wrong and importlib.util.find_spec("wandb"):
         pytest.skip("wandb is installed, nothing to refuse")
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        wrong = wrong.format(folder=tmp_path, busy=busy.getsockname()[1])
-        words = words.format(folder=tmp_path, address=address)
 
-        def run(command: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
-            begin = time.monotonic()
-            own = () if len(commands) == 1 else (f"--buffer.address=tcp://127.0.0.1:{free_port()}",)  # each tries it
-            ended = python(*command, *given, wrong, *own, timeout_s=240.0)
-            print(f"{command[-2]:<8} {time.monotonic() - begin:5.1f} s  {wrong.replace(str(tmp_path), '')}")
-            return ended
+        def run(command: tuple[str, ...]) -> "tuple[subprocess.CompletedProcess[str], str]":
+            begin, address = time.monotonic(), f"tcp://127.0.0.1:{free_port()}"  # each tries its own
+            given_wrong = [word.format(folder=tmp_path, busy=busy.getsockname()[1]) for word in wrong]
+            ended = python(*command, *given, f"--buffer.address={address}", *given_wrong, timeout_s=240.0)
+            print(f"{command[-2]:<8} {time.monotonic() - begin:5.1f} s")
+            return ended, address
 
-        with ThreadPoolExecutor(len(commands)) as pool:
-            done = pool.map(run, commands)
-        for command, ended in zip(commands, done, strict=True):
-            assert ended.returncode == 2, ended.stdout + ended.stderr
-            lines = ended.stderr.splitlines()
-            if "doctor" in command:
-                lines = [line for line in ended.stdout.splitlines() if line.startswith("FAIL  run file")]
-            (line,) = lines
-            assert words in line
+        with ThreadPoolExecutor(len(COMMANDS)) as pool:
+            done = pool.map(run, COMMANDS)
+    for command, (ended, address) in zip(COMMANDS, done, strict=True):
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        lines = ended.stderr.splitlines()
+        if "doctor" in command:
+            lines = [line for line in ended.stdout.splitlines() if line.startswith("FAIL  run file")]
+        for told in (word.format(folder=tmp_path, address=address) for word in words):
+            assert sum(told in line for line in lines) == 1, (told, lines)
+        assert len(lines) == len(rows), lines
     assert not (tmp_path / "runs").exists()
     assert not [process for process in os.listdir("/proc") if str(tmp_path) in command_of(process)]
 
