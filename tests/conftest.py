@@ -18,12 +18,25 @@ from hypothesis import HealthCheck, settings
 from tests.harness import children
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # costs more than it saves where little is compiled
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol() -> None:
+    """From 9.2 on pytest listens to each logger that does not propagate. Torch writes the trace of its compiler, which
+    costs more than compiling, as soon as somebody listens."""
+    logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    """Torch is imported by now, and pytest has not yet begun to listen to what all tests say."""
+    pytest_runtest_protocol()
 
 
 @pytest.fixture(autouse=True)

@@ -173,17 +173,3 @@ def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path
         assert "prompts: that of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
         (line,) = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
         assert words in line
-
-
-def test_all_that_is_wrong_is_told_at_once(given: list[str], tmp_path: Path) -> None:
-    wrong = [
-        f"--model.path={tmp_path}/base",
-        "--sampling.stop=[ab, cd]",
-        f"--reward.function={tmp_path}/raises.py:score",
-    ]
-    wrong += [f"--rollout.task={tmp_path}/fine.py:play", "--batch.target_staleness=9", "--rollout.engine.seqs=1"]
-    ended = python("configs", YAML, *given, *wrong)
-    assert ended.returncode == 2
-    keys = [line.partition(":")[0] for line in ended.stderr.splitlines()]
-    contradictions, tried = {"batch.target_staleness", "rollout.engine.seqs"}, {"reward.function", "rollout.task"}
-    assert sorted(keys) == sorted([*contradictions, *tried, "model.path", "sampling.stop", "sampling.stop"])

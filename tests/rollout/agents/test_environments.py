@@ -108,14 +108,15 @@ def below(process: psutil.Process, word: str) -> list[psutil.Process]:
 
 @dataclass
 class Playing:
-    """One server's environment in one host, entered; each scene has episodes with an engine of its own."""
+    """One server's environment in one host, entered; each scene has episodes with an engine of its own. An episode of a
+    task set is a process that imports `verifiers`, so groups are of one sample where one shows it."""
 
     name: str
     rows: list[dict[str, Any]]
     config: Config
     setup: RolloutSetup
 
-    def episodes(self, samples: int = 2, max_tokens: int | None = None) -> tuple[Episodes, CalculatingEngine]:
+    def episodes(self, samples: int = 1, max_tokens: int | None = None) -> tuple[Episodes, CalculatingEngine]:
         engine = CalculatingEngine()
         made = self.setup.episodes(self.config, engine, 1.0, samples=samples, max_tokens=max_tokens)  # type: ignore[arg-type]
         return made, engine
@@ -135,7 +136,7 @@ async def rewards_are_those_of_an_agent(playing: Playing) -> None:
     episodes, engine = playing.episodes()
     groups = await asyncio.gather(*(episodes.attempt(row) for row in playing.rows))
     assert all(isinstance(group, Group) for group in groups), groups
-    assert [[sample.reward for sample in group.samples] for group in groups] == [[reward] * 2 for reward in REWARDS]
+    assert [[sample.reward for sample in group.samples] for group in groups] == [[reward] for reward in REWARDS]
     sample = groups[0].samples[0]
     assert engine.tokenizer.decode(sample.tokens.numpy().tolist()) == (
         "user: 17*23=<|endoftext|>assistant: ?17*23<|endoftext|>user: 391<|endoftext|>assistant: 391<|endoftext|>"
@@ -146,7 +147,7 @@ async def rewards_are_those_of_an_agent(playing: Playing) -> None:
 
 async def an_evaluation_set_asks_for_its_own_length(playing: Playing) -> None:
     for answer in (9, 150):
-        episodes, engine = playing.episodes(samples=1, max_tokens=answer)
+        episodes, engine = playing.episodes(max_tokens=answer)
         assert isinstance(await episodes.attempt(playing.rows[0]), Group)
         assert engine.asked_tokens == [answer] * 2
 
@@ -156,7 +157,7 @@ async def an_empty_answer_is_scored(playing: Playing) -> None:
     engine.answer = lambda prompt: [engine.tokenizer.eos_token_id]
     group = await episodes.attempt(playing.rows[0])
     assert isinstance(group, Group), group
-    assert [sample.reward for sample in group.samples] == [0.0, 0.0]
+    assert [sample.reward for sample in group.samples] == [0.0]
 
 
 async def an_episode_that_is_not_ok_is_no_reward(playing: Playing) -> None:
@@ -173,7 +174,7 @@ async def a_task_set_that_cannot_score_gives_no_zero(playing: Playing) -> None:
 
 
 async def a_lost_lease_ends_the_episodes_in_the_host(playing: Playing) -> None:
-    episodes, engine = playing.episodes()
+    episodes, engine = playing.episodes(samples=2)
     engine.gate.clear()
     attempt = asyncio.create_task(episodes.attempt(playing.rows[0]))
     await until(lambda: engine.running == 2)
@@ -181,15 +182,14 @@ async def a_lost_lease_ends_the_episodes_in_the_host(playing: Playing) -> None:
     attempt.cancel()
     await until(lambda: engine.aborted == 2 and not playing.doors())
     await until(lambda: not below(host, "program"))
-    engine.gate.set()
-    assert isinstance(await episodes.attempt(playing.rows[0]), Group) and hosts() == [host]
+    assert isinstance(await playing.episodes()[0].attempt(playing.rows[0]), Group) and hosts() == [host]
 
 
 async def a_host_that_dies_is_started_again_and_its_episodes_are_the_infrastructure_s(playing: Playing) -> None:
     episodes, engine = playing.episodes()
     engine.gate.clear()
     attempt = asyncio.create_task(episodes.attempt(playing.rows[0]))
-    await until(lambda: engine.running == 2)
+    await until(lambda: engine.running == 1)
     (host,) = hosts()
     os.kill(host.pid, signal.SIGKILL)
     failure = await asyncio.wait_for(attempt, 120)
@@ -198,7 +198,7 @@ async def a_host_that_dies_is_started_again_and_its_episodes_are_the_infrastruct
     assert engine.running == 0 and not playing.doors()
     engine.gate.set()
     group = await episodes.attempt(playing.rows[0])
-    assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [1.0, 1.0]
+    assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [1.0]
 
 
 SCENES = [
