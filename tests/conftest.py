@@ -27,16 +27,21 @@ settings.register_profile("same", settings.get_profile("explore"), derandomize=T
 settings.load_profile("same")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol() -> None:
-    """From 9.2 on pytest listens to each logger that does not propagate. Torch writes the trace of its compiler, which
-    costs more than compiling, as soon as somebody listens."""
+def leave_torch_untraced() -> None:
+    """From 9.2 on pytest listens to each logger that does not propagate. Torch writes the trace of its compiler as soon
+    as somebody listens: a fifth of the time of a test that compiles."""
     logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_finish() -> None:
     """Torch is imported by now, and pytest has not yet begun to listen to what all tests say."""
-    pytest_runtest_protocol()
+    leave_torch_untraced()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol() -> None:
+    """A test before this one may have imported it."""
+    leave_torch_untraced()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -184,23 +183,19 @@ def outcome(case: str, ranks: int, folder: Path, port: int = 0, **arguments: Any
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port if store else port)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     with TemporaryDirectory() as place:
-        errors = [Path(place, f"{rank}.txt") for rank in range(ranks)]
-        started = []
-        for rank, file in enumerate(errors):
-            environment = dict(os.environ) | shared | {"RANK": str(rank)}
-            process = FORKS.Process(target=main, args=(case, folder, arguments, environment, file))
-            process.start()
-            started.append(process)
-        return [(ended(process), file.read_text()) for process, file in zip(started, errors, strict=True)]
-
-
-def ended(process: ForkServerProcess) -> int:
-    """Its exit code, below 0 where a signal ended it; AssertionError after ten minutes."""
-    process.join(600)
-    code = process.exitcode
-    if code is None:
-        process.kill()
-    process.join()
-    process.close()
-    assert code is not None, "a rank did not end"
-    return code
+        errors, started = [Path(place, f"{rank}.txt") for rank in range(ranks)], []
+        try:
+            for rank, file in enumerate(errors):
+                environment = dict(os.environ) | shared | {"RANK": str(rank)}
+                process = FORKS.Process(target=main, args=(case, folder, arguments, environment, file))
+                process.start()
+                started.append(process)
+            for process in started:
+                process.join(600)
+            codes = [process.exitcode for process in started]
+        finally:  # also where pytest's own limit ends the wait: Python would wait for them at its end, for ever
+            for process in started:
+                process.kill()
+                process.join()
+        assert None not in codes, "a rank did not end"
+        return [(code or 0, file.read_text()) for code, file in zip(codes, errors, strict=True)]

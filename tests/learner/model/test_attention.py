@@ -44,6 +44,17 @@ def test_transformers_builds_a_model_with_each(name: str, tmp_path: Path) -> Non
     assert model.config._attn_implementation == attention.registered(name)
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+def test_sdpa_is_one_graph_with_grouped_heads_too(heads: int) -> None:
+    """Where the compiler follows the sizes of padded rows; numbers of heads are sizes of the graph as well."""
+    torch._dynamo.reset()
+    q, k, v = torch.randn(24, 4, 8), torch.randn(24, heads, 8), torch.randn(24, heads, 8)
+    given = torch.tensor([0, 5, 14, 24], dtype=torch.int32), 10, True, 0.3, None
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(attention.sdpa, dynamic=True, fullgraph=True, backend="eager")(q, k, v, *given)
+    torch.testing.assert_close(compiled, attention.sdpa(q, k, v, *given))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_packed_equals_padded(tmp_path: Path, mesh, tied: bool) -> None:
     config = tiny_model(tmp_path, tied)

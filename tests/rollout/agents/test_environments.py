@@ -133,10 +133,10 @@ class Playing:
 
 
 async def rewards_are_those_of_an_agent(playing: Playing) -> None:
-    episodes, engine = playing.episodes()
+    episodes, engine = playing.episodes(samples=2)
     groups = await asyncio.gather(*(episodes.attempt(row) for row in playing.rows))
     assert all(isinstance(group, Group) for group in groups), groups
-    assert [[sample.reward for sample in group.samples] for group in groups] == [[reward] for reward in REWARDS]
+    assert [[sample.reward for sample in group.samples] for group in groups] == [[reward] * 2 for reward in REWARDS]
     sample = groups[0].samples[0]
     assert engine.tokenizer.decode(sample.tokens.numpy().tolist()) == (
         "user: 17*23=<|endoftext|>assistant: ?17*23<|endoftext|>user: 391<|endoftext|>assistant: 391<|endoftext|>"
@@ -186,10 +186,10 @@ async def a_lost_lease_ends_the_episodes_in_the_host(playing: Playing) -> None:
 
 
 async def a_host_that_dies_is_started_again_and_its_episodes_are_the_infrastructure_s(playing: Playing) -> None:
-    episodes, engine = playing.episodes()
+    episodes, engine = playing.episodes(samples=2)
     engine.gate.clear()
     attempt = asyncio.create_task(episodes.attempt(playing.rows[0]))
-    await until(lambda: engine.running == 1)
+    await until(lambda: engine.running == 2)
     (host,) = hosts()
     os.kill(host.pid, signal.SIGKILL)
     failure = await asyncio.wait_for(attempt, 120)
@@ -198,7 +198,7 @@ async def a_host_that_dies_is_started_again_and_its_episodes_are_the_infrastruct
     assert engine.running == 0 and not playing.doors()
     engine.gate.set()
     group = await episodes.attempt(playing.rows[0])
-    assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [1.0]
+    assert isinstance(group, Group) and [sample.reward for sample in group.samples] == [1.0, 1.0]
 
 
 SCENES = [
