@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -115,6 +116,7 @@ class Policy(nn.Module):
         for block in loading.all_blocks(self.model):
             if compiled:  # only the arithmetic: FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+            block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
             fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
         fully_shard(self, **options)
 
@@ -267,6 +269,12 @@ class _Gather(torch.autograd.Function):
         (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
         total = grads[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
         return total.index_add_(0, index, grads[0].to(total.dtype)).to(dtype), None
+
+
+def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """FSDP does so too, but before torch 2.13 not where a block is recomputed. The rotary embeddings of a tower were
+    bfloat16 first and float32 then: its gradients were 1 % off, and compiled it had none, but an error."""
+    return tree_map_only(Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, (args, kwargs))
 
 
 def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> None:

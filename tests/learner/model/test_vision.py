@@ -143,6 +143,16 @@ def test_packing_and_sharing_change_no_gradient(seeing: ModelConfig, mesh, savin
         close(gradients(policy, batch, form, budget, share), want)
 
 
+def test_what_is_recomputed_is_what_it_was(seeing: ModelConfig, mesh) -> None:
+    """In bfloat16, where the tower's rotary embeddings are float32 outside of its blocks."""
+    model, form, found = seeing.model_copy(update={"dtype": "bfloat16"}), form_of(seeing), []
+    for saving in ("none", "block"):
+        policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
+        found.append(gradients(policy, make_pictured(form), form, 80))
+    kept, again = found
+    assert [name for name, gradient in kept.items() if not torch.equal(gradient, again[name])] == []
+
+
 @pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=str)
 def test_ranks_change_no_gradient(seeing: ModelConfig, mesh, tmp_path: Path, freeze: list[str]) -> None:
     """Two processes over gloo against this one: a rank without any sample, with [12, 3] one without images."""
