@@ -11,15 +11,18 @@ import gc
 import itertools
 import os
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -78,7 +81,11 @@ class Engine:
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
         with translate_engine_errors():
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+            if may_fork():
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # creating the config has set it to spawn
+                warnings.simplefilter("ignore", FutureWarning)  # a fork does not read `CPU_ENVIRONMENT`'s variable
+            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: reports], disable_log_stats=True)
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
@@ -291,6 +298,12 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # nobody else has it, and vLLM's deep copy takes longer than the rest of its checks
     )
+
+
+def may_fork() -> bool:
+    """Whether vLLM's process is a fork of this one, which has imported all that it needs: on a CPU that takes half the
+    time. vLLM spawns it there, because a fork has no threads of OpenMP or gloo. So there must be none here."""
+    return current_platform.is_cpu() and os.environ.get("OMP_NUM_THREADS") == "1" and not dist.is_initialized()
 
 
 @contextmanager
