@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
+import torch
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -84,7 +84,8 @@ class Engine:
             config = AsyncEngineArgs(**arguments).create_engine_config()
             if may_fork():
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # creating the config has set it to spawn
-                warnings.simplefilter("ignore", FutureWarning)  # a fork does not read `CPU_ENVIRONMENT`'s variable
+                torch.set_num_threads(1)  # what `CPU_ENVIRONMENT` says, which a fork does not read
+                warnings.simplefilter("ignore", FutureWarning)
             llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: reports], disable_log_stats=True)
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
@@ -303,7 +304,8 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
 def may_fork() -> bool:
     """Whether vLLM's process is a fork of this one, which has imported all that it needs: on a CPU that takes half the
     time. vLLM spawns it there, because a fork has no threads of OpenMP or gloo. So there must be none here."""
-    return current_platform.is_cpu() and os.environ.get("OMP_NUM_THREADS") == "1" and not dist.is_initialized()
+    threads = os.environ.get("OMP_NUM_THREADS") != "1" or torch.distributed.is_initialized()
+    return current_platform.is_cpu() and not threads
 
 
 @contextmanager
