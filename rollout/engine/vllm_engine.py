@@ -11,13 +11,11 @@ import gc
 import itertools
 import os
 import time
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -31,7 +29,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from buffer.images import ImageFormat
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.arguments import engine_arguments, environment, fork_if_safe, on_cpu
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
@@ -81,12 +79,16 @@ class Engine:
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
         with translate_engine_errors():
-            config = AsyncEngineArgs(**arguments).create_engine_config()
-            if may_fork():
-                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # creating the config has set it to spawn
-                torch.set_num_threads(1)  # what `CPU_ENVIRONMENT` says, which a fork does not read
-                warnings.simplefilter("ignore", FutureWarning)
-            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[lambda *_: reports], disable_log_stats=True)
+            given = AsyncEngineArgs(**arguments)
+            config = given.create_engine_config()
+            if current_platform.is_cpu():
+                fork_if_safe()
+            llm = AsyncLLM.from_vllm_config(
+                config,
+                stat_loggers=[lambda *_: reports],
+                enable_log_requests=given.enable_log_requests,
+                disable_log_stats=True,
+            )
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
@@ -299,13 +301,6 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # nobody else has it, and vLLM's deep copy takes longer than the rest of its checks
     )
-
-
-def may_fork() -> bool:
-    """Whether vLLM's process is a fork of this one, which has imported all that it needs: on a CPU that takes half the
-    time. vLLM spawns it there, because a fork has no threads of OpenMP or gloo. So there must be none here."""
-    threads = os.environ.get("OMP_NUM_THREADS") != "1" or torch.distributed.is_initialized()
-    return current_platform.is_cpu() and not threads
 
 
 @contextmanager

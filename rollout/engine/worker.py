@@ -55,6 +55,8 @@ class WorkerExtension:
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
+            if self.device.type == "cpu" and self.vllm_config.model_config.enforce_eager:  # vLLM's sampler does not ask
+                torch.compiler.set_stance("force_eager")
         self.rl_version = version
 
     def rl_register(self) -> None:

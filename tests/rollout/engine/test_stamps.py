@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.v1.core.sched.interface import PauseState
 
 from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
@@ -71,7 +72,7 @@ def test_a_step_has_the_version_that_it_was_launched_with():
     steps = [ModelRunnerOutput(req_ids=[], req_id_to_index={}) for _ in range(3)]
     outputs = iter([FakeOutput(steps[0]), steps[1], None, FakeOutput(steps[2])])
     worker = WorkerExtension()
-    worker.model_runner = SimpleNamespace(sample_tokens=lambda grammar_output: next(outputs))
+    worker.model_runner, worker.device = SimpleNamespace(sample_tokens=lambda _: next(outputs)), torch.device("cuda")
     worker.rl_stamp(3)
     launched = worker.model_runner.sample_tokens(None)
     worker.rl_stamp(4)
@@ -79,6 +80,19 @@ def test_a_step_has_the_version_that_it_was_launched_with():
     assert worker.model_runner.sample_tokens(None) is None
     assert worker.model_runner.sample_tokens(None).get_output().rl_version == 4
     assert launched.get_output() is steps[0] and steps[0].rl_version == 3
+
+
+@pytest.mark.parametrize(("eager", "graphs"), [(True, 0), (False, 1)])
+def test_where_steps_are_eager_on_a_cpu_nothing_is_compiled(eager: bool, graphs: int):
+    worker, compiled = WorkerExtension(), []
+    worker.model_runner, worker.device = SimpleNamespace(sample_tokens=None), torch.device("cpu")
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=eager))
+    try:
+        worker.rl_stamp(0)
+        torch.compile(torch.square, backend=lambda graph, _: compiled.append(graph) or graph)(torch.ones(2))
+    finally:
+        torch.compiler.set_stance("default")
+    assert len(compiled) == graphs
 
 
 def test_the_last_output_carries_the_whole_sequence():
