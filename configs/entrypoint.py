@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NoReturn
@@ -126,7 +126,6 @@ def tie_children() -> None:
     """
     os.environ[PARENT] = str(os.getpid())
     os.register_at_fork(after_in_child=die_with_parent)
-    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))  # else its signals would wake its parent
     untied = spawn.get_command_line
 
     def tied(**options: Any) -> list[str]:

@@ -6,9 +6,6 @@ Imports neither vLLM nor torch, so that `problems` costs milliseconds wherever a
 import ast
 import difflib
 import importlib.util
-import os
-import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from math import ceil
 from operator import attrgetter
@@ -210,22 +207,6 @@ def environment(cpu: bool) -> dict[str, str]:
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     gpu = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork of a process that asked for GPUs cannot use them
     return common | (CPU_ENVIRONMENT if cpu else gpu)
-
-
-def fork_if_safe() -> None:
-    """Have vLLM fork its process on a CPU: this one has imported all that it needs, which takes half the time of its
-    start. Called when its config is made, which chooses `spawn`, because a fork has no threads of OpenMP or gloo.
-
-    Where there are any of gloo, or the environment is not ours, that choice stays. OpenMP's are given up here: the fork
-    would wait for them. What else the environment says it does not read.
-    """
-    import torch  # takes seconds
-
-    ours = all(os.environ.get(key) == value for key, value in environment(cpu=True).items())
-    if ours and sys.platform == "linux" and not torch.distributed.is_initialized():
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore", FutureWarning)
 
 
 def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | None = None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -29,7 +28,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from buffer.images import ImageFormat
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import engine_arguments, environment, fork_if_safe, on_cpu
+from rollout.engine.arguments import engine_arguments, environment, on_cpu
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
@@ -79,16 +78,7 @@ class Engine:
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
         with translate_engine_errors():
-            given = AsyncEngineArgs(**arguments)
-            config = given.create_engine_config()
-            if current_platform.is_cpu():
-                fork_if_safe()
-            llm = AsyncLLM.from_vllm_config(
-                config,
-                stat_loggers=[lambda *_: reports],
-                enable_log_requests=given.enable_log_requests,
-                disable_log_stats=True,
-            )
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()

@@ -238,40 +238,6 @@ def test_children_and_their_children_die_with_a_killed_process(tmp_path: Path, m
         assert not psutil.wait_procs(family, timeout=120)[1]
 
 
-FORKED = """
-import asyncio, multiprocessing, signal, sys, time, uvloop
-from configs.entrypoint import tie_children
-
-
-def child(ready):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    ready.set()
-    time.sleep(300)
-
-
-async def main():
-    seen, fork = [], multiprocessing.get_context("fork")
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, seen.append, "a signal of its child's")
-    process = fork.Process(target=child, args=(ready := fork.Event(),))
-    process.start()
-    await asyncio.to_thread(ready.wait)
-    process.terminate()
-    await asyncio.to_thread(process.join)
-    await asyncio.sleep(0.1)
-    print(process.exitcode, seen)
-
-
-tie_children()
-{run}(main())
-"""
-
-
-@pytest.mark.parametrize("run", ["asyncio.run", "uvloop.run"])
-def test_a_forks_signals_are_not_its_parents(run: str) -> None:
-    end = subprocess.run([sys.executable, "-c", FORKED.format(run=run)], capture_output=True, text=True, timeout=60)
-    assert (end.stdout, end.stderr) == ("3 []\n", "")
-
-
 def test_a_process_with_another_parent_than_it_is_told_says_so() -> None:
     line = [sys.executable, "-c", "from configs.entrypoint import die_with_parent; die_with_parent()"]
     end = subprocess.run(line, env=os.environ | {PARENT: "0"}, capture_output=True, text=True)

@@ -1,9 +1,6 @@
 """What Headrace hands to vLLM, and what it refuses."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from rollout.engine.arguments import (
     can_fp8,
     cliffs,
     engine_arguments,
-    environment,
-    fork_if_safe,
     on_cpu,
     problems,
     vllm_fields,
@@ -231,49 +226,3 @@ def test_fp8_without_a_gpu_that_computes_in_it_is_refused():
     else:
         with pytest.raises(ConfigError, match=r"rollout\.engine\.quantization: fp8 needs a GPU"):
             on_cpu(config("auto", quantization="fp8"))
-
-
-FORKS = """
-import os, signal, torch
-from rollout.engine.arguments import environment, fork_if_safe
-
-torch.set_num_threads(2)
-square = torch.ones(1024, 1024)
-square @ square
-os.environ.update(environment(cpu=True))
-fork_if_safe()
-if not os.fork():
-    signal.alarm(30)
-    print(os.environ["VLLM_WORKER_MULTIPROC_METHOD"], (square @ square).max().item())
-else:
-    assert os.wait()[1] == 0
-"""
-
-
-def test_a_fork_waits_for_no_thread_that_it_lacks():
-    variables = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    end = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, env=variables)
-    assert (end.stdout, end.stderr) == ("fork 1024.0\n", "")
-
-
-@pytest.mark.parametrize(
-    ("changed", "method"),
-    [({}, "fork"), ({"OMP_NUM_THREADS": "4"}, "spawn"), ({"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, "spawn")],
-    ids=str,
-)
-def test_with_an_environment_of_the_user_s_own_vllm_decides(monkeypatch, changed: dict[str, str], method: str):
-    for key, value in {**environment(cpu=True), "VLLM_WORKER_MULTIPROC_METHOD": "spawn", **changed}.items():
-        monkeypatch.setenv(key, value)
-    fork_if_safe()
-    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == method
-
-
-def test_beside_threads_of_gloo_vllm_decides(monkeypatch):
-    for key, value in {**environment(cpu=True), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}.items():
-        monkeypatch.setenv(key, value)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        fork_if_safe()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
