@@ -167,6 +167,5 @@ def _images_of(part: SourcePart, data: DataConfig, every: int, room: Path | None
         line = str(error).splitlines()[0]
         raise ProblemsError(f"{part.where}: its images cannot be read ({line}); write it again") from None
     except OSError as error:
-        place = room or tempfile.gettempdir()
-        problem = f"no copy of its images in {place}: {error.strerror}; make room there"
+        problem = f"no copy of its images in {room or tempfile.gettempdir()}: {error.strerror}; make room there"
         raise ProblemsError(f"{part.where}: {problem}") from None

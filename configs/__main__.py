@@ -22,8 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     config = read(argv, "python -m configs")
-    problems = count_rows(config.data.train)
-    print("\n".join(explain(config, problems, gpu_bytes())), flush=True)
+    print("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())), flush=True)
     command = [sys.executable, "-m", "actors.doctor.run_file"]
     code = subprocess.run(command, input=config.model_dump_json(), text=True).returncode
     if code == DONE:

@@ -42,8 +42,7 @@ def embedded(data: dict[str, Any]) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_text("page.html"))
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_text("page.html"))
 
 
 @cache

@@ -166,8 +166,7 @@ class NodeWatch:
             drained = f"; {names} drained and placed elsewhere" if names else ""
             self._say(f"{name} leaves in {news.deadline_s:.0f} s{drained}")
             for keeper in there:
-                within_s = max(0.0, news.deadline_s - CALL_S)
-                leaving = keeper.leave(news.node, within_s)
+                leaving = keeper.leave(news.node, max(0.0, news.deadline_s - CALL_S))
                 self._leaving.add(asyncio.create_task(leaving, name=keeper.process.name))
 
     def _remind(self, now: float) -> None:

@@ -323,8 +323,7 @@ class Ledger:
     @property
     def reach(self) -> Reach:
         """How far the policy can be, and which version is the last."""
-        ends = self.outcome() in ("versions", "data")
-        return Reach(self.state.ceiling, self.version if ends else None)
+        return Reach(self.state.ceiling, self.version if self.outcome() in ("versions", "data") else None)
 
     @property
     def version(self) -> int:

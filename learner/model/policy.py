@@ -272,8 +272,9 @@ class _Gather(torch.autograd.Function):
 
 
 def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """FSDP does so too, but before torch 2.13 not where a block is recomputed. The rotary embeddings of a tower were
-    bfloat16 first and float32 then: its gradients were 1 % off, and compiled it had none, but an error."""
+    """A hook before a block's forward pass. FSDP has one too, which before torch 2.13 does nothing where the block is
+    recomputed. A tower's rotary embeddings were bfloat16 at first and float32 then: its gradients were up to 1 % off,
+    and a compiled block raised CheckpointError."""
     return tree_map_only(Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, (args, kwargs))
 
 

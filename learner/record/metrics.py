@@ -169,8 +169,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _read_all(path: Path) -> list[dict[str, Any]]:
     """Those of servers and buffer too."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def peak_memory() -> Record:
