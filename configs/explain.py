@@ -10,14 +10,7 @@ from math import ceil, log10
 from configs.checks import max_group_bytes, max_sample_tokens
 from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.kv_room import KvRoom, kv_room
-from configs.flow.sequences import (
-    MEAN_SHARE,
-    admitted_staleness,
-    mean_tokens,
-    open_groups,
-    places,
-    share_of_batch,
-)
+from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
 from configs.flow.simulation import LEARNER_SHARE, Flow, expected, most_running
 from configs.model_facts import BYTES, checkpoint_bytes, model_facts
 from configs.schema import Config

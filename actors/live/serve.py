@@ -23,14 +23,7 @@ from actors.live.screen import show
 from actors.live.watcher import Watcher
 from actors.report.examples import stored_batches
 from actors.report.page import render
-from actors.report.page_data import (
-    drawn_look,
-    evaluation_row,
-    overview_data,
-    page_data,
-    samples_data,
-    version_row,
-)
+from actors.report.page_data import drawn_look, evaluation_row, overview_data, page_data, samples_data, version_row
 from actors.watch.metrics_log import EVALUATED, Position, Record, bytes_after, is_of_servers, read_after, sets_of
 from actors.watch.run_state import find_run
 from buffer.store.sqlite import StoreError

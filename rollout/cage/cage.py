@@ -28,9 +28,9 @@ class CallOnServer:
     """A call or episode as the server sees it; `done`: its "ended" message, or the end of its worker."""
 
     def __init__(
-        self, number: int, arguments: tuple[Any, ...], generate: Generate | None, on_worker: Callable[[bool], object]
+        self, number: int, message: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
     ) -> None:
-        self.number, self.arguments, self.generate, self.on_worker = number, arguments, generate, on_worker
+        self.number, self.message, self.generate, self.on_worker = number, message, generate, on_worker
         self.done: asyncio.Future[list[Any] | WorkerEnd] = asyncio.get_running_loop().create_future()
         self.worker: WorkerProcess | None = None
         self.place = self.attempts = 0
@@ -41,10 +41,8 @@ class CallOnServer:
 
     def give_to(self, worker: WorkerProcess) -> None:
         """Send it to the worker."""
-        worker.sent += 1
-        worker.calls[self.number] = self
-        self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
-        worker.send(["call", self.number, self.arguments])
+        self.worker, self.attempts = worker, self.attempts + 1
+        self.place = worker.give(self, self.number, self.message)
         self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
@@ -123,12 +121,13 @@ class Cage:
         """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
         not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed. `on_worker` is
         told that a worker has the call now (True), or lost it before it began (False)."""
+        number = next(self._numbers)
         try:
-            encode(arguments)
+            message = encode(["call", number, arguments])
         except (TypeError, ValueError, OverflowError) as error:
             reason = one_line(f"{self.function.name}: its arguments cannot be sent: {error}")
             raise CagedError(reason, "unanswerable") from error
-        call = CallOnServer(next(self._numbers), arguments, generate, on_worker)
+        call = CallOnServer(number, message, generate, on_worker)
         self._submit(call)
         try:
             outcome = await call.done
@@ -152,8 +151,10 @@ class Cage:
         raise CagedError(str(value), origin, detail(trace, await call.worker.last_output()), permanent)
 
     def _kill_if_busy(self, worker: WorkerProcess, call: CallOnServer) -> None:
-        if call.number in worker.calls:
+        if next(iter(worker.calls), None) == call.number:
             worker.kill()
+        elif call.number in worker.calls:  # others were sent before it
+            asyncio.get_running_loop().call_later(GRACE_S, self._kill_if_busy, worker, call)
 
     def _submit(self, call: CallOnServer) -> None:
         """Give the call to the worker that has the fewest, or let it wait."""
@@ -181,7 +182,7 @@ class Cage:
         """The call is over: its generation stops, and its worker has room again."""
         for request in list(call.requests.values()):
             request.cancel()
-        if call.worker and call.worker.calls.pop(call.number, None):
+        if call.worker and call.worker.take_back(call.number):
             self._serve_queue(call.worker)
             if call.worker.worn() and not call.worker.calls:
                 call.worker.stop()

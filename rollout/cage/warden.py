@@ -26,14 +26,7 @@ from typing import Any
 
 from rollout.cage import CagedFunction
 from rollout.cage.frames import encode, unpacker
-from rollout.cage.process_table import (
-    anonymous_bytes,
-    below,
-    children_of_all,
-    kill_below,
-    proportional_bytes,
-    stopped,
-)
+from rollout.cage.process_table import anonymous_bytes, below, children_of_all, kill_below, proportional_bytes, stopped
 
 TAIL_BYTES = 4096
 """Last output kept for failures."""

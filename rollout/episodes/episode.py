@@ -8,9 +8,9 @@ When the buffer takes a lease back, its generation is aborted.
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from buffer.wire.client import MessageTooLarge, RolloutClient
 from buffer.wire.protocol import FailureKind, WorkItem
@@ -154,19 +154,15 @@ class Episodes:
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
         """What the reward is given of a sample: what follows its prompt, and of further segments what follows theirs,
         which repeats what was said before."""
-        tokens, sampled = trajectory.tokens[trajectory.start :], trajectory.sampled[trajectory.start :]
-        if len(trajectory.starts) > 1:
-            ends = [*trajectory.starts[1:], len(trajectory.tokens)]
-            spans = [
-                range(trajectory.sampled.index(1, start), end)
-                for start, end in zip(trajectory.starts, ends, strict=True)
-            ]
-            tokens = [trajectory.tokens[place] for span in spans for place in span]
-            sampled = [trajectory.sampled[place] for span in spans for place in span]
+        columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
+        firsts = [trajectory.start, *(trajectory.sampled.index(1, start) for start in starts[1:])]
+        spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]
+        tokens, sampled = (np.concatenate([columns[name][span] for span in spans]) for name in ("tokens", "sampled"))
         turns: list[Turn] = []
-        if not all(sampled):
-            for own, stretch in groupby(zip(tokens, sampled, strict=True), itemgetter(1)):
-                turns.append({"text": self.prompts.text([token for token, _ in stretch]), "sampled": bool(own)})
+        if not sampled.all():
+            edges = np.flatnonzero(np.diff(sampled)) + 1
+            for stretch, own in zip(np.split(tokens, edges), sampled[[0, *edges]], strict=True):
+                turns.append({"text": self.prompts.text(stretch), "sampled": bool(own)})
         return Answer(self.prompts.text(tokens), len(tokens), row, turns or None)
 
     async def _play_once(self, problem: Problem, salt: str) -> Recorded:

@@ -117,7 +117,7 @@ class Prompts:
             found += [token] * next(left).num_tokens if each == token else [each]
         return found
 
-    def text(self, tokens: list[int]) -> str:
+    def text(self, tokens: Sequence[int] | np.ndarray) -> str:
         """The text of these tokens, without the special ones."""
         numbers = np.array(tokens, np.int64)  # a list would be walked through, number by number
         return str(self.tokenizer.decode(numbers, skip_special_tokens=True))

@@ -142,18 +142,18 @@ class Sampler:
         prompt = trajectory.tokens[: trajectory.start]
         if not free and (trajectory.start != len(problem.prompt) or prompt != problem.prompt):
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
-        sampled = columns["sampled"]
-        if not ((sampled == 0) | (sampled == 1)).all() or sampled[: trajectory.start].any():
+        sampled = (flags := columns["sampled"]) == 1
+        if np.count_nonzero(flags) != np.count_nonzero(sampled) or np.count_nonzero(flags[: trajectory.start]):
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
-        if not sampled.any():
+        if not np.count_nonzero(sampled):
             yield "no token of it was sampled; take() at least one completion"
-        yield from self._misbegun(trajectory, sampled == 1)
+        yield from self._misbegun(trajectory, sampled)
         if not np.isfinite(columns["logprobs"]).all():
             yield "a log-probability is not finite"
-        if ((columns["versions"] >= 0) != (sampled == 1)).any():
+        if np.count_nonzero((columns["versions"] >= 0) != sampled):
             yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
         images = [*problem.images, *trajectory.images]
-        yield from misplaced(trajectory.tokens, sampled == 1, images, self.form, self.max_images)
+        yield from misplaced(trajectory.tokens, sampled, images, self.form, self.max_images)
         if trajectory.finish not in ("stop", "length"):
             yield f"its finish is {trajectory.finish!r}, neither stop nor length"
         yield from _wrong_turns(trajectory.turn_rewards, sampled)

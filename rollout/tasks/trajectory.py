@@ -4,6 +4,7 @@ A user's task imports these names from `rollout.tasks`. Run by `rollout/episodes
 """
 
 import io
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from math import fsum
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = {"tokens": None, "sampled": None, "logprobs": np.float32, "versions": np.int32}
-"""The lists of a trajectory, with what their numbers become; None: what they are, to be checked first."""
+"""The lists of a trajectory, with what their numbers become; None: `whole_numbers`."""
 CUT_SCORE = 0.0
 """Of an episode that a limit ended and whose task did not cope with that, where the task itself scores."""
 
@@ -143,7 +144,8 @@ class Trajectory:
     def arrays(self) -> dict[str, np.ndarray]:
         """The four lists as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
         with np.errstate(over="ignore"):
-            return {name: np.array(getattr(self, name), dtype) for name, dtype in COLUMNS.items()}
+            lists = [(name, getattr(self, name), dtype) for name, dtype in COLUMNS.items()]
+            return {name: np.array(given, dtype) if dtype else whole_numbers(given) for name, given, dtype in lists}
 
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
         """The sample as it is sent to the buffer; `answer` is the text of all tokens after the prompt."""
@@ -164,6 +166,15 @@ class Trajectory:
             turn_rewards=turns,
             routes=None if self.routes is None else Array.of(self.routes),
         )
+
+
+def whole_numbers(given: Any) -> np.ndarray:
+    """A list of whole numbers as int64; anything else as numpy sees it, to be refused. In half of numpy's time, which
+    looks for the numbers' type first."""
+    try:
+        return np.asarray(array("q", given) if isinstance(given, list) else given)
+    except (TypeError, OverflowError):
+        return np.array(given)
 
 
 @dataclass(frozen=True)
