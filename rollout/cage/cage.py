@@ -41,8 +41,10 @@ class CallOnServer:
 
     def give_to(self, worker: WorkerProcess) -> None:
         """Send it to the worker."""
-        self.worker, self.attempts = worker, self.attempts + 1
-        self.place = worker.give(self, self.number, self.message)
+        worker.sent += 1
+        worker.calls[self.number] = self
+        self.worker, self.place, self.attempts = worker, worker.sent, self.attempts + 1
+        worker.send(self.message)
         self.on_worker(True)
 
     def on_message(self, verb: str, *rest: Any) -> bool:
@@ -182,7 +184,7 @@ class Cage:
         """The call is over: its generation stops, and its worker has room again."""
         for request in list(call.requests.values()):
             request.cancel()
-        if call.worker and call.worker.take_back(call.number):
+        if call.worker and call.worker.calls.pop(call.number, None):
             self._serve_queue(call.worker)
             if call.worker.worn() and not call.worker.calls:
                 call.worker.stop()
@@ -222,6 +224,8 @@ class Cage:
                     self._serve_queue(worker)
                 case ["unloadable", str(reason), str(trace)]:
                     error = CagedError(reason, "unloadable", detail(trace, await worker.last_output()))
+                case ["ahead", int(ahead)] if not worker.runs_many and ahead > 0:
+                    worker.ahead = ahead
                 case [str(verb), int(number), *rest]:
                     call = worker.calls.get(number)
                     if call and not call.on_message(verb, *rest):

@@ -2,16 +2,17 @@
 
     server -> worker   ["call", number, arguments]   ["cancel", number]
                        ["generated", request, completion]   ["refused", request, reason, permanent, code of ChatRefused]
-    worker -> server   ["loaded", about]   ["unloadable", reason, traceback]
+    worker -> server   ["loaded", about]   ["unloadable", reason, traceback]   ["ahead", number of calls]
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
 
-Calls run one after another; those of an `async` function and episodes on an event loop, many at a time, where the
-`generate` of an episode is a request to the server. Ends when the server closes the connection, and awaits the
-function's `close` if it has one. What users' code raises, SystemExit included, becomes a message; what it prints goes
-to the warden, which also watches time and memory (`warden.py`). An event loop that is blocked (`time.sleep`, an endless
-loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and CallState says whose code
-runs.
+Calls run one after another, short ones sent ahead; those of an `async` function and episodes on an event loop, many at
+a time, where the `generate` of an episode is a request to the server. Ends when the server closes the connection, and
+awaits the function's `close` if it has one. What users' code raises, SystemExit included, becomes a message; what it
+prints goes to the warden, which also watches time and memory (`warden.py`). An event loop that is blocked
+(`time.sleep`, an endless loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and
+CallState says whose code runs.
+
 """
 
 import asyncio
@@ -37,6 +38,9 @@ from rollout.errors import ChatRefused, EngineError, first_error
 
 CANCEL_AGAIN_S = 1.0
 """Interval at which an episode that is to end, and swallows that, is told so again."""
+AHEAD_S, MOST_AHEAD = 0.005, 16
+"""Of short calls, as many are sent ahead as take so long, at most so many: to wake a process for each, which wakes the
+server, would cost both more than the call does. A long one delays no more than those that were sent behind it."""
 FAILED_CALL_S = 1.0
 """Most of an episode's own time that a failed call of `generate` costs. It costs what it took, so that no episode can
 go on for ever with calls that are refused; but `rollout.chat.timeout_s` may end one after many minutes."""
@@ -68,10 +72,12 @@ def work(function: CagedFunction, control: socket.socket, state: CallState) -> N
 def serve_calls(function: CagedFunction, control: socket.socket, state: CallState, loaded: Callable[..., Any]) -> None:
     """Run calls one after another, outside of any event loop: users' code may start its own."""
     home, frames = os.getpid(), unpacker()
+    longest_s, ahead = AHEAD_S, 1  # the longest of late: forgotten by a tenth with each further call
     while data := control.recv(2**18):
         frames.feed(data)
         for _, number, arguments in frames:
-            state[DEADLINE] = time.monotonic() + function.timeout_s
+            began = time.monotonic()
+            state[DEADLINE] = began + function.timeout_s
             state[STARTED] += 1
             try:
                 reply = value_message(function.name, number, loaded(*arguments))
@@ -79,7 +85,9 @@ def serve_calls(function: CagedFunction, control: socket.socket, state: CallStat
                 reply = failure_message(function.name, number, error)
             leave_fork(home)
             state[DEADLINE] = 0
-            control.sendall(reply)
+            longest_s, before = max(time.monotonic() - began, 0.9 * longest_s), ahead
+            ahead = min(MOST_AHEAD, max(1, int(AHEAD_S / longest_s)))
+            control.sendall(reply if ahead == before else encode(["ahead", ahead]) + reply)
 
 
 def value_message(name: str, number: int, value: Any) -> bytes:

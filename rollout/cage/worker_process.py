@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from time import monotonic
 from typing import Any
 
 from rollout.cage import CagedFunction
@@ -18,10 +17,6 @@ GRACE_S = 4.0
 """Time for a worker to end by itself (`atexit` handlers run) before it is killed."""
 KILL_S = 10.0
 """Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
-AHEAD_S = 0.005
-"""Calls that run one after another are sent ahead, as many as take so long by the longest of late: a process that is
-woken for each call, and wakes this one, costs both more than a short call does."""
-MOST_AHEAD = 16
 OUTPUT_S = 2.0
 """Longest wait for the last output of a call that failed."""
 START = """import sys
@@ -57,9 +52,8 @@ class WorkerProcess:
         """Calls that were sent to it and have not ended, by number."""
         self.sent = 0
         """Number of calls sent to it."""
-        self._call_s, self._since = AHEAD_S, 0.0
-        """What the longest call of late took, forgotten by a tenth with each further one; since when the current runs.
-        """
+        self.ahead = 1
+        """Calls that run one after another are sent ahead, so many, as the worker says itself: short ones."""
         self.stopping = False
         self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
         self._frames, self._asked = unpacker(), deque[asyncio.Future[str]]()
@@ -93,7 +87,7 @@ class WorkerProcess:
 
     def has_room(self) -> bool:
         """Whether it can take a call now."""
-        most = self.function.concurrency if self.runs_many else min(MOST_AHEAD, max(1, int(AHEAD_S / self._call_s)))
+        most = self.function.concurrency if self.runs_many else self.ahead
         free = self.function.episodes or len(self.calls) < most
         return self.about is not None and not self.stopping and not self.end.done() and free and not self.worn()
 
@@ -105,21 +99,6 @@ class WorkerProcess:
     def worn(self) -> bool:
         """Whether it is to be replaced, once its calls have ended."""
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
-
-    def give(self, call: Any, number: int, frame: bytes) -> int:
-        """Send a call, as `encode` made it; its place among all that were sent."""
-        self._since = self._since if self.calls else monotonic()
-        self.calls[number] = call
-        self.sent += 1
-        self.send(frame)
-        return self.sent
-
-    def take_back(self, number: int) -> bool:
-        """A call is over; False for one that was not here."""
-        if call := self.calls.pop(number, None):
-            before, self._since = self._since, monotonic()
-            self._call_s = max(self._since - before, 0.9 * self._call_s)
-        return bool(call)
 
     def send(self, message: Any) -> None:
         """Send a message, encoded or not; one for a worker that has ended is lost. Raises what `encode` raises."""

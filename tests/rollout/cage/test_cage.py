@@ -367,40 +367,38 @@ async def test_a_cancelled_call_that_ends_by_itself_costs_no_worker(tmp_path: Pa
         assert psutil.pid_exists(worker) and await pool.call(0) == "awake"
 
 
-@pytest.fixture
-def patient(monkeypatch) -> None:
-    """A call is short up to a time that no load of the machine makes of a call of nothing."""
-    monkeypatch.setattr("rollout.cage.worker_process.AHEAD_S", 0.5)
-
-
-async def sent_of_twelve(pool: Cage) -> int:
-    """How many of twelve calls at once its one worker has, after sixty short ones."""
-    for _ in range(60):
-        assert await pool.call(0) == "awake"
+async def sent_ahead(pool: Cage) -> int:
+    """Make short calls until several are sent ahead; how many of twelve at once its one worker then has."""
+    [worker] = pool._workers
+    async with asyncio.timeout(120):
+        while worker.ahead < 4:
+            assert await pool.call(0) == "awake"
     calls = [asyncio.create_task(pool.call(0)) for _ in range(12)]
     await asyncio.sleep(0)
-    [sent] = [len(worker.calls) for worker in pool._workers]
+    sent = len(worker.calls)
     assert await asyncio.gather(*calls) == ["awake"] * 12
+    while worker.ahead < 4:  # one of them was held up
+        assert await pool.call(0) == "awake"
     return sent
 
 
-async def test_short_calls_are_sent_ahead_and_after_a_long_one_they_wait_in_the_server(patient):
+async def test_short_calls_are_sent_ahead_and_after_a_long_one_they_wait_in_the_server():
     async with cage("sleeps") as pool:
         first = [asyncio.create_task(pool.call(0)) for _ in range(4)]
         await asyncio.sleep(0)
         assert [len(worker.calls) for worker in pool._workers] == [1]  # nobody knows yet
         assert await asyncio.gather(*first) == ["awake"] * 4
-        assert await sent_of_twelve(pool) > 1
-        await pool.call(0.7)
+        assert await sent_ahead(pool) >= 4
+        await pool.call(0.1)
         waiting = [asyncio.create_task(pool.call(0)) for _ in range(4)]
         await asyncio.sleep(0)
         assert [len(worker.calls) for worker in pool._workers] == [1]
         assert await asyncio.gather(*waiting) == ["awake"] * 4
 
 
-async def test_of_calls_sent_ahead_only_the_one_that_ends_its_worker_fails(patient, tmp_path: Path):
+async def test_of_calls_sent_ahead_only_the_one_that_ends_its_worker_fails(tmp_path: Path):
     async with cage("sleeps") as pool:
-        await sent_of_twelve(pool)
+        await sent_ahead(pool)
         guilty = asyncio.create_task(pool.call(600, str(tmp_path / "pid")))
         behind = [asyncio.create_task(pool.call(0)) for _ in range(3)]
         pid = int(await file_with_text(tmp_path / "pid"))
@@ -410,10 +408,10 @@ async def test_of_calls_sent_ahead_only_the_one_that_ends_its_worker_fails(patie
         assert await asyncio.wait_for(asyncio.gather(*behind), 120) == ["awake"] * 3
 
 
-async def test_a_call_sent_ahead_and_cancelled_does_not_end_the_one_before_it(patient, monkeypatch, tmp_path: Path):
+async def test_a_call_sent_ahead_and_cancelled_does_not_end_the_one_before_it(monkeypatch, tmp_path: Path):
     monkeypatch.setattr("rollout.cage.cage.GRACE_S", 0.1)
     async with cage("sleeps") as pool:
-        await sent_of_twelve(pool)
+        await sent_ahead(pool)
         long = asyncio.create_task(pool.call(1.5, str(tmp_path / "pid")))
         behind = asyncio.create_task(pool.call(600, str(tmp_path / "next")))
         await file_with_text(tmp_path / "pid")
