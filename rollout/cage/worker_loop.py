@@ -12,7 +12,6 @@ awaits the function's `close` if it has one. What users' code raises, SystemExit
 prints goes to the warden, which also watches time and memory (`warden.py`). An event loop that is blocked
 (`time.sleep`, an endless loop) is found by the warden: the loop moves the deadline ahead for as long as it runs, and
 CallState says whose code runs.
-
 """
 
 import asyncio
