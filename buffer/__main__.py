@@ -54,10 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return DONE
     if command in ("-h", "--help"):
-        commands = inspect.COMMANDS | {
-            "keys": "make the run's CURVE keys",
-            "stats": "`python -m actors status RUN`",
-        }
+        commands = inspect.COMMANDS | {"keys": "make the run's CURVE keys", "stats": "`python -m actors status RUN`"}
         print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
         print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))

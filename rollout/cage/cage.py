@@ -229,22 +229,27 @@ class Cage:
                 case [str(verb), int(number), *rest]:
                     call = worker.calls.get(number)
                     if call and not call.on_message(verb, *rest):
-                        worker.kill()
+                        worker.spoil()
                     elif call and call.done.cancelled():  # it has ended though nobody waits for it
                         self._leave(call)
                 case _:
-                    worker.kill()
-        end = await worker.ended()
+                    worker.spoil()
+        end, calls = await worker.ended(), [*worker.calls.values()]
         self._workers.remove(worker)
+        worker.calls.clear()
+        if not worker.runs_many:  # they were made in order
+            guilty = [call.number for call in calls if worker.spoilt or call.place == end.started]
+            end = replace(end, current=guilty[0] if guilty else 0)
         if worker.about is None and not error and not (first and "SIGKILL" in end.how):  # that may be an accident
             reason = f"{self.function.name} cannot be loaded: it {end.how}"
             error = CagedError(reason, "unloadable", end.output)
         if error:
             self._refuse(error)
-        for call in list(worker.calls.values()):
+        for call in calls:
             if call.done.done():
                 continue
             if call.place > end.started and call.attempts < ATTEMPTS:
+                call.attempts -= bool(end.current)  # it was another's turn
                 call.on_worker(False)
                 self._submit(call)
             else:
@@ -263,7 +268,7 @@ class Cage:
         name = self.function.name
         if call.place > end.started:
             return CagedError(f"{name} was not called: {ATTEMPTS} workers ended before it began", "died", returned=True)
-        beside = call.worker is not None and call.worker.runs_many and end.current not in (0, call.number)
+        beside = end.current not in (0, call.number)
         if self._closed.is_set() or beside:
             other = "episode" if self.function.episodes else "call"
             how = f"another {other} ended the worker that both shared" if beside else "the server stops"

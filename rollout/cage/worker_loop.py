@@ -37,7 +37,7 @@ from rollout.errors import ChatRefused, EngineError, first_error
 
 CANCEL_AGAIN_S = 1.0
 """Interval at which an episode that is to end, and swallows that, is told so again."""
-AHEAD_S, MOST_AHEAD = 0.005, 16
+AHEAD_S, MOST_AHEAD = 0.005, 8
 """Of short calls, as many are sent ahead as take so long, at most so many: to wake a process for each, which wakes the
 server, would cost both more than the call does. A long one delays no more than those that were sent behind it."""
 FAILED_CALL_S = 1.0

@@ -54,6 +54,8 @@ class WorkerProcess:
         """Number of calls sent to it."""
         self.ahead = 1
         """Calls that run one after another are sent ahead, so many, as the worker says itself: short ones."""
+        self.spoilt = False
+        """It sent what is no message, in the first of its calls: no more is read."""
         self.stopping = False
         self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
         self._frames, self._asked = unpacker(), deque[asyncio.Future[str]]()
@@ -108,16 +110,20 @@ class WorkerProcess:
 
     async def receive(self) -> Any:
         """The next message; None once the worker has ended, or closed or spoilt its connection."""
-        while True:
+        while not self.spoilt:
             try:
                 for message in self._frames:
                     return message
                 data = await self._reader.read(2**18)
                 self._frames.feed(data)
-            except (OSError, *BAD_BYTES):
+            except OSError:
+                return None
+            except BAD_BYTES:
+                self.spoil()
                 return None
             if not data:
                 return None
+        return None
 
     async def last_output(self) -> str:
         """What the worker and its processes printed last."""
@@ -146,6 +152,11 @@ class WorkerProcess:
             with suppress(OSError, RuntimeError):
                 self._requests.write_eof()
             asyncio.get_running_loop().call_later(KILL_S, self._process.kill)
+
+    def spoil(self) -> None:
+        """What it sent cannot be read."""
+        self.spoilt = True
+        self.kill()
 
     async def _watch(self) -> None:
         """Read what the warden says, until it has ended."""

@@ -155,7 +155,7 @@ class Episodes:
         """What the reward is given of a sample: what follows its prompt, and of further segments what follows theirs,
         which repeats what was said before."""
         columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
-        firsts = [trajectory.start, *(trajectory.sampled.index(1, start) for start in starts[1:])]
+        firsts = [trajectory.start, *(start + int(columns["sampled"][start:].argmax()) for start in starts[1:])]
         spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]
         tokens, sampled = (np.concatenate([columns[name][span] for span in spans]) for name in ("tokens", "sampled"))
         turns: list[Turn] = []

@@ -115,12 +115,7 @@ class Sampler:
         return Recorded.of(made, made.score) if isinstance(made, Trajectory) else made
 
     def _unusable(
-        self,
-        tokens: list[int],
-        max_tokens: int,
-        stop: object,
-        images: Sequence[PlacedImage],
-        so_far: SampledSoFar,
+        self, tokens: list[int], max_tokens: int, stop: object, images: Sequence[PlacedImage], so_far: SampledSoFar
     ) -> Iterator[str]:
         if not isinstance(max_tokens, int) or max_tokens < 1:
             yield f"max_tokens is {max_tokens!r}; ask for a whole number of tokens, 1 or more"
@@ -143,9 +138,10 @@ class Sampler:
         if not free and (trajectory.start != len(problem.prompt) or prompt != problem.prompt):
             yield "it does not begin with problem.prompt; only what follows the prompt is the task's"
         sampled = (flags := columns["sampled"]) == 1
-        if np.count_nonzero(flags) != np.count_nonzero(sampled) or np.count_nonzero(flags[: trajectory.start]):
+        own = np.count_nonzero(sampled)
+        if own + np.count_nonzero(flags == 0) != flags.size or np.count_nonzero(sampled[: trajectory.start]):
             yield "`sampled` is not 0 for the prompt and 0 or 1 for each token after it"
-        if not np.count_nonzero(sampled):
+        if not own:
             yield "no token of it was sampled; take() at least one completion"
         yield from self._misbegun(trajectory, sampled)
         if not np.isfinite(columns["logprobs"]).all():
@@ -195,5 +191,5 @@ def first_of(problems: Iterator[str]) -> str | None:
     """The first of the problems; what a task hands over may also be too odd to be looked at."""
     try:
         return next(problems, None)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
         return f"{type(error).__name__}: {error}"

@@ -172,7 +172,7 @@ def whole_numbers(given: Any) -> np.ndarray:
     """A list of whole numbers as int64; anything else as numpy sees it, to be refused. In half of numpy's time, which
     looks for the numbers' type first."""
     try:
-        return np.asarray(array("q", given) if isinstance(given, list) else given)
+        return np.array(array("q", given) if isinstance(given, list) else given)
     except (TypeError, OverflowError):
         return np.array(given)
 

@@ -408,6 +408,38 @@ async def test_of_calls_sent_ahead_only_the_one_that_ends_its_worker_fails(tmp_p
         assert await asyncio.wait_for(asyncio.gather(*behind), 120) == ["awake"] * 3
 
 
+async def test_results_that_are_lost_with_the_connection_are_no_failures(tmp_path: Path):
+    async with cage("sleeps") as pool:
+        await sent_ahead(pool)
+        [worker] = pool._workers
+        calls = [asyncio.create_task(pool.call(*given)) for given in [(0,), (0,), (600, str(tmp_path / "pid"))]]
+        await asyncio.sleep(0)
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)  # the server reads no result meanwhile
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        psutil.wait_procs(wards(), timeout=2)
+        after = asyncio.create_task(pool.call(0))  # sent to a process that is gone
+        *before, guilty = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
+        assert isinstance(guilty, CagedError) and not guilty.returned
+        assert [getattr(found, "returned", found) for found in before] in ([True, True], ["awake", "awake"])
+        assert await asyncio.wait_for(after, 120) == "awake" and worker.calls == {}
+
+
+async def test_only_the_call_that_spoils_its_connection_fails(tmp_path: Path):
+    async with cage("spoils_or_sleeps") as pool:
+        [worker] = pool._workers
+        async with asyncio.timeout(120):
+            while worker.ahead < 2:
+                await pool.call(False)
+        calls = [asyncio.create_task(pool.call(*given)) for given in [(True,), (False, str(tmp_path / "pid"))]]
+        await asyncio.sleep(0)
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)  # the server reads nothing meanwhile: the second call has begun, and was the last one
+        spoils, behind = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
+        assert [spoils.returned, behind.returned] == [False, True]
+        assert await asyncio.wait_for(pool.call(False), 120) == "awake"
+
+
 async def test_a_call_sent_ahead_and_cancelled_does_not_end_the_one_before_it(monkeypatch, tmp_path: Path):
     monkeypatch.setattr("rollout.cage.cage.GRACE_S", 0.1)
     async with cage("sleeps") as pool:

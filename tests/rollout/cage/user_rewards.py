@@ -254,10 +254,20 @@ def closes_everything():
 
 def writes_to_its_socket():
     """Writes nonsense to every file, its connection to the server too."""
+    write_nonsense()
+    time.sleep(600)
+
+
+def write_nonsense():
+    """To every file."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             os.write(fd, b"\x00\x00\x00\x05hello" * 3)
-    time.sleep(600)
+
+
+def spoils_or_sleeps(spoils, ready=None):
+    """Writes to its socket and returns, or takes its time."""
+    return write_nonsense() if spoils else sleeps(0, ready)
 
 
 def changes_its_world():

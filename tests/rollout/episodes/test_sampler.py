@@ -133,6 +133,11 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "long": (lambda t: t.give([1] * 40), f"it has 47 tokens, and a sample at most 40; {LONGER}"),
     "trained prompt": (lambda t: t.sampled.__setitem__(0, 1), "`sampled` is not 0 for the prompt and 0 or 1 for each"),
     "half sampled": (lambda t: t.sampled.__setitem__(-1, 2), "`sampled` is not 0 for the prompt and 0 or 1 for each"),
+    "none sampled": (
+        lambda t: t.sampled.__setitem__(-1, None),
+        "`sampled` is not 0 for the prompt and 0 or 1 for each",
+    ),
+    "starts": (lambda t: setattr(t, "starts", [False]), "IndexError: "),
     "nothing": (lambda t: setattr(t, "sampled", [0] * 7), "no token of it was sampled; take() at least one completion"),
     "nan": (lambda t: t.logprobs.__setitem__(4, float("nan")), "a log-probability is not finite"),
     "words": (lambda t: setattr(t, "logprobs", ["no"] * 7), "ValueError: could not convert string to float: 'no'"),
