@@ -100,7 +100,8 @@ def test_the_part_server_has_what_its_contenders_read(tmp_path: Path, monkeypatc
     """It shares them with `benchmarks.rollout`, which has other arguments."""
     ran = list[tuple[str, int | None]]()
     monkeypatch.setattr(ServerBenchmark, "run", lambda self, contender, gpu: ran.append((contender, gpu)))
-    words = ["--parts", "server", "--shape", "speck-3-VL", "--work", str(tmp_path), "--gpus", "2"]
+    where = ["--work", str(tmp_path), "--out", str(tmp_path / "found.json")]
+    words = ["--parts", "server", "--shape", "speck-3-VL", "--gpus", "2", *where]
     monkeypatch.setattr(sys, "argv", ["vision", *words])
     VisionBenchmark(arguments()).server()
     assert sorted(contender for contender, _ in ran) == ["llm", "llm-ours", "server"]
