@@ -373,13 +373,22 @@ async def sent_ahead(pool: Cage) -> int:
     async with asyncio.timeout(120):
         while worker.ahead < 4:
             assert await pool.call(0) == "awake"
-    calls = [asyncio.create_task(pool.call(0)) for _ in range(12)]
-    await asyncio.sleep(0)
-    sent = len(worker.calls)
-    assert await asyncio.gather(*calls) == ["awake"] * 12
-    while worker.ahead < 4:  # one of them was held up
-        assert await pool.call(0) == "awake"
+        calls = [asyncio.create_task(pool.call(0)) for _ in range(12)]
+        await asyncio.sleep(0)
+        sent = len(worker.calls)
+        assert await asyncio.gather(*calls) == ["awake"] * 12
+        while worker.ahead < 4:  # one of them was held up
+            assert await pool.call(0) == "awake"
     return sent
+
+
+def wait_for_text(path: Path) -> str:
+    """The text of the file once it has some. Meanwhile the event loop stands, and the server reads no result."""
+    until = time.monotonic() + 120
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return path.read_text()
 
 
 async def test_short_calls_are_sent_ahead_and_after_a_long_one_they_wait_in_the_server():
@@ -414,9 +423,7 @@ async def test_results_that_are_lost_with_the_connection_are_no_failures(tmp_pat
         [worker] = pool._workers
         calls = [asyncio.create_task(pool.call(*given)) for given in [(0,), (0,), (600, str(tmp_path / "pid"))]]
         await asyncio.sleep(0)
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            time.sleep(0.01)  # the server reads no result meanwhile
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        os.kill(int(wait_for_text(tmp_path / "pid")), signal.SIGKILL)
         psutil.wait_procs(wards(), timeout=2)
         after = asyncio.create_task(pool.call(0))  # sent to a process that is gone
         *before, guilty = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
@@ -433,8 +440,7 @@ async def test_only_the_call_that_spoils_its_connection_fails(tmp_path: Path):
                 await pool.call(False)
         calls = [asyncio.create_task(pool.call(*given)) for given in [(True,), (False, str(tmp_path / "pid"))]]
         await asyncio.sleep(0)
-        while not (tmp_path / "pid").exists():
-            time.sleep(0.01)  # the server reads nothing meanwhile: the second call has begun, and was the last one
+        wait_for_text(tmp_path / "pid")  # the second call has begun, and was the last one
         spoils, behind = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
         assert [spoils.returned, behind.returned] == [False, True]
         assert await asyncio.wait_for(pool.call(False), 120) == "awake"
