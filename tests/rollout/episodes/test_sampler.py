@@ -134,7 +134,7 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
     "trained prompt": (lambda t: t.sampled.__setitem__(0, 1), "`sampled` is not 0 for the prompt and 0 or 1 for each"),
     "half sampled": (lambda t: t.sampled.__setitem__(-1, 2), "`sampled` is not 0 for the prompt and 0 or 1 for each"),
     "none sampled": (
-        lambda t: t.sampled.__setitem__(-1, None),
+        lambda t: setattr(t, "sampled", [*t.sampled[:-1], None]),
         "`sampled` is not 0 for the prompt and 0 or 1 for each",
     ),
     "starts": (lambda t: setattr(t, "starts", [False]), "IndexError: "),
