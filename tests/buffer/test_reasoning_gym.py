@@ -50,7 +50,7 @@ def problems(source: str):
 
 @pytest.mark.parametrize("name", [*BY_HASH_SEED, *BY_GLOBAL_SEED, *TUPLES, *OTHERS])
 def test_the_answer_that_is_shown_scores_1_in_another_process(name: str, other: EntryMaker) -> None:
-    rows = problems(f"reasoning_gym:{name}?size=20&seed=8")  # a seed whose entries of knight_swap are made in 2 s at most
+    rows = problems(f"reasoning_gym:{name}?size=20&seed=8")  # whose knight_swap takes 2 s at most
     rows.expect(lambda: range(4))
     for index in (3, 0):  # not in the order in which they were made
         row = msgpack.unpackb(msgpack.packb(rows[index]))
