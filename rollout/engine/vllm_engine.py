@@ -132,9 +132,10 @@ class Engine:
 
         key = prompt, max_tokens, temperature, stop_token_ids, [id(image) for image in images], salt, routed
         try:
-            with translate_engine_errors():
-                end = await self._requests.end(key, made)
-        except (EngineDead, EngineError):
+            end = await self._requests.end(key, made)
+        except EngineDeadError as error:
+            raise EngineDead(DEAD) from error
+        except EngineError:
             raise
         except (ValueError, VLLMValidationError) as error:  # the latter is a ValueError before vLLM 0.32
             reason = f"vLLM refuses {len(prompt)} tokens: {error}"

@@ -103,7 +103,7 @@ class Sampler:
         )
         if routes and at:
             routes.add(at, completion)
-        return replace(completion, routes=None)
+        return completion if completion.routes is None else replace(completion, routes=None)
 
     def check(self, problem: Problem, made: object) -> Recorded:
         """What a task returned for `problem`, if the learner can train on it. Raises EpisodeError."""
@@ -144,7 +144,7 @@ class Sampler:
         if not own:
             yield "no token of it was sampled; take() at least one completion"
         yield from self._misbegun(trajectory, sampled)
-        if not np.isfinite(columns["logprobs"]).all():
+        if np.count_nonzero(np.isfinite(columns["logprobs"])) < flags.size:
             yield "a log-probability is not finite"
         if np.count_nonzero((columns["versions"] >= 0) != sampled):
             yield "`versions` is not -1 for what was given, and the policy version for what was sampled"
@@ -160,10 +160,11 @@ class Sampler:
     def _misbegun(self, trajectory: Trajectory, sampled: np.ndarray) -> Iterator[str]:
         """What is wrong with its segments, given which of its tokens were sampled."""
         starts, number = trajectory.starts, len(trajectory.tokens)
-        ordered = starts == sorted({int(start) for start in starts}) and starts[:1] == [0] and starts[-1] < number
+        ordered = all(type(start) is int for start in starts) and starts == sorted(set(starts))  # False is equal to 0
+        ordered = ordered and starts[:1] == [0] and starts[-1] < number
         if not ordered or any(trajectory.sampled[start] for start in starts):
             yield f"starts are {starts!r:.100}: segments begin at 0, in order, each with a token that was given"
-        elif wrong := wrong_segments(starts, sampled):
+        elif len(starts) > 1 and (wrong := wrong_segments(starts, sampled)):
             yield f"its {wrong}"
         longest = max(end - start for start, end in pairwise([*starts, number]))
         if longest > self.longest:
@@ -175,8 +176,8 @@ class Sampler:
         vocabulary = self.engine.vocabulary
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             yield f"{name} must be a list of token ids, one at least; is of {ids.dtype}{ids.shape}"
-        elif (wrong := ids[(ids < 0) | (ids >= vocabulary)]).size:
-            yield f"{name} hold {wrong[0]}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
+        elif np.count_nonzero(wrong := (ids < 0) | (ids >= vocabulary)):
+            yield f"{name} hold {ids[wrong][0]}, which is no token of the model; its ids are 0 to {vocabulary - 1}"
 
 
 def _wrong_turns(rewards: list[float], sampled: np.ndarray) -> Iterator[str]:

@@ -3,33 +3,38 @@
 A reward function or task that hangs shows here long before its timeout. Used by `episode.py`; waits for nothing.
 """
 
-import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rollout.tasks.trajectory import Generate
 
 STAGES = ("task", "generating", "scoring")
 
 
+class Stay:
+    """Of `samples` in one of the stages, during a `with` block. A class, because each sample makes two of them and a
+    generator takes more than twice as long."""
+
+    __slots__ = ("others", "samples", "since")
+
+    def __init__(self, others: "set[Stay]", samples: int) -> None:
+        self.others, self.samples, self.since = others, samples, time.monotonic()
+
+    def __enter__(self) -> None:
+        self.others.add(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.others.remove(self)
+
+
 class Stages:
     """Samples by stage. Example of `stats()`: `{"task": 0, "generating": 12, "scoring": 4, "scoring_s": 7.5}`."""
 
     def __init__(self) -> None:
-        self._ids = itertools.count()
-        self._inside: dict[str, dict[int, tuple[int, float]]] = {stage: {} for stage in STAGES}
-        """By stage: number of samples, and since when."""
+        self._stays: dict[str, set[Stay]] = {stage: set() for stage in STAGES}
 
-    @contextmanager
-    def __call__(self, stage: str, samples: int = 1) -> Iterator[None]:
+    def __call__(self, stage: str, samples: int = 1) -> Stay:
         """Count `samples` in `stage` during the `with` block."""
-        number, inside = next(self._ids), self._inside[stage]
-        inside[number] = samples, time.monotonic()
-        try:
-            yield
-        finally:
-            del inside[number]
+        return Stay(self._stays[stage], samples)
 
     def around(self, generate: Generate) -> Generate:
         """`generate` of one sample; meanwhile the sample counts as generating, not as in its task."""
@@ -42,12 +47,12 @@ class Stages:
 
     def stats(self) -> dict[str, float]:
         """Samples by stage, and for task and scoring the longest time in seconds that one has been there."""
-        found = {stage: float(sum(samples for samples, _ in self._inside[stage].values())) for stage in STAGES}
+        found = {stage: float(sum(each.samples for each in self._stays[stage])) for stage in STAGES}
         # generation is called by the task, and several at a time by one that talks in parallel
         found["task"] = max(0.0, found["task"] - found["generating"])
         now = time.monotonic()
-        if self._inside["scoring"]:
-            found["scoring_s"] = now - min(since for _, since in self._inside["scoring"].values())
+        if self._stays["scoring"]:
+            found["scoring_s"] = now - min(each.since for each in self._stays["scoring"])
         if found["task"]:
-            found["task_s"] = now - min(since for _, since in self._inside["task"].values())
+            found["task_s"] = now - min(each.since for each in self._stays["task"])
         return found

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.async_vs_sync import tail_ratio
+from benchmarks.weights import known
 from benchmarks.weights.known import VERSIONS, end_answers, logprobs_of, mark, show
 from benchmarks.weights.shapes import END, folder_of
 from benchmarks.weights.traffic import SAME
@@ -24,9 +25,9 @@ def model(tmp_path: Path, request: pytest.FixtureRequest) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def logprobs(model: torch.nn.Module) -> torch.Tensor:
-    """Of each next token after each of 64 random ones: [64, vocabulary]."""
-    tokens = torch.randint(3, VOCABULARY, (1, 64), generator=torch.Generator().manual_seed(1))
+def logprobs(model: torch.nn.Module, below: int = VOCABULARY) -> torch.Tensor:
+    """Of each next token after each of 64 random ones `below` an id: [64, vocabulary]."""
+    tokens = torch.randint(3, below, (1, 64), generator=torch.Generator().manual_seed(1))
     hidden = model.get_decoder()(tokens).last_hidden_state[0].float()  # type: ignore[operator]
     return (hidden @ model.get_output_embeddings().weight.float().T).log_softmax(-1)  # type: ignore[operator]
 
@@ -51,6 +52,19 @@ def test_an_answer_ends_with_one_probability_after_every_token(
 ) -> None:
     end_answers(model.named_parameters(), END, VOCABULARY, mean)
     assert logprobs(model)[:, END].exp().tolist() == pytest.approx([share] * 64, rel=0.03, abs=1e-6)
+
+
+@pytest.mark.parametrize(("mean", "share"), [(20.0, 0.05), (0.0, 0.0)])
+def test_as_many_different_tokens_are_sampled_as_in_texts(
+    model: torch.nn.Module, mean: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "TEXT_TOKENS", 100)
+    end_answers(model.named_parameters(), END, VOCABULARY, mean)
+    found = logprobs(model, 100).exp()
+    assert found[:, END].tolist() == pytest.approx([share] * 64, rel=0.03, abs=1e-6)
+    assert found[:, 100:].max() < 1e-12
+    others = [token for token in range(100) if token != END]
+    assert found[:, others].min() == pytest.approx((1 - share) / 99, rel=0.03)
 
 
 def test_the_longest_of_a_group_against_the_mean() -> None:

@@ -137,7 +137,7 @@ BREAK: dict[str, tuple[Callable[[Trajectory], object], str]] = {
         lambda t: setattr(t, "sampled", [*t.sampled[:-1], None]),
         "`sampled` is not 0 for the prompt and 0 or 1 for each",
     ),
-    "starts": (lambda t: setattr(t, "starts", [False]), "IndexError: "),
+    "starts": (lambda t: setattr(t, "starts", [False]), "starts are [False]: segments begin at 0, in order, each with"),
     "nothing": (lambda t: setattr(t, "sampled", [0] * 7), "no token of it was sampled; take() at least one completion"),
     "nan": (lambda t: t.logprobs.__setitem__(4, float("nan")), "a log-probability is not finite"),
     "words": (lambda t: setattr(t, "logprobs", ["no"] * 7), "ValueError: could not convert string to float: 'no'"),
