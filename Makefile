@@ -45,10 +45,10 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy .
 
-# Most tests wait for processes that they start: two at a time leave a third of two cores idle, so there are three. A file's tests stay
-# together, because they share what is slow to make; where one of the processes dies, the run ends and says in which test.
+# Most tests wait for processes that they start: two at a time take little more than half as long on two cores. A file's tests stay
+# together, because they share what is slow to make; where one of the two processes dies, the run ends and says in which test.
 # WORKERS=0 is one after the other.
-WORKERS ?= 3
+WORKERS ?= 2
 SPREAD = -n $(WORKERS) --dist loadfile --max-worker-restart 0
 test: $(STAMP)
 	$(RUN) -m pytest $(SPREAD) -m "not gpu"

@@ -26,7 +26,7 @@ from buffer.wire.protocol import State
 from tests.harness.ray_nodes import add, ray_nodes
 from tests.system.chaos_audit import audit
 from tests.system.chaos_run import Run
-from tests.system.test_scaling import ENDLESS, change, command_of, launched, scale, until, works
+from tests.system.test_scaling import ENDLESS, change, launched, scale, until, works
 
 EVERYWHERE = "0.0.0.0"
 """The buffer's address must not be a loopback one beside other nodes; Linux leads this one to this machine."""
@@ -105,17 +105,15 @@ class Scene:
         self.run.gate(name).unlink()
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Those whose command ends with `words`."""
-        return [process for process in psutil.process_iter() if command_of(process)[-len(words) :] == [*words]]
+        """Those whose command ends with `words`. What one of them forks has its command for a moment."""
+        every = psutil.process_iter(["cmdline", "ppid"])
+        found = [process for process in every if (process.info["cmdline"] or [])[-len(words) :] == [*words]]
+        return [process for process in found if process.info["ppid"] not in [other.pid for other in found]]
 
     def rank(self, number: int) -> psutil.Process:
         """A rank of the learner's second node."""
-        found = self.processes("tests.system.scaled_learner", str(self.run.folder))
-        (node,) = [
-            process
-            for process in found
-            if process.environ()["NODE_RANK"] == "1" and process.ppid() not in [other.pid for other in found]
-        ]
+        nodes = self.processes("tests.system.scaled_learner", str(self.run.folder))
+        (node,) = [process for process in nodes if process.environ()["NODE_RANK"] == "1"]
         return node.children()[number]
 
 

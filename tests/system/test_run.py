@@ -15,10 +15,10 @@ import pytest
 from buffer.wire.sample import Sample
 from tests.harness.toy import ROOT, Run, Toy, python
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
@@ -55,7 +55,7 @@ def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
             left = versions - len(run.metrics())
             assert left > 2 * 4, f"{left} versions left: those prepared already may end the run without a new server"
             assert run.kill("rollout") == 1
-            output, _ = launcher.communicate(timeout=480)
+            output, _ = launcher.communicate(timeout=900)
         finally:
             launcher.kill()
     assert launcher.returncode == 0, output[-4000:]
@@ -101,7 +101,7 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
         try:
             until(lambda: len(run.metrics()) >= 2, "second version")
             launcher.send_signal(signal.SIGINT)
-            output, _ = launcher.communicate(timeout=240)
+            output, _ = launcher.communicate(timeout=600)
         finally:
             launcher.kill()
     assert launcher.returncode == 130, output[-3000:]

@@ -260,7 +260,8 @@ def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
 
 
 def test_a_block_has_no_more_graphs_than_the_compiler_may_keep(tmp_path: Path, mesh) -> None:
-    """The most kinds of graphs: an adapter, its base, recomputed blocks, three ways to see a prompt."""
+    """The most kinds of graphs: an adapter, its base, recomputed blocks, three ways to see a prompt. They are counted as
+    they are captured: what makes them run would take three times as long."""
     torch._dynamo.reset()
     model = tiny_model(tmp_path).model_copy(update={"lora": LoraConfig(rank=2)})
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
@@ -268,7 +269,7 @@ def test_a_block_has_no_more_graphs_than_the_compiler_may_keep(tmp_path: Path, m
         assert torch._dynamo.config.recompile_limit == MOST_GRAPHS
         policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": "block"}))
         for layer in policy.model.model.layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True, backend="aot_eager")
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend="eager")
         for share, most in ((False, 0.0), *((True, most) for most in FORMS.values())):
             policy.most_copied = most
             row = policy.place(row_of(MIXED, share))
