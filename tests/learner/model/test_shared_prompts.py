@@ -260,8 +260,8 @@ def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
 
 
 def test_a_block_has_no_more_graphs_than_the_compiler_may_keep(tmp_path: Path, mesh) -> None:
-    """The most kinds of graphs: an adapter, its base, recomputed blocks, three ways to see a prompt. They are counted as
-    they are captured: what makes them run would take three times as long."""
+    """The most kinds of graphs: an adapter, its base, recomputed blocks, three ways to see a prompt. They are counted
+    as they are captured: what makes them run would take three times as long."""
     torch._dynamo.reset()
     model = tiny_model(tmp_path).model_copy(update={"lora": LoraConfig(rank=2)})
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
