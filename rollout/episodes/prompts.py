@@ -69,9 +69,8 @@ class Prompts:
         PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
-            long = PromptError(
-                f"prompt longer than data.max_prompt_tokens {self.longest}"
-            )  # one reason for all of them
+            # one reason for all of them
+            long = PromptError(f"prompt longer than data.max_prompt_tokens {self.longest}")
             long.add_note(f"the prompt has {len(tokens)} tokens")
             raise long
         return tokens

@@ -14,8 +14,6 @@ class Stay:
     """Of `samples` in one of the stages, during a `with` block. A class, because each sample makes two of them and a
     generator takes more than twice as long."""
 
-    __slots__ = ("others", "samples", "since")
-
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()
 
