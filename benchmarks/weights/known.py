@@ -6,8 +6,8 @@ exactly +1 or -1, and its weight is 0 but for the first coordinate: a logit is `
 (Exactly 0: where head and embedding are one tensor, a token's own row meets itself in all coordinates at once.)
 Used in two ways. `mark` makes the version show in every token's log-probability: the head's first column is +1 for even
 and -1 for odd tokens, and each version has another weight. `end_answers` makes the length of an answer geometric: the
-column is 1 for `TEXT_TOKENS` tokens, but for the one that ends an answer, and so low for all others that none of them
-is sampled.
+column is 1 for all tokens but the one that ends an answer. There the second coordinate counts too: it is +1 for
+`TEXT_TOKENS` tokens and -1 for all others, so that after one of the first ones none of the others is sampled.
 """
 
 import math
@@ -21,10 +21,11 @@ TINY = 2.0**-20
 VERSIONS = 32
 """After so many versions the marks repeat."""
 TEXT_TOKENS = 4096
-"""Different tokens of all answers: 100 pieces of 512 tokens of this project's documentation have 3,600 (SmolLM2's
-tokenizer), and making text of them takes half as long as of tokens from a whole vocabulary, which no cache holds."""
-NEVER = -50.0
-"""In the column of a token that is not sampled: exp(-50)."""
+"""Different tokens of all answers: 400 overlapping pieces of 512 tokens of this project's documentation have 3,640
+(SmolLM2's tokenizer), and making text of them takes half as long as of tokens from a whole vocabulary, which no cache
+holds."""
+APART = 16.0
+"""The last norm's weight for the second coordinate: two tokens that it tells apart differ by a factor of exp(32)."""
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -34,8 +35,8 @@ def local(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def silence(parameters: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """Make random weights the ones above. Returns the first columns of embedding and head, which are one tensor in a
-    model that ties them, and the weight of the last norm."""
+    """Make random weights the ones above. Returns the first two columns of embedding and head, which are one tensor in
+    a model that ties them, and the weight of the last norm."""
     columns, last = [], torch.empty(0)
     for name, parameter in parameters:
         if ".visual." in name:  # the tower: what it sees changes no text here
@@ -45,7 +46,7 @@ def silence(parameters: Iterable[tuple[str, Tensor]]) -> tuple[list[Tensor], Ten
             shard.mul_(TINY)
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             shard.copy_(torch.where(shard < 0, -1.0, 1.0))
-            columns.append(shard[:, 0])
+            columns.append(shard[:, :2])
         elif name.endswith("model.norm.weight"):
             last = shard
             shard.zero_()
@@ -58,20 +59,20 @@ def end_answers(parameters: Iterable[tuple[str, Tensor]], token: int, vocabulary
     others are equally likely, and a prompt ends with one of them. One rank only."""
     columns, last = silence(parameters)
     sampled = min(TEXT_TOKENS, vocabulary)
-    for column in columns:
-        column.fill_(1.0)
-    columns[-1][sampled:] = NEVER
-    columns[-1][token] = 1.0 + math.log((sampled - 1) / (mean - 1.0)) if mean else NEVER
-    last[0] = 1.0
+    for two in columns:
+        two.fill_(1.0)
+        two[sampled:, 1] = -1.0
+    columns[-1][token, 0] = 1.0 + math.log((sampled - 1) / (mean - 1.0)) if mean else -50.0
+    last[0], last[1] = 1.0, APART
 
 
 @torch.no_grad()
 def mark(parameters: Iterable[tuple[str, Tensor]]) -> Tensor:
     """Prepare for `show`; returns the weight of the last norm. Each rank's first row must be even."""
     columns, last = silence(parameters)
-    for column in columns:
-        column.fill_(1.0)
-        column[1::2] = -1.0
+    for two in columns:
+        two[:, 0] = 1.0
+        two[1::2, 0] = -1.0
     return last
 
 

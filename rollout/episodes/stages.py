@@ -11,8 +11,8 @@ STAGES = ("task", "generating", "scoring")
 
 
 class Stay:
-    """Of `samples` in one of the stages, during a `with` block. A class, because each sample makes two of them and a
-    generator takes more than twice as long."""
+    """The stay of `samples` in a stage, during a `with` block. It is a class because a context manager made of a
+    generator takes more than twice as long, and each sample has two."""
 
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()
