@@ -14,12 +14,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
 ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 """Exit code of the learner by how its run ended: with any of these it is not started again."""
@@ -95,6 +96,17 @@ class StopSignals:
     def _on_signal(self, number: int, frame: object = None) -> None:
         self.count += 1
         (self.drain if self.count == 1 else self.force)(number)
+
+
+async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None once `stop` is set, and `work` is cancelled."""
+    task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
+        return task.result() if task.done() else None
+    finally:
+        stopping.cancel()
+        task.cancel()
 
 
 def end_at_once(number: int) -> NoReturn:

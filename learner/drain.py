@@ -8,22 +8,17 @@ returns None, so that the loop writes its checkpoint and ends. The ranks agree o
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 
 from buffer.wire.client import LearnerClient
 from buffer.wire.protocol import EvaluationResult, Finished, Part
 from learner.train import collectives
 
 
-class Drained(BaseException):
-    """Raised by the signal handler inside `take`, to end a wait for a batch that may take long."""
-
-
 class Draining:
     """`batches` until `begin` is called, by the handler of the first signal in the main thread."""
 
     def __init__(self, batches: LearnerClient) -> None:
-        self.batches, self._begun, self._waiting = batches, False, False
+        self.batches, self._begun = batches, False
 
     @property
     def finished(self) -> Finished | None:
@@ -35,15 +30,11 @@ class Draining:
         self.batches.rewind(version)
 
     def take(self, version: int) -> Part | None:
-        """This rank's part of batch `version`; None if there will be none, or once any rank has got a signal."""
-        part = None
-        with suppress(Drained):
-            self._waiting = True
-            if not self._begun:
-                part = self.batches.take(version)
-            self._waiting = False
+        """This rank's part of batch `version`; None if there will be none, and once any rank has got a signal."""
+        part = None if self._begun else self.batches.take(version)
         (begun,) = collectives.all_reduce_max(self._begun)
-        self._begun = bool(begun)  # a signal that another rank got ends this one's later waits as well
+        if begun:  # a signal that another rank got ends this one's later waits as well
+            self._begun = True  # and is never taken back: one may arrive while the ranks agree
         return None if begun else part
 
     def trained(self, version: int, oldest_kept: int) -> None:
@@ -60,13 +51,7 @@ class Draining:
 
     def last_evaluations(self) -> list[EvaluationResult]:
         """Wait for those that are still to come, the last version's among them, unless a signal ends the run."""
-        found = []
-        with suppress(Drained):
-            self._waiting = True
-            if not self._begun:
-                found = self.batches.last_evaluations()
-            self._waiting = False
-        return found
+        return [] if self._begun else self.batches.last_evaluations()
 
     def begin(self, number: int) -> None:
         """Let `take` return None from now on, also where it waits. `number`: the signal."""
@@ -74,5 +59,4 @@ class Draining:
         name = signal.Signals(number).name
         line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
         os.write(2, line.encode())  # the signal may interrupt a print, and buffered streams are not reentrant
-        if self._waiting:
-            raise Drained
+        self.batches.interrupt()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from actors.process import FINAL, Event, EventKind, Process
 from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.keeper import Ends
-from configs.entrypoint import DONE, ENDINGS
+from configs.entrypoint import DONE, ENDINGS, unless
 
 TOGETHER_S = 120.0
 """Time that the other nodes get to end by themselves once the learner is done on one."""
@@ -130,7 +130,7 @@ class Gang:
 
     async def _keep(self) -> None:
         while True:
-            gathered = await self._unless_stopping(self._gather())
+            gathered = await unless(self._stopping, self._gather())
             if not gathered:
                 return await self._report("ended", "it was waiting for its nodes", DONE)
             if unfit := "\n".join(filter(None, (why for _, why in gathered))):
@@ -155,7 +155,7 @@ class Gang:
             await self._report(kind, text, code)
             if kind in FINAL:
                 return
-            await self._unless_stopping(asyncio.sleep(delay_s))
+            await unless(self._stopping, asyncio.sleep(delay_s))
 
     def _is_leaving(self) -> bool:
         return self._leaving is not None
@@ -165,16 +165,6 @@ class Gang:
         found = await asyncio.gather(*(member.place() for member in self._members))
         self.places = [place for place, _ in found]
         return found
-
-    async def _unless_stopping(self, waiting: Coroutine[Any, Any, Any]) -> Any:
-        """The result of `waiting`; None once the gang is to stop."""
-        task, stopping = asyncio.create_task(waiting), asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
-        stopping.cancel()
-        if not task.done():
-            task.cancel()
-            return None
-        return task.result()
 
     async def _generation(self) -> GenerationEnd:
         """Run one generation to its end on all nodes; how the first of them ended."""
@@ -230,7 +220,7 @@ class Gang:
         assert self._leaving is not None
         node, until = self._leaving
         await self._report("failed", f"{why}; it begins again once that has left")
-        await self._unless_stopping(self._gone(node, until - time.monotonic()))
+        await unless(self._stopping, self._gone(node, until - time.monotonic()))
         self._leaving = None
 
     async def _each(self, call: Callable[[KeptNode], Awaitable[None]]) -> None:

@@ -19,7 +19,7 @@ from buffer.wire import protocol
 from buffer.wire.connection import Connection, MessageTooLarge, RefusedError
 from buffer.wire.protocol import EvaluationResult, Part, SetResult, WorkItem
 from buffer.wire.sample import Sample
-from configs.entrypoint import made_progress
+from configs.entrypoint import made_progress, unless
 
 __all__ = ["Connection", "LearnerClient", "MessageTooLarge", "RefusedError", "RolloutClient", "heartbeats"]
 T = TypeVar("T")
@@ -186,6 +186,7 @@ class LearnerClient:
         self._fetching: Future[None] | None = None
         self._new = 0
         """First batch that was not formed when the learner started: to train one again is no progress."""
+        self._interrupted = asyncio.Event()
 
         async def connect() -> Connection:
             return await Connection(address, name, "learner", fingerprint, serves, keys=keys).__aenter__()
@@ -203,15 +204,20 @@ class LearnerClient:
         return replay
 
     def take(self, version: int) -> Part | None:
-        """This rank's part of batch `version`; None: there will be none, and `finished` says why."""
+        """This rank's part of batch `version`; None: there will be none, and `finished` says why, or `interrupt`."""
         self._raise_refusal()
         take = protocol.Take(version=version, rank=self.rank, world=self.world, share_prompts=self.share_prompts)
-        answer = self._wait(self.client.request(take), "Take")
+        answer = self._wait(unless(self._interrupted, self.client.request(take)), "Take")
         if isinstance(answer, protocol.Finished):
             self.finished = answer
             return None
-        assert isinstance(answer, Part)
+        assert answer is None or isinstance(answer, Part)
         return answer
+
+    def interrupt(self) -> None:
+        """From now on, and where they wait now, `take` returns None and `last_evaluations` what has come. A signal's
+        handler may call it: nothing is raised into what it interrupts."""
+        self._loop.call_soon_threadsafe(self._interrupted.set)
 
     def trained(self, version: int, oldest_kept: int) -> None:
         """Batch `version` has been trained; batches before `oldest_kept` will not be asked for again.
@@ -241,7 +247,7 @@ class LearnerClient:
     def last_evaluations(self) -> list[EvaluationResult]:
         """`evaluations` once the last one has come."""
         if self._fetching:
-            self._fetching.result()
+            self._wait(unless(self._interrupted, asyncio.wrap_future(self._fetching, loop=self._loop)), "Results")
         return self.evaluations()
 
     def _raise_refusal(self) -> None:

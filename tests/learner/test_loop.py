@@ -7,9 +7,12 @@ import sys
 import threading
 from contextlib import nullcontext
 
+import pytest
+
 from configs.entrypoint import StopSignals
 from learner import loop
 from learner.drain import Draining
+from learner.train import collectives
 from tests.harness.world import ROOT
 
 POLICY = object()
@@ -68,6 +71,9 @@ class Parts:
     def log_evaluations(self, version: int, results: list[str]) -> None:
         self.calls += [f"log {version}: {results}"] if results else []
 
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+
     def finish(self, policy, version: int) -> None:
         self.calls.append(f"finish {version}")
 
@@ -125,13 +131,26 @@ def test_a_signal_in_a_step_lets_it_finish(mesh) -> None:
     assert parts.calls[-3:] == ["trained 1, kept 1", "log 2 ['loss', 'reward/mean', 'weights/servers']", "finish 2"]
 
 
-def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
-    class Waiting(Parts):
-        def take(self, version: int):
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            threading.Event().wait(120)
-            raise AssertionError("nothing woke it")
+class Waiting(Parts):
+    """Its waits end when they are interrupted, 0.1 s after they began."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def take(self, version: int):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert self.interrupted.wait(120), "nothing woke it"
+
+    def last_evaluations(self) -> list[str]:
+        self.take(0)
+        return []
+
+
+def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
     draining, before = Draining(Waiting()), signal.getsignal(signal.SIGINT)
     with StopSignals(draining.begin):
         assert draining.take(3) is None
@@ -139,11 +158,33 @@ def test_a_signal_ends_the_wait_for_a_batch(mesh) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_signal_while_the_ranks_agree_is_not_forgotten(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that they agreed to train is trained; the next one is not begun."""
+
+    def agree(*numbers: float) -> list[float]:
+        if len(parts.calls) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return list(numbers)
+
+    parts = Parts()
+    monkeypatch.setattr(collectives, "all_reduce_max", agree)
+    draining = Draining(parts)
+    with StopSignals(draining.begin):
+        loop.run(POLICY, parts, draining, parts, parts, parts, 3)
+    assert [call for call in parts.calls if call[:4] in ("take", "step", "inte", "fini")] == [
+        "take 0",
+        "interrupt",
+        "step part 0",
+        "finish 1",
+    ]
+
+
 TWICE = """
 import os, signal, threading
 from configs.entrypoint import StopSignals
 from learner.drain import Draining
-with StopSignals(Draining(None).begin):
+from tests.learner.test_loop import Parts
+with StopSignals(Draining(Parts()).begin):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(120)
@@ -163,13 +204,7 @@ def test_the_loop_is_one_screen() -> None:
 
 
 def test_a_signal_ends_the_wait_for_the_last_evaluation() -> None:
-    class Evaluating(Parts):
-        def last_evaluations(self) -> list[str]:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            threading.Event().wait(120)
-            raise AssertionError("nothing woke it")
-
-    draining = Draining(Evaluating())
+    draining = Draining(Waiting())
     with StopSignals(draining.begin):
         assert draining.last_evaluations() == []
         assert draining.last_evaluations() == [], "it does not wait again"

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -179,6 +181,13 @@ async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
         beating.cancel()
 
 
+async def make(address: str) -> None:
+    """The groups of a batch."""
+    async with rollout(address) as samples:
+        for item in await samples.ask(2):
+            await samples.put(item, group(item.item))
+
+
 def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
     with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=6) as batches:
         assert batches.rewind(0) == 0
@@ -186,15 +195,10 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
             batches.take(0)
         assert it.address in str(caught.value) and "0 of 2 groups" in str(caught.value)
 
-        async def make() -> None:
-            async with rollout(it.address) as samples:
-                for item in await samples.ask(2):
-                    await samples.put(item, group(item.item))
-
         taken = []
         taking = threading.Thread(target=lambda: taken.append(batches.take(0)))
         taking.start()
-        asyncio.run(make())
+        asyncio.run(make(it.address))
         taking.join(120)
         assert len(taken[0].samples) == 4
         assert batches.take(0) == taken[0]
@@ -202,18 +206,35 @@ def test_batches_block_until_there_is_one_and_say_what_they_waited_for():
         assert batches.rewind(0) == 1
 
 
+def test_interrupted_batches_wait_for_nothing_any_more():
+    """Also where a signal's handler interrupts the thread that waits."""
+    with threaded() as it:
+        with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+            before = signal.signal(signal.SIGUSR1, lambda *_: batches.interrupt())
+            batches.follow_evaluations([])
+            batches.rewind(0)
+            try:
+                timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+                timer.start()
+                assert batches.take(0) is None and batches.finished is None
+                assert batches.take(0) is None and batches.last_evaluations() == []
+                timer.join()
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+
+        with LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+            batches.rewind(0)
+            asyncio.run(make(it.address))
+            assert len(batches.take(0).samples) == 4
+
+
 def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
     made_progress.cache_clear()
 
-    async def make(it) -> None:
-        async with rollout(it.address) as samples:
-            for item in await samples.ask(2):
-                await samples.put(item, group(item.item))
-
     with threaded() as it, LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=30) as batches:
         assert batches.rewind(0) == 0
-        asyncio.run(make(it))
+        asyncio.run(make(it.address))
         batches.take(0)
         made_progress.cache_clear()
         (tmp_path / "progress").unlink()  # the servers'
@@ -221,7 +242,7 @@ def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
         batches.take(0)
         batches.trained(0, 0)
         assert not (tmp_path / "progress").exists()
-        asyncio.run(make(it))
+        asyncio.run(make(it.address))
         made_progress.cache_clear()
         (tmp_path / "progress").unlink()
         batches.take(1)

@@ -80,6 +80,19 @@ async def test_an_evaluation_from_claim_to_learner():
 
 
 @in_loop
+async def test_an_interrupted_learner_waits_for_no_result():
+    async with buffer(make_requests(eval_every=2)) as it, rollout(it.address) as one:
+        by = await learner(it.address, [])
+        assert await one.claim(0) == 0
+        waiting = asyncio.create_task(asyncio.to_thread(by.last_evaluations))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        by.interrupt()
+        assert await asyncio.wait_for(waiting, 120) == []
+        await asyncio.to_thread(by.close)
+
+
+@in_loop
 async def test_a_restarted_learner_gets_what_it_has_not_recorded():
     async with buffer(make_requests(eval_every=2)) as it, rollout(it.address) as one:
         await one.claim(0)
