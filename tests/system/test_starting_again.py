@@ -58,10 +58,7 @@ class World:
     def launch(self, name: str, *more: str) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
         with self.start(name, *more) as launched:
-            try:
-                out, err = launched.communicate(timeout=200)
-            finally:
-                launched.kill()
+            out, err = end(launched)
         return launched.returncode, out, err
 
 
@@ -83,6 +80,18 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
     """The run's own files, with the time of their last change."""
     found = ("config.yaml", "report.html", "metrics.jsonl", "buffer.sqlite")
     return {name: ((run.path / name).stat().st_mtime_ns, (run.path / name).read_bytes()) for name in found}
+
+
+def end(launched: subprocess.Popen[str]) -> tuple[str, str]:
+    """Stdout and stderr once it has ended by itself. A launch that does not is killed; its last lines tell why."""
+    try:
+        return launched.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        launched.kill()
+        out, err = launched.communicate()
+        raise AssertionError(f"it did not end: {out[-3000:]}{err[-3000:]}") from None
+    finally:
+        launched.kill()
 
 
 def until(condition: Callable[[], object], launched: subprocess.Popen[str], what: str) -> None:
@@ -199,7 +208,7 @@ def test_a_live_run_keeps_its_settings(world: World) -> None:
             until(lambda: run.log("learner").count("restored version") == 1, launched, "restored learner")
             until(lambda: max(r["version"] for r in run.metrics()) > reached + 2, launched, "later version")
             launched.send_signal(signal.SIGINT)
-            said, _ = launched.communicate(timeout=100)
+            said, _ = end(launched)
         finally:
             launched.kill()
     assert launched.returncode == 130
@@ -214,7 +223,7 @@ def test_after_a_full_disk_the_run_ends_and_goes_on_from_its_checkpoint(world: W
         try:
             until(lambda: newest(run.path / "checkpoints"), launched, "checkpoint")
             world.full_disk.touch()
-            out, _ = launched.communicate(timeout=200)
+            out, _ = end(launched)
         finally:
             launched.kill()
             world.full_disk.unlink()
