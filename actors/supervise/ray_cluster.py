@@ -28,7 +28,7 @@ from actors.supervise.cluster.node_keeper import NodeKeeper
 from actors.supervise.cluster.remote import STARTED_S, RemoteKeeper, RemoteMember
 from actors.supervise.cluster.survey import survey
 from actors.supervise.gang import Gang
-from actors.supervise.nodes import ClusterNode, NodeWatch
+from actors.supervise.nodes import ClusterNode, NodeWatch, in_a_line
 from buffer.curve import split
 from configs.load import ConfigError
 from configs.schema import Config
@@ -228,6 +228,18 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
         raise ConfigError([f"{named_by(config)}: {named}: {problem}; see `ray status`"]) from None
 
 
+def start(folder: str) -> None:
+    """Start a Ray on this machine, its sockets in `folder`. Raises ConfigError if it does not start in its own 30 s."""
+    import ray
+
+    options: dict[str, Any] = {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
+    try:
+        ray.init(**options, **CONNECTED, include_dashboard=False, _temp_dir=folder)
+    except Exception as error:  # it raises this very class
+        remedy = "where others keep its CPUs or its disk busy, launch again later"
+        raise ConfigError([f"Ray: cannot start on this machine: {in_a_line(error)}; {remedy}"]) from None
+
+
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[Cluster]:
     """Connect to Ray inside a `with`, to the cluster that is named or to a Ray started here. Raises ConfigError if the
@@ -240,12 +252,11 @@ def ray_cluster(config: Config) -> Iterator[Cluster]:
                 os.environ.setdefault(key, value)
             parent = None if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
-            options: dict[str, Any] = {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-            options |= {"include_dashboard": False, "_temp_dir": stack.enter_context(temporary)}
+            folder = stack.enter_context(temporary)
         import ray  # reads the environment on import
 
         stack.callback(ray.shutdown)
-        connect(config, named) if named else ray.init(**options, **CONNECTED)
+        connect(config, named) if named else start(folder)
         cluster = Cluster(config, named)
         cluster.check()
         yield cluster

@@ -63,7 +63,7 @@ class RecordedRoutes:
         """The engine continued the prompt `at`, with routes."""
         assert made.routes is not None
         tokens = np.concatenate([at.prompt, np.array(made.tokens, np.int32)])
-        logprobs = np.concatenate([np.full(at.prompt.size - at.end, np.nan), made.logprobs])
+        logprobs = np.concatenate([np.full(at.prompt.size - at.end, np.nan), made.logprobs], dtype=np.float32)
         self._answers.append(RoutedAnswer(at.end, at.before, tokens[at.end :], logprobs, made.routes))
         self._ends[digest(tokens)] = tokens.size
 
@@ -74,7 +74,7 @@ class RecordedRoutes:
             if self.wanted:
                 raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")
             return None
-        tokens, logprobs = np.array(trajectory.tokens, np.int32), np.array(trajectory.logprobs)
+        tokens, logprobs = np.array(trajectory.tokens, np.int32), np.array(trajectory.logprobs, np.float32)
         lacking, like = np.array(trajectory.sampled, bool), self._answers[0].rows
         routes = np.zeros((tokens.size, *like.shape[1:]), like.dtype)
         for start, stop in pairwise([*trajectory.starts, tokens.size]):

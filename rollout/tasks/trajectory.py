@@ -24,20 +24,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+NOT_SAMPLED = array("f", [0.0]), array("i", [-1])
+"""Log-probability and version of a token that was given."""
 CUT_SCORE = 0.0
 """Of an episode that a limit ended and whose task did not cope with that, where the task itself scores."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled after a prompt, the stop token included: three lists of one length.
+    """What the engine sampled after a prompt, the stop token included: a list and two sequences of one length, which
+    from the engine are arrays of C numbers.
 
     Example: `Completion([9, 2], [-0.7, -0.1], [6, 7], "stop")`: the second token was sampled under version 7.
     """
 
     tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
     """With `rollout.routing_replay`, from the engine: [tokens, layers, k], the experts of each token that was read, the
@@ -101,7 +104,8 @@ class Trajectory:
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.start = list(prompt), len(prompt)
-        self.sampled, self.logprobs, self.versions = [0] * self.start, [0.0] * self.start, [-1] * self.start
+        self.sampled = [0] * self.start
+        self.logprobs, self.versions = NOT_SAMPLED[0] * self.start, NOT_SAMPLED[1] * self.start
         self.finish: Literal["stop", "length"] = "stop"
         self.metrics: dict[str, float] = {}
         """Numbers the task wants averaged into the batch's metrics."""
@@ -118,16 +122,16 @@ class Trajectory:
         """Append what the policy sampled: the learner trains on these tokens."""
         self.tokens += completion.tokens
         self.sampled += [1] * len(completion.tokens)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
+        self.logprobs.extend(completion.logprobs)
+        self.versions.extend(completion.versions)
         self.finish = completion.finish
 
     def give(self, tokens: list[int]) -> None:
         """Append what the environment answers: context for the policy, not trained on."""
         self.tokens += tokens
         self.sampled += [0] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
+        self.logprobs.extend(NOT_SAMPLED[0] * len(tokens))
+        self.versions.extend(NOT_SAMPLED[1] * len(tokens))
 
     def show(self, image: "bytes | Image", problem: Problem) -> None:
         """Append an image that the environment answers: an image file or a PIL image. Raises ImageError for one that
@@ -141,7 +145,7 @@ class Trajectory:
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The four lists as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
+        """The four columns as arrays [tokens]. Raises ValueError, TypeError, OverflowError where one is no number."""
         with np.errstate(over="ignore"):
             return {name: column(getattr(self, name)) for name, column in COLUMNS.items()}
 
@@ -181,7 +185,7 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
     "logprobs": partial(np.array, dtype=np.float32),
     "versions": partial(np.array, dtype=np.int32),
 }
-"""The lists of a trajectory, with what makes an array of each."""
+"""The columns of a trajectory, lists or arrays of C numbers, with what makes an array of each."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.vllm
 def test_adapters_change_under_sequences_whose_tokens_carry_their_versions(seen: SimpleNamespace) -> None:
     assert not any(seen.pauses)
-    stamps = [completion.versions for _, completion in seen.in_flight]
+    stamps = [list(completion.versions) for _, completion in seen.in_flight]
     assert all(versions == sorted(versions) for versions in stamps)
     assert {version for versions in stamps for version in versions} == set(range(UPDATES + 1))
     assert sum(versions[0] != versions[-1] for versions in stamps) >= len(PROMPTS)

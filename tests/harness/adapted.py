@@ -132,7 +132,7 @@ class Adapted:
         right, shifted = [], []
         for prompt, completion in in_flight:
             first = completion.versions[0]  # which has read the prompt, too short for the prefix cache
-            versions, tokens = [first] * (len(prompt) - 1) + completion.versions, prompt + completion.tokens
+            versions, tokens = [first] * (len(prompt) - 1) + list(completion.versions), prompt + completion.tokens
             switches = np.flatnonzero(np.diff(completion.versions)) + 1
             for into, stamps, places in (
                 (right, versions, slice(None)),

@@ -168,7 +168,7 @@ class Scene:
         """Every token by its log-probability."""
         found, expected = self.found, TABLE[torch.tensor(got.versions) % HIDDEN, torch.tensor(got.tokens)]
         found["wrong"] += int(((expected - torch.tensor(got.logprobs)).abs() > 1e-3).sum())
-        found["backwards"] += got.versions != sorted(got.versions)
+        found["backwards"] += list(got.versions) != sorted(got.versions)
         found["crossed"] += got.versions[0] != got.versions[-1]
         found["misshapen"] += not len(got.tokens) == len(got.logprobs) == len(got.versions)
         found["misended"] += len(got.tokens) != length if got.finish == "length" else got.tokens[-1] not in STOPS

@@ -58,7 +58,7 @@ def alike(first: Request) -> list[Request]:
     return made
 
 
-def unpack(output: EngineCoreOutput) -> tuple[list[float], list[int]]:
+def unpack(output: EngineCoreOutput) -> "tuple[array[float], array[int]]":
     """Log-probabilities and versions of a sequence, from its last output (`Record.finish`)."""
     arrays: Any = output.kv_transfer_params
-    return array("f", arrays["logprobs"]).tolist(), array("i", arrays["versions"]).tolist()
+    return array("f", arrays["logprobs"]), array("i", arrays["versions"])

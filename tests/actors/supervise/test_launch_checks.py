@@ -1,6 +1,7 @@
 """What the launcher refuses before anything starts, and the commands it would start."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -166,3 +167,17 @@ def test_reward_servers_that_cannot_start_are_refused(
     assert any(f"reward.port: cannot listen on 127.0.0.1:{port}" in line for line in lines)
     assert any("is no reward model, its architecture is Qwen2ForCausalLM; name a sequence" in line for line in lines)
     assert any("reward.engine.max_model_length" in line and "did you mean" in line for line in lines)
+
+
+def test_a_ray_that_does_not_start_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raises a bare Exception after 30 s in which its processes got too little of the machine."""
+
+    def late(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("os.environ", {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"})
+    monkeypatch.setattr("ray.init", late)
+    (line,) = refused([*words, "--rollout.device=cpu", "--learner.device=cpu"], capsys)
+    assert line.startswith("Ray: cannot start on this machine: Exception: The current node timed") and "again" in line

@@ -288,7 +288,7 @@ async def test_a_users_task_with_the_real_classes(tmp_path: Path):
     async with real(f"{tmp_path}/mine.py:two_turns") as task:
         trajectory = await task(problem_of({"a": 1}, [1, 2]), generate)
         assert trajectory.tokens == [1, 2, 9, 5, 6, 9] and trajectory.sampled == [0, 0, 1, 0, 0, 1]
-        assert trajectory.versions == [-1, -1, 4, -1, -1, 4] and trajectory.start == 2
+        assert list(trajectory.versions) == [-1, -1, 4, -1, -1, 4] and trajectory.start == 2
         assert trajectory.finish == "length" and trajectory.metrics == {"turns": 2}
         assert (trajectory.starts, trajectory.turn_rewards) == ([0], [0.5, 1])
         error = await error_of(task(problem_of({}, [1, 2]), generate))

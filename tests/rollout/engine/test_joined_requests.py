@@ -87,7 +87,7 @@ async def test_the_same_go_as_one_and_each_gets_its_own_end():
     assert done == {tasks[0], tasks[2]} and [each.request_id for each in front.passed] == ["theirs"]
     first, last = tasks[0].result(), tasks[2].result()
     assert (last.tokens, last.finish, first.tokens, first.finish) == ([5], "stop", [6, 7], "length")
-    assert (first.logprobs, first.versions) == ([-1.0, -1.0], [3, 3])
+    assert (list(first.logprobs), list(first.versions)) == ([-1.0, -1.0], [3, 3])
     front.say(*map(end, ("s1", "s3", "s4", "s5")))
     assert len(await asyncio.gather(*tasks)) == 6
     assert not engine._requests._waiting and not front.aborted

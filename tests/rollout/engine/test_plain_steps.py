@@ -150,7 +150,7 @@ def judge(name, theirs, own, seen):
     seen["end"] += tokens[-1:] == [END]
     if last.kv_transfer_params:
         assert len(own[name]) == 1
-        logprobs, versions = unpack(last)
+        logprobs, versions = map(list, unpack(last))
         assert logprobs == [-token / 64 for token in tokens]
         assert versions == [VERSION] * len(tokens)
 

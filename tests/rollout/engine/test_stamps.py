@@ -100,7 +100,7 @@ def test_the_last_output_carries_the_whole_sequence():
     output = SimpleNamespace(request_id="r1", new_token_ids=[7], kv_transfer_params=None)
     record.finish(output)
     assert output.new_token_ids == [5, 6, 7]
-    assert unpack(output) == ([-1.0, -0.5, -2.0], [3, 3, 4])
+    assert [*map(list, unpack(output))] == [[-1.0, -0.5, -2.0], [3, 3, 4]]
 
 
 def test_a_token_without_a_log_probability_ends_the_engine():

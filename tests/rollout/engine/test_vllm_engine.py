@@ -188,7 +188,7 @@ def test_unfinished_sequences_go_on_to_their_full_length(seen):
 
 def test_tokens_carry_the_version_that_sampled_them(seen):
     for completion, theirs in zip(seen.in_flight, seen.in_flight_scores, strict=True):
-        assert completion.versions == sorted(completion.versions) and set(completion.versions) == {0, 1}
+        assert list(completion.versions) == sorted(completion.versions) and set(completion.versions) == {0, 1}
         switch = completion.versions.index(1)
         assert difference(completion.logprobs[:switch], theirs[:switch]) < 1e-3
         assert max(abs(a - b) for a, b in zip(completion.logprobs[:switch], theirs[:switch], strict=True)) < 1e-2
@@ -197,7 +197,7 @@ def test_tokens_carry_the_version_that_sampled_them(seen):
 
 def test_after_the_update_vllm_computes_what_torch_computes(seen):
     for completion, theirs in zip(seen.after, seen.after_scores, strict=True):
-        assert completion.versions == [1] * 50
+        assert list(completion.versions) == [1] * 50
         assert difference(completion.logprobs, theirs) < 1e-3
 
 

@@ -106,7 +106,7 @@ def test_what_was_checked_is_what_is_sent():
     before, trajectory = made(problem).sample(Score(1.0), "text"), made(problem)
     checked = sampler.check(problem, trajectory).trajectory
     for name in COLUMNS:  # as a task could that keeps what it returned
-        getattr(trajectory, name)[:] = [VOCABULARY]
+        getattr(trajectory, name)[0] = VOCABULARY
     assert checked.sample(Score(1.0), "text") == before
 
 

@@ -252,9 +252,9 @@ def test_adapters_change_under_sequences_whose_tokens_carry_their_versions(seen)
     assert seen.unfinished == len(PROMPTS) and not any(seen.pauses)
     for prompt, completion in zip(PROMPTS, seen.in_flight, strict=True):
         assert len(completion.tokens) == LENGTH
-        assert completion.versions == sorted(completion.versions)
+        assert list(completion.versions) == sorted(completion.versions)
         assert set(completion.versions) == set(range(UPDATES + 1))
-        versions = [0] * (len(prompt) - 1) + completion.versions
+        versions = [0] * (len(prompt) - 1) + list(completion.versions)
         theirs = seen.adapted.scores(prompt + completion.tokens, versions, TEMPERATURE)[len(prompt) - 1 :]
         assert worst(completion.logprobs, theirs) < CLOSE
         shifted = seen.adapted.scores(prompt + completion.tokens, [versions[0], *versions[:-1]], TEMPERATURE)
