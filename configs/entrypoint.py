@@ -99,7 +99,7 @@ class StopSignals:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None once `stop` is set, and `work` is cancelled."""
+    """The result of `work`; None once `stop` is set: then, as wherever this ends, `work` has been cancelled."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -107,6 +107,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
     finally:
         stopping.cancel()
         task.cancel()
+        await asyncio.wait({task, stopping})
 
 
 def end_at_once(number: int) -> NoReturn:

@@ -51,12 +51,12 @@ class Draining:
 
     def last_evaluations(self) -> list[EvaluationResult]:
         """Wait for those that are still to come, the last version's among them, unless a signal ends the run."""
-        return [] if self._begun else self.batches.last_evaluations()
+        return self.batches.evaluations() if self._begun else self.batches.last_evaluations()
 
     def begin(self, number: int) -> None:
         """Let `take` return None from now on, also where it waits. `number`: the signal."""
         self._begun = True
+        self.batches.interrupt()
         name = signal.Signals(number).name
         line = f"learner: {name}: finishing this version and its checkpoint; once more ends at once\n"
         os.write(2, line.encode())  # the signal may interrupt a print, and buffered streams are not reentrant
-        self.batches.interrupt()

@@ -81,8 +81,8 @@ class Gang:
         self._number = 0  # of the last event
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
-        self._leaving: tuple[str, float] | None = None
-        """A node, and when it is gone."""
+        self._leaving: dict[str, float] = {}
+        """Nodes that leave, and when each is gone."""
         self._limit_s = 0.0
         self._ends = Ends(process)
         self._keeping = asyncio.create_task(self._keep())
@@ -125,7 +125,9 @@ class Gang:
 
     async def leave(self, node: str, within_s: float) -> None:
         """Give up `node`, which is gone in `within_s`: drain this generation, begin the next one when it has left."""
-        self._leaving, self._limit_s = (node, time.monotonic() + within_s), max(0.0, within_s - LEAVE_MARGIN_S)
+        now = time.monotonic()
+        self._leaving[node] = now + within_s
+        self._limit_s = max(0.0, min(self._leaving.values()) - now - LEAVE_MARGIN_S)
         await self._each(lambda member: member.drain(self._limit_s))
 
     async def _keep(self) -> None:
@@ -135,7 +137,7 @@ class Gang:
                 return await self._report("ended", "it was waiting for its nodes", DONE)
             if unfit := "\n".join(filter(None, (why for _, why in gathered))):
                 return await self._report("refused" if not self._ends.worked else "gave_up", unfit)
-            if self._is_leaving():
+            if self._leaving:
                 await self._move("a node leaves")
                 continue
             started = time.monotonic()
@@ -143,7 +145,7 @@ class Gang:
             code = end.code
             if self._stopping.is_set():
                 return await self._report("ended", f"exit code {code}", code)
-            if self._is_leaving() and code in (DONE, LOST):
+            if self._leaving and code in (DONE, LOST):
                 await self._move("its version is saved, for a node leaves")
                 continue
             if end.why:
@@ -156,9 +158,6 @@ class Gang:
             if kind in FINAL:
                 return
             await unless(self._stopping, asyncio.sleep(delay_s))
-
-    def _is_leaving(self) -> bool:
-        return self._leaving is not None
 
     async def _gather(self) -> list[tuple[Whereabouts, str]]:
         """Wait until each member has a node; where they are."""
@@ -217,11 +216,12 @@ class Gang:
                 await self._report(event.kind, event.text if plain else f"{where}: {event.text}")
 
     async def _move(self, why: str) -> None:
-        assert self._leaving is not None
-        node, until = self._leaving
+        """Wait until every node that leaves has left, also one that is told of meanwhile."""
         await self._report("failed", f"{why}; it begins again once that has left")
-        await unless(self._stopping, self._gone(node, until - time.monotonic()))
-        self._leaving = None
+        while self._leaving and not self._stopping.is_set():
+            node, until = next(iter(self._leaving.items()))
+            await unless(self._stopping, self._gone(node, until - time.monotonic()))
+            del self._leaving[node]
 
     async def _each(self, call: Callable[[KeptNode], Awaitable[None]]) -> None:
         """Call all members at once; one that is lost has nothing left to end."""

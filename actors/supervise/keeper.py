@@ -60,9 +60,10 @@ class Keeper:
 
         The process is not started again, and may read the timeout (`configs.entrypoint.notice_s`).
         """
-        with suppress(OSError):
-            self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
-        self._end(lambda guarded: guarded.signal(signal.SIGTERM))
+        with self._changed:
+            with suppress(OSError):
+                self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
+            self._end(lambda guarded: guarded.signal(signal.SIGTERM))
         self._thread.join(timeout_s)
         self.kill()
 
@@ -86,7 +87,7 @@ class Keeper:
         while not self._ending.is_set():
             started = time.monotonic()
             for file in (self._progress, self._notice):
-                with suppress(OSError):
+                with suppress(OSError), self._changed:  # of a drain that begins now, no process starts any more
                     file.unlink()
             code = self._run_once()
             if self._ending.is_set():

@@ -235,7 +235,9 @@ def start(folder: str) -> None:
     options: dict[str, Any] = {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
     try:
         ray.init(**options, **CONNECTED, include_dashboard=False, _temp_dir=folder)
-    except Exception as error:  # it raises this very class
+    except Exception as error:
+        if type(error) is not Exception:  # the very class that it raises then
+            raise
         remedy = "where others keep its CPUs or its disk busy, launch again later"
         raise ConfigError([f"Ray: cannot start on this machine: {in_a_line(error)}; {remedy}"]) from None
 

@@ -199,7 +199,8 @@ class LearnerClient:
 
     def rewind(self, version: int) -> int:
         """The learner restored `version`; returns how many batches will be served again as they were."""
-        replay = self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind").replay
+        rewound = self._wait(self.client.expect(protocol.Rewind(version=version), protocol.Rewound), "Rewind")
+        replay = rewound.replay if rewound else 0
         self._new = version + replay
         return replay
 
@@ -207,7 +208,7 @@ class LearnerClient:
         """This rank's part of batch `version`; None: there will be none, and `finished` says why, or `interrupt`."""
         self._raise_refusal()
         take = protocol.Take(version=version, rank=self.rank, world=self.world, share_prompts=self.share_prompts)
-        answer = self._wait(unless(self._interrupted, self.client.request(take)), "Take")
+        answer = self._wait(self.client.request(take), "Take")
         if isinstance(answer, protocol.Finished):
             self.finished = answer
             return None
@@ -215,8 +216,8 @@ class LearnerClient:
         return answer
 
     def interrupt(self) -> None:
-        """From now on, and where they wait now, `take` returns None and `last_evaluations` what has come. A signal's
-        handler may call it: nothing is raised into what it interrupts."""
+        """From now on, and where they wait now, `rewind` returns 0, `take` None and `last_evaluations` what has come. A
+        signal's handler may call it: nothing is raised into what it interrupts."""
         self._loop.call_soon_threadsafe(self._interrupted.set)
 
     def trained(self, version: int, oldest_kept: int) -> None:
@@ -246,9 +247,12 @@ class LearnerClient:
 
     def last_evaluations(self) -> list[EvaluationResult]:
         """`evaluations` once the last one has come."""
-        if self._fetching:
-            self._wait(unless(self._interrupted, asyncio.wrap_future(self._fetching, loop=self._loop)), "Results")
+        self._wait(self._fetched(), "Results")
         return self.evaluations()
+
+    async def _fetched(self) -> None:
+        if self._fetching:
+            await asyncio.shield(asyncio.wrap_future(self._fetching))
 
     def _raise_refusal(self) -> None:
         if self._trained and self._trained.done():
@@ -290,8 +294,9 @@ class LearnerClient:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T | None:
+        """The result of `work`, None once interrupted."""
+        future = asyncio.run_coroutine_threadsafe(unless(self._interrupted, work), self._loop)
         try:
             return future.result(self.timeout_s)
         except TimeoutError:

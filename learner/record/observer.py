@@ -11,12 +11,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from buffer.curve import ClientKeys
 from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import State, Status
+from configs.entrypoint import unless
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -56,17 +56,9 @@ class Observer:
 
     def _serve(self) -> None:
         try:
-            self._loop.run_until_complete(self._until_over())
+            self._loop.run_until_complete(unless(self._over, self._record()))
         except RefusedError as error:  # a buffer of another release: the run goes on without
             log.warning("no more records of servers and buffer: %s", error)
-
-    async def _until_over(self) -> None:
-        recording, over = asyncio.create_task(self._record()), asyncio.create_task(self._over.wait())
-        await asyncio.wait({recording, over}, return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
-        recording.cancel()
-        with suppress(asyncio.CancelledError):
-            await recording
 
     async def _record(self) -> None:
         """Record until cancelled. The learner's own connection warns of a buffer that is out of reach."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from buffer.wire.client import MessageTooLarge, RolloutClient
 from buffer.wire.protocol import SetResult
+from configs.entrypoint import unless
 from configs.schema import Config
 from rollout.concurrency import SparePlaces
 from rollout.episodes.setup import RolloutSetup
@@ -82,14 +83,9 @@ class Evaluator:
         """Play all sets and hand over the results; ends early once the buffer says that it is not ours any more."""
         version = self._engine.version
         log.info("evaluating version %d on %s", version, ", ".join(each.name for each in self.sets))
-        playing, over = asyncio.create_task(self._play()), asyncio.create_task(self._buffer.evaluation_over.wait())
         try:
-            await asyncio.wait({playing, over}, return_when=asyncio.FIRST_COMPLETED)
-            results = playing.result() if playing.done() else None
+            results = await unless(self._buffer.evaluation_over, self._play())
         finally:
-            for task in (playing, over):
-                task.cancel()
-            await asyncio.wait({playing, over})
             self._weights.release()
         if results is None:
             log.warning("the evaluation of version %d is not this server's any more", version)

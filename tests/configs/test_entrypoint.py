@@ -145,8 +145,6 @@ def test_each_later_signal_forces(body: str, processes: list[Process]) -> None:
 
 
 def test_what_drain_raises_reaches_the_main_thread() -> None:
-    """The learner ends its wait for a batch so."""
-
     def drain(number: int) -> None:
         raise InterruptedError(number)
 

@@ -208,3 +208,21 @@ def test_a_signal_ends_the_wait_for_the_last_evaluation() -> None:
     with StopSignals(draining.begin):
         assert draining.last_evaluations() == []
         assert draining.last_evaluations() == [], "it does not wait again"
+
+
+def test_an_evaluation_that_has_come_is_logged_though_a_signal_ends_the_run(mesh) -> None:
+    """It came while the last checkpoint was written: no later run would ask for it."""
+
+    class Late(Parts):
+        def finish(self, policy, version: int) -> None:
+            super().finish(policy, version)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def evaluations(self, version: int | None = None) -> list[str]:
+            return ["came"] if "finish 1" in self.calls else []
+
+    parts = Late()
+    draining = Draining(parts)
+    with StopSignals(draining.begin):
+        loop.run(POLICY, parts, draining, parts, parts, parts, 1)
+    assert parts.calls[-3:] == ["finish 1", "interrupt", "log 1: ['came']"]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from pathlib import Path
@@ -106,12 +107,15 @@ class Story:
             for one, log in zip(argv, logs, strict=True)
         ]
         self.members = [LocalMember(process, number) for number, process in enumerate(made)]
-        self.gone = asyncio.Event()
+        self.gone = defaultdict[str, asyncio.Event](asyncio.Event)
+        self.left: list[str] = []
+        """Nodes that the gang has waited for, of which `gone` says when they are."""
         self.gang = Gang(made[0], self.members, self.wait_gone, lambda address: FLAG)
         self.events: list[Event] = []
 
     async def wait_gone(self, node: str, limit_s: float) -> None:
-        await self.gone.wait()
+        await self.gone[node].wait()
+        self.left.append(node)
 
     async def until(self, wanted: Callable[[Event], object]) -> Event:
         """The first later event that is wanted."""
@@ -184,8 +188,28 @@ async def test_a_node_that_leaves_is_given_up_in_time(tmp_path: Path) -> None:
     await story.gang.leave(story.gang.nodes[1], 60.0)
     await story.until(lambda event: event.text.startswith("its version is saved, for a node leaves"))
     assert sum("drained" in event.text for event in story.events) == 2, "asked to finish, not killed"
-    story.gone.set()
+    story.gone["node-1-1"].set()
     assert not {*first} & {*(await story.met())}
+    await story.gang.kill()
+
+
+@pytest.mark.parametrize("moving", [False, True], ids=["at once", "while it waits for the first"])
+@in_a_loop
+async def test_every_node_that_leaves_has_left_before_it_begins_again(moving: bool, tmp_path: Path) -> None:
+    story = Story(tmp_path, STAYS)
+    await story.met()
+    first, second = story.gang.nodes
+    leaves = asyncio.create_task(story.gang.leave(first, 60.0))
+    if moving:
+        await story.until(lambda event: event.text.startswith("its version is saved, for a node leaves"))
+    await story.gang.leave(second, 90.0)
+    await leaves
+    if not moving:
+        await story.until(lambda event: event.text.startswith("its version is saved, for a node leaves"))
+    story.gone[first].set()
+    story.gone[second].set()
+    await story.met()
+    assert sorted(story.left) == sorted([first, second])
     await story.gang.kill()
 
 

@@ -228,6 +228,14 @@ def test_interrupted_batches_wait_for_nothing_any_more():
             assert len(batches.take(0).samples) == 4
 
 
+def test_a_signal_ends_the_wait_for_a_buffer_that_died():
+    with threaded() as it:
+        batches = LearnerClient(it.address, "learner-0", "f" * 16, 0, 1, timeout_s=60)
+    threading.Timer(0.1, batches.interrupt).start()
+    assert batches.rewind(0) == 0 and batches.take(0) is None
+    batches.close()
+
+
 def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
     made_progress.cache_clear()

@@ -89,6 +89,9 @@ async def test_an_interrupted_learner_waits_for_no_result():
         assert not waiting.done()
         by.interrupt()
         assert await asyncio.wait_for(waiting, 120) == []
+        await one.evaluated(0, 0, SETS)
+        assert [result.due for result in await results(by, 1)] == [0], "what comes later is still fetched"
+        assert await asyncio.to_thread(by.last_evaluations) == []
         await asyncio.to_thread(by.close)
 
 
