@@ -61,9 +61,10 @@ class Keeper:
         The process is not started again, and may read the timeout (`configs.entrypoint.notice_s`).
         """
         with self._changed:
-            with suppress(OSError):
-                self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
-            self._end(lambda guarded: guarded.signal(signal.SIGTERM))
+            if not self._ending.is_set():  # a second SIGTERM would force the process
+                with suppress(OSError):
+                    self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
+                self._end(lambda guarded: guarded.signal(signal.SIGTERM))
         self._thread.join(timeout_s)
         self.kill()
 

@@ -82,10 +82,10 @@ def files(run: Run) -> dict[str, tuple[int, bytes]]:
     return {name: ((run.path / name).stat().st_mtime_ns, (run.path / name).read_bytes()) for name in found}
 
 
-def end(launched: subprocess.Popen[str]) -> tuple[str, str]:
+def end(launched: subprocess.Popen[str], timeout_s: float = 200.0) -> tuple[str, str]:
     """Stdout and stderr once it has ended by itself. A launch that does not is killed; its last lines tell why."""
     try:
-        return launched.communicate(timeout=200)
+        return launched.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         launched.kill()
         out, err = launched.communicate()
@@ -208,7 +208,7 @@ def test_a_live_run_keeps_its_settings(world: World) -> None:
             until(lambda: run.log("learner").count("restored version") == 1, launched, "restored learner")
             until(lambda: max(r["version"] for r in run.metrics()) > reached + 2, launched, "later version")
             launched.send_signal(signal.SIGINT)
-            said, _ = end(launched)
+            said, _ = end(launched, 100.0)
         finally:
             launched.kill()
     assert launched.returncode == 130

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,6 +147,24 @@ def test_drain_lets_the_process_finish(keep: Callable[..., Keeper]) -> None:
     keeper.drain(10.0)
     events = until(keeper, lambda event: event.kind in FINAL)
     assert [event.text for event in events if event.kind == "line"] == ["ready", "finished"]
+    assert (events[-1].kind, events[-1].code) == ("ended", 0)
+
+
+def test_a_process_is_asked_to_finish_only_once(keep: Callable[..., Keeper]) -> None:
+    """Its node leaves and then the run is to end: a second SIGTERM would force it."""
+    code = (
+        "import signal, time\nasked = []\nsignal.signal(15, lambda *_: (asked.append(1), print('asked', flush=True)))\n"
+    )
+    code += "print('ready', flush=True)\nwhile not asked:\n    time.sleep(0.05)\n"
+    keeper = keep(code + "time.sleep(2)\nprint(len(asked), flush=True)")
+    until(keeper, lambda event: event.text == "ready")
+    first = threading.Thread(target=keeper.drain, args=(60.0,))
+    first.start()
+    until(keeper, lambda event: event.text == "asked")
+    keeper.drain(60.0)
+    first.join()
+    events = until(keeper, lambda event: event.kind in FINAL)
+    assert [event.text for event in events if event.kind == "line"] == ["ready", "asked", "1"]
     assert (events[-1].kind, events[-1].code) == ("ended", 0)
 
 
