@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -31,6 +30,7 @@ from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
+from learner.model.unshard import whole
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
@@ -213,13 +213,9 @@ class Policy(nn.Module):
         """Each whole weight but those named `without`, with its Hugging Face name, in `model.dtype` on this rank's
         device; order of `weight_specs`. With `model.lora` the adapter's matrices, B multiplied by the scale.
 
-        Each tensor is a collective of the ranks that share a copy: all of them must iterate to the end.
+        A collective of the ranks that share a copy (`unshard.py`): all of them must iterate to the end.
         """
-        for name, parameter, scale in self._published():
-            if name not in without:
-                scaled = parameter.detach() if scale == 1.0 else parameter.detach() * scale
-                shard = scaled.to(self.device, self.dtype)
-                yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
+        return whole([each for each in self._published() if each.name not in without], self.device, self.dtype)
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""
@@ -233,10 +229,7 @@ class Policy(nn.Module):
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
         likewise."""
-        for name, parameter, _ in factors(self.model):
-            shard = parameter.detach().to(self.device)
-            assert isinstance(shard, DTensor)
-            yield name, shard.full_tensor()
+        return whole((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
         """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules."""

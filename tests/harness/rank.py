@@ -26,8 +26,10 @@ from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
 from learner.model import loading
 from learner.model.experts.mixture import Experts
+from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
+from learner.model.unshard import whole
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch
@@ -211,6 +213,19 @@ def collectives_begun() -> Counter[str]:
     return Counter({kind: sum(kind in name for name in names) for kind in ("gather", "reduce")})
 
 
+def wholes(folder: Path, shapes: dict[str, list[int]], on: int) -> None:
+    """What each rank gets of the weights of `shapes`, sharded over `on` ranks, half of them doubled, and how many
+    all-gathers it takes; `wholes.pt`."""
+    module = world.sharded(world.numbered(shapes), make_mesh("cpu", on))
+    weights = [Factor(name, p, 1.0 + at % 2) for at, (name, p) in enumerate(module.named_parameters())]
+    before = collectives_begun()["gather"]
+    got = dict(whole(weights, torch.device("cpu"), torch.bfloat16))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (got, collectives_begun()["gather"] - before))
+    if dist.get_rank() == 0:
+        torch.save(every, folder / "wholes.pt")
+
+
 def decisions(folder: Path) -> None:
     """`learner.gather` of each rank for several run files, the second of which is rank 1's alone; `decisions.pt`."""
     rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
@@ -336,6 +351,7 @@ CASES: dict[str, Callable[..., None]] = {
         replicas,
         other_base,
         gathers,
+        wholes,
         decisions,
         train,
         unrouted,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from buffer.wire.message import Array
@@ -167,6 +168,21 @@ def alone() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+def numbered(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """A random tensor of each shape, the same in every process."""
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def sharded(weights: dict[str, torch.Tensor], mesh: DeviceMesh) -> torch.nn.Module:
+    """A module with these parameters, under FSDP."""
+    module = torch.nn.Module()
+    for name, values in weights.items():
+        module.register_parameter(name, torch.nn.Parameter(values))
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def together(case: str, ranks: int, folder: Path, **arguments: Any) -> None:
