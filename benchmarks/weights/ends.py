@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -121,12 +121,17 @@ class VllmPeer:
 
     def push(self) -> None:
         if self.rank == 0:
-            self._engine.trainer_send_weights(self.policy.full_weights(), {"group": self._group, "packed": True})
+            self._engine.trainer_send_weights(self._weights(), {"group": self._group, "packed": True})
         else:
-            for _ in self.policy.full_weights():
+            for _ in self._weights():
                 pass
         synchronize()
         say(sent=True)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """One by one: its packing changes streams between weights, and each must be made on that which packs it."""
+        for name, parameter in self.policy.model.named_parameters():
+            yield name, parameter.detach().to(self.policy.device, self.policy.dtype).full_tensor()
 
 
 def synchronize() -> None:

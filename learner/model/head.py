@@ -156,7 +156,7 @@ def _loss_gradient(
 def _logprob_forward(z: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, log-normaliser and entropy of the logits `z` [tokens, vocabulary], unchanged."""
     if _fused(z):
-        from learner.model import head_kernels  # triton is installed where CUDA is
+        from learner.model.kernels import head_kernels  # triton is installed where CUDA is
 
         return head_kernels.logprob_forward(z, targets, temperature)
     z = z / temperature
@@ -171,7 +171,7 @@ def _logit_gradient(
 ) -> Tensor:
     """Gradient of the loss with respect to the logits `z`, in `dtype`. It may overwrite `z`."""
     if _fused(z):
-        from learner.model import head_kernels
+        from learner.model.kernels import head_kernels
 
         return head_kernels.logit_gradient(z, targets, *known, temperature, dtype)
     norms, entropy, grad_logprob, grad_entropy = known
@@ -187,7 +187,7 @@ def _logit_gradient(
 
 
 def _fused(z: Tensor) -> bool:
-    """Whether the kernels of `head_kernels.py` apply."""
+    """Whether the kernels of `kernels/head_kernels.py` apply."""
     return z.is_cuda and z.dtype == torch.float32
 
 

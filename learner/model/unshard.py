@@ -1,6 +1,6 @@
 """Whole weights from the shards of the ranks that share a copy of the model, many with one all-gather.
 
-One by one, with `DTensor.full_tensor`, each takes a rank some 0.4 ms of processor time, whatever its size, and the
+One by one, with `DTensor.full_tensor`, each takes a rank 0.3 to 0.5 ms of processor time, whatever its size, and the
 learner waits for all of them with each version that it publishes. Used by `policy.py`.
 """
 
@@ -13,14 +13,15 @@ from torch.distributed.tensor import DTensor
 from learner.mesh import shards
 from learner.model.lora.adapter import Factor
 
-RUN_BYTES = 256 << 20
-"""Bytes of whole weights that one all-gather brings: far more than it takes to be fast, and little beside a microbatch.
-A larger weight has one of its own."""
+RUN_BYTES = 512 << 20
+"""Bytes of whole weights that one all-gather brings; a larger weight, as an embedding is, has one of its own. With
+twice as many, 7B takes as long, with half as many up to twice as long (docs/weights.md)."""
 
 
 def whole(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Each of `weights`, which are sharded over their first dimension, with its name: whole, times its scale, in
-    `dtype` on `device`; in order. A collective of the ranks that share a copy: all of them must iterate to the end."""
+    `dtype` on `device`; in order. A collective of the ranks that share a copy: all of them must iterate to the end, on
+    a GPU without changing the current stream."""
     run: list[Factor] = []
     size = 0
     for weight in weights:
