@@ -129,7 +129,8 @@ class VllmPeer:
         say(sent=True)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One by one: its packing changes streams between weights, and each must be made on that which packs it."""
+        """One by one: vLLM packs on streams of its own and switches between them; each weight must be gathered on the
+        stream that packs it."""
         for name, parameter in self.policy.model.named_parameters():
             yield name, parameter.detach().to(self.policy.device, self.policy.dtype).full_tensor()
 

@@ -50,6 +50,8 @@ def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float 
     events = [event for report in found["servers"] for event in report["events"] if event["version"] in started]
     for event in events:
         event["lag_s"] = event["swapped"] - started[event["version"]]
+    for update in found["updates"]:
+        update["probed_s" if update["version"] % PROBE_EVERY == 0 else "unprobed_s"] = update["publish_s"]
     rows: list[ResultRow] = []
     for key, what, target in (
         ("interrupted_s", "interrupted: silence less the usual step", case.interrupted_ms),
@@ -57,12 +59,13 @@ def rows_of(name: str, case: WeightsCase, found: dict[str, Any], fastest: float 
         ("load_s", "the call that swaps; the peer's whole pause", None),
         ("late_s", "longest delay of the front process's event loop in a swap", None),
         ("lag_s", "published to swapped", case.lag_ms),
-        ("publish_s", "  publish, as the learner waits for it", None),
+        ("unprobed_s", "  publish, as the learner waits for it", None),
+        ("probed_s", "  publish with a probe", None),
         ("weights/span_s", "  broadcast, all ranks present to all buckets received", None),
     ):
-        ours = [x[key] for x in (events if key in events[0] else found["updates"])]
+        ours = [x[key] for x in (*events, *found["updates"]) if key in x]
         theirs = [push[key] for round in found["peer"] for push in round if key in push]
-        rows += compared(what, ours, theirs, target)
+        rows += compared(what, ours, theirs, target) if ours else []
     rates = [update["weights/gb_per_s"] for update in found["updates"]]
     rows.append(ResultRow("broadcast", median(rates), "GB/s", "plain broadcast of 1 GiB" if fastest else "", fastest))
     if case.gb_per_s and fastest:

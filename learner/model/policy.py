@@ -30,7 +30,7 @@ from learner.model.flops import Costs, TowerCosts
 from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
-from learner.model.unshard import whole
+from learner.model.unshard import unshard
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
@@ -213,9 +213,10 @@ class Policy(nn.Module):
         """Each whole weight but those named `without`, with its Hugging Face name, in `model.dtype` on this rank's
         device; order of `weight_specs`. With `model.lora` the adapter's matrices, B multiplied by the scale.
 
-        A collective of the ranks that share a copy (`unshard.py`): all of them must iterate to the end.
+        A collective of the ranks that share a copy, which must iterate to the end. What is yielded is to be copied, not
+        written to (`unshard.py`).
         """
-        return whole([each for each in self._published() if each.name not in without], self.device, self.dtype)
+        return unshard([each for each in self._published() if each.name not in without], self.device, self.dtype)
 
     def weight_specs(self) -> list[Spec]:
         """Name, shape and dtype of what `full_weights` yields; no communication."""
@@ -229,7 +230,7 @@ class Policy(nn.Module):
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's whole matrices, neither rounded nor scaled: float32, names as `full_weights`; a collective
         likewise."""
-        return whole((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
+        return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
         """Of the names of `weight_specs` those that are never trained (`model.freeze`): whole modules."""

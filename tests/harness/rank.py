@@ -24,12 +24,11 @@ from learner import watchdog
 from learner.__main__ import decide_gather
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
-from learner.model import loading
+from learner.model import loading, unshard
 from learner.model.experts.mixture import Experts
 from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
-from learner.model.unshard import whole
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch
@@ -213,15 +212,19 @@ def collectives_begun() -> Counter[str]:
     return Counter({kind: sum(kind in name for name in names) for kind in ("gather", "reduce")})
 
 
-def wholes(folder: Path, shapes: dict[str, list[int]], on: int) -> None:
-    """What each rank gets of the weights of `shapes`, sharded over `on` ranks, half of them doubled, and how many
-    all-gathers it takes; `wholes.pt`."""
-    module = world.sharded(world.numbered(shapes), make_mesh("cpu", on))
-    weights = [Factor(name, p, 1.0 + at % 2) for at, (name, p) in enumerate(module.named_parameters())]
+def wholes(folder: Path, shapes: dict[str, list[int]], on: int, limit: int) -> None:
+    """What each rank of the first copy gets of the weights of `shapes`, every second one times 3, sharded over `on`
+    ranks, with at most `limit` bytes together, and how many all-gathers it takes; `wholes.pt`."""
+    unshard.GATHER_BYTES = limit
+    mesh, got = make_mesh("cpu", on), {}
+    module = world.sharded(world.numbered(shapes), mesh)
+    weights = [Factor(name, p, 1.0 + 2 * (at % 2)) for at, (name, p) in enumerate(module.named_parameters())]
     before = collectives_begun()["gather"]
-    got = dict(whole(weights, torch.device("cpu"), torch.bfloat16))
+    if replica(mesh) == 0:
+        got = {name: x.clone() for name, x in unshard.unshard(weights, torch.device("cpu"), torch.bfloat16)}
+    gathers = collectives_begun()["gather"] - before
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (got, collectives_begun()["gather"] - before))
+    dist.all_gather_object(every, (got, gathers))
     if dist.get_rank() == 0:
         torch.save(every, folder / "wholes.pt")
 

@@ -38,7 +38,7 @@ class Adapted(nn.Linear):
 
 
 class Factor(NamedTuple):
-    """One of the two matrices of a layer's adapter, under its name on the wire."""
+    """A weight under its name on the wire: one of the two matrices of a layer's adapter, or any of a model without."""
 
     name: str
     """As `model.layers.0.self_attn.q_proj.lora_A.weight`."""

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.model import unshard
-from learner.model.lora.adapter import Factor
+from learner.model.microbatch import one_document
 from tests.harness import world
+from tests.harness.world import policy_of, tiny_model
 
 SHAPES = {
     "even": [12, 5],
@@ -17,33 +17,25 @@ SHAPES = {
     "vector": [5],
     "experts": [6, 2, 3],
 }
+FIRST = 2 * 60
+"""Bytes of the first of them in bfloat16: with so many together the first goes alone, the last too, and the others at
+once."""
 
 
+@pytest.mark.parametrize(("limit", "gathers"), [(1 << 20, 1), (FIRST, 3)], ids=["together", "bounded"])
 @pytest.mark.parametrize(("ranks", "on"), [(1, 1), (2, 2), (3, 3), (4, 2)])
-def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int) -> None:
-    """Exactly, in order, scaled before it is rounded; all of them with one all-gather. (4, 2): two copies."""
-    world.together("wholes", ranks, tmp_path, shapes=SHAPES, on=on)
-    for got, gathers in torch.load(tmp_path / "wholes.pt"):
-        assert list(got) == list(SHAPES)
+def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int, limit: int, gathers: int) -> None:
+    """Exactly, in order, scaled before it is rounded. (4, 2): two copies, of which one gathers."""
+    world.together("wholes", ranks, tmp_path, shapes=SHAPES, on=on, limit=limit)
+    for rank, (got, found) in enumerate(torch.load(tmp_path / "wholes.pt")):
+        assert list(got) == (list(SHAPES) if rank < on else [])
+        assert found == (gathers if got and on > 1 else 0)
         for at, (name, values) in enumerate(world.numbered(SHAPES).items()):
-            assert torch.equal(got[name], (values * (1 + at % 2)).bfloat16()), name
-        assert gathers == (on > 1)
+            assert not got or torch.equal(got[name], (values * (1 + 2 * (at % 2))).bfloat16()), name
 
 
-def test_what_one_gather_brings_is_bounded(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights go together up to a number of bytes, in order; a larger one goes alone."""
-    runs: list[list[str]] = []
-    gathered = unshard._gathered
-
-    def watched(run: list[Factor], *where: object):
-        runs.append([weight.name for weight in run])
-        return gathered(run, *where)
-
-    monkeypatch.setattr(unshard, "_gathered", watched)
-    monkeypatch.setattr(unshard, "RUN_BYTES", 2 * 30)
-    rows = {"a": 10, "b": 20, "c": 1, "d": 40, "e": 30, "f": 1}
-    module = world.sharded({name: torch.ones(n) for name, n in rows.items()}, mesh)
-    weights = [Factor(name, parameter, 1.0) for name, parameter in module.named_parameters()]
-    assert {name: len(x) for name, x in unshard.whole(weights, torch.device("cpu"), torch.bfloat16)} == rows
-    assert runs == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-    assert list(unshard.whole([], torch.device("cpu"), torch.bfloat16)) == []
+def test_what_a_forward_pass_has_gathered_is_refused(tmp_path: Path, mesh) -> None:
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    policy(one_document([1, 2, 3]))
+    with pytest.raises(AssertionError, match="publish after a backward pass or a score"):
+        list(policy.full_weights())
