@@ -97,7 +97,7 @@ class TowerCosts:
 
 def active_parameters(model: PreTrainedModel) -> int:
     """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
-    return model.num_parameters() - _idle(model, _matrices)
+    return int(model.num_parameters()) - _idle(model, _matrices)
 
 
 def _passes(parameter: nn.Parameter) -> int:

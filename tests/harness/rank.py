@@ -212,19 +212,18 @@ def collectives_begun() -> Counter[str]:
     return Counter({kind: sum(kind in name for name in names) for kind in ("gather", "reduce")})
 
 
-def wholes(folder: Path, shapes: dict[str, list[int]], on: int, limit: int) -> None:
+def wholes(folder: Path, shapes: dict[str, list[int]], on: int, limits: list[int]) -> None:
     """What each rank of the first copy gets of the weights of `shapes`, every second one times 3, sharded over `on`
-    ranks, with at most `limit` bytes together, and how many all-gathers it takes; `wholes.pt`."""
-    unshard.GATHER_BYTES = limit
-    mesh, got = make_mesh("cpu", on), {}
+    ranks, with at most so many bytes together, and how many all-gathers it takes; `wholes.pt`, for each limit."""
+    mesh, found = make_mesh("cpu", on), []
     module = world.sharded(world.numbered(shapes), mesh)
     weights = [Factor(name, p, 1.0 + 2 * (at % 2)) for at, (name, p) in enumerate(module.named_parameters())]
-    before = collectives_begun()["gather"]
-    if replica(mesh) == 0:
+    for unshard.GATHER_BYTES in limits if replica(mesh) == 0 else ():
+        before = collectives_begun()["gather"]
         got = {name: x.clone() for name, x in unshard.unshard(weights, torch.device("cpu"), torch.bfloat16)}
-    gathers = collectives_begun()["gather"] - before
+        found.append((got, collectives_begun()["gather"] - before))
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (got, gathers))
+    dist.all_gather_object(every, found)
     if dist.get_rank() == 0:
         torch.save(every, folder / "wholes.pt")
 

@@ -17,21 +17,22 @@ SHAPES = {
     "vector": [5],
     "experts": [6, 2, 3],
 }
-FIRST = 2 * 60
-"""Bytes of the first of them in bfloat16: with so many together the first goes alone, the last too, and the others at
-once."""
+GATHERS = {1 << 20: 1, 2 * 60: 3}
+"""All-gathers for all of them, by bytes together: with those of the first in bfloat16 it goes alone, the last too."""
 
 
-@pytest.mark.parametrize(("limit", "gathers"), [(1 << 20, 1), (FIRST, 3)], ids=["together", "bounded"])
 @pytest.mark.parametrize(("ranks", "on"), [(1, 1), (2, 2), (3, 3), (4, 2)])
-def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int, limit: int, gathers: int) -> None:
+def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int) -> None:
     """Exactly, in order, scaled before it is rounded. (4, 2): two copies, of which one gathers."""
-    world.together("wholes", ranks, tmp_path, shapes=SHAPES, on=on, limit=limit)
-    for rank, (got, found) in enumerate(torch.load(tmp_path / "wholes.pt")):
-        assert list(got) == (list(SHAPES) if rank < on else [])
-        assert found == (gathers if got and on > 1 else 0)
-        for at, (name, values) in enumerate(world.numbered(SHAPES).items()):
-            assert not got or torch.equal(got[name], (values * (1 + 2 * (at % 2))).bfloat16()), name
+    world.together("wholes", ranks, tmp_path, shapes=SHAPES, on=on, limits=list(GATHERS))
+    want = {name: values * (1 + 2 * (at % 2)) for at, (name, values) in enumerate(world.numbered(SHAPES).items())}
+    every = torch.load(tmp_path / "wholes.pt")
+    assert every[on:] == [[]] * (ranks - on)
+    for found in every[:on]:
+        assert [gathers for _, gathers in found] == [number * (on > 1) for number in GATHERS.values()]
+        for got, _ in found:
+            assert list(got) == list(want)
+            assert all(torch.equal(got[name], values.bfloat16()) for name, values in want.items())
 
 
 def test_what_a_forward_pass_has_gathered_is_refused(tmp_path: Path, mesh) -> None:
