@@ -216,7 +216,7 @@ def wholes(folder: Path, shapes: dict[str, list[int]], on: int, limits: list[int
     """What each rank of the first copy gets of the weights of `shapes`, every second one times 3, sharded over `on`
     ranks, with at most so many bytes together, and how many all-gathers it takes; `wholes.pt`, for each limit."""
     mesh, found = make_mesh("cpu", on), []
-    module = world.sharded(world.numbered(shapes), mesh)
+    module = world.sharded(world.random_weights(shapes), mesh)
     weights = [Factor(name, p, 1.0 + 2 * (at % 2)) for at, (name, p) in enumerate(module.named_parameters())]
     for unshard.GATHER_BYTES in limits if replica(mesh) == 0 else ():
         before = collectives_begun()["gather"]

@@ -170,7 +170,7 @@ def alone() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def numbered(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+def random_weights(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     """A random tensor of each shape, the same in every process."""
     draw = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}

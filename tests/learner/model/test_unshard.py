@@ -25,7 +25,7 @@ GATHERS = {1 << 20: 1, 2 * 60: 3}
 def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int) -> None:
     """Exactly, in order, scaled before it is rounded. (4, 2): two copies, of which one gathers."""
     world.together("wholes", ranks, tmp_path, shapes=SHAPES, on=on, limits=list(GATHERS))
-    want = {name: values * (1 + 2 * (at % 2)) for at, (name, values) in enumerate(world.numbered(SHAPES).items())}
+    want = {name: values * (1 + 2 * (at % 2)) for at, (name, values) in enumerate(world.random_weights(SHAPES).items())}
     every = torch.load(tmp_path / "wholes.pt")
     assert every[on:] == [[]] * (ranks - on)
     for found in every[:on]:
