@@ -1,4 +1,5 @@
-# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, oldest, gpu, chaos, soak, browser.
+# The whole contributor interface: quickstart, quickstart-vision, quickstart-calculator, check, test, test-long, oldest, gpu, chaos, soak,
+# browser, mutants.
 # Each installs what it needs into .venv first.
 PYTHON ?= python3
 EXTRA ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
@@ -8,7 +9,7 @@ RUN := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test oldest gpu chaos soak browser clean
+.PHONY: install packages quickstart quickstart-vision quickstart-calculator check test test-long oldest gpu chaos soak browser mutants clean
 install: $(STAMP)
 
 # On CPU vLLM's package pulls in CUDA builds of three libraries that break its own imports. Vision-language models need one of
@@ -45,18 +46,25 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy .
 
-# Most tests wait for processes that they start: two at a time take little more than half as long on two cores. A file's tests stay
-# together, because they share what is slow to make; where one of the two processes dies, the run ends and says in which test.
-# WORKERS=0 is one after the other.
+# Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two workers take little more than half
+# as long as one on two cores. A worker that dies ends the run, which says in which test. WORKERS=0 runs the tests one after the other.
 WORKERS ?= 2
-SPREAD = -n $(WORKERS) --dist loadfile --max-worker-restart 0
+SPREAD = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 test: $(STAMP)
-	$(RUN) -m pytest $(SPREAD) -m "not gpu"
+	$(RUN) -m pytest $(SPREAD) --lane fast $(TESTS)
 
-# The same tests with the oldest vLLM and torch that pyproject.toml allows. The flight recorder is off because some tests are sender
+# Whole runs and what takes long; SHARD=2/5 is the second of five parts. Without SHARD all of it, and the oldest packages after it.
+test-long: $(STAMP)
+	$(RUN) -m pytest $(SPREAD) --lane long $(if $(SHARD),--shard $(SHARD)) $(TESTS)
+	$(if $(SHARD),,$(MAKE) --no-print-directory oldest)
+
+# The fast lane with the oldest vLLM and torch that pyproject.toml allows. The flight recorder is off because some tests are sender
 # and server in one process: the recorder of torch 2.11 registers two new groups at once without a lock (docs/weights.md).
 OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
+	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) --lane fast
+
+$(VENV)/oldest/.installed
 	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) -m "not gpu"
 
 $(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt

@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.harness import children
 
+pytest_plugins = ["tests.harness.lanes"]
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # costs more than it saves where little is compiled
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):

@@ -1,0 +1,57 @@
+"""`python -m tests.lanes [COMMIT]`: how many tests each lane holds, and which tests of COMMIT are in neither lane now.
+
+The names of tests are compared without their parameters, so a test that has other parameters counts as still there; the last
+table lists those whose parameters became fewer. It judges nothing.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def collected(root: Path, *flags: str) -> Counter[str]:
+    """Tests of the tree at `root`: the name of each, and with how many parameters it runs."""
+    line = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *flags]
+    done = subprocess.run(line, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(line)} in {root}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return Counter(row.partition("[")[0].partition("@")[0] for row in done.stdout.splitlines() if "::" in row)
+
+
+def before(commit: str) -> Counter[str]:
+    """Tests that `make test` ran at `commit`."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, check=True)
+        try:
+            return collected(tree, "-m", "not gpu")
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+
+
+def main(commit: str | None) -> None:
+    fast, long = collected(ROOT, "--lane", "fast"), collected(ROOT, "--lane", "long")
+    print(
+        f"fast lane: {fast.total():,} tests, {len(fast):,} names; long lane: {long.total():,} tests, {len(long):,} names"
+    )
+    if commit is None:
+        return
+    old, now = before(commit), fast + long
+    print(f"{commit}: {old.total():,} tests, {len(old):,} names")
+    left = sorted(name for name in old if name in long)
+    print(f"\n{len(left)} names of {commit} are in the long lane now, in all or some of their parameters:")
+    print("\n".join(f"  {name}: {long[name]} long, {fast[name]} fast" for name in left))
+    gone = sorted(name for name in old if name not in now)
+    print(f"\n{len(gone)} names of {commit} are in neither lane:")
+    print("\n".join(f"  {name} ({old[name]})" for name in gone))
+    fewer = sorted(name for name in old if 0 < now[name] < old[name])
+    print(f"\n{len(fewer)} names have fewer parameters than at {commit}:")
+    print("\n".join(f"  {name}: {old[name]} -> {now[name]}" for name in fewer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
