@@ -1,7 +1,7 @@
 """`python -m tests.lanes [COMMIT]`: how many tests each lane holds, and which tests of COMMIT are in neither lane now.
 
-The names of tests are compared without their parameters, so a test that has other parameters counts as still there; the last
-table lists those whose parameters became fewer. It judges nothing.
+The names of tests are compared without their parameters, so a test that has other parameters counts as still there.
+The last table lists tests whose parameters became fewer. It judges nothing.
 """
 
 import subprocess
@@ -35,9 +35,8 @@ def before(commit: str) -> Counter[str]:
 
 def main(commit: str | None) -> None:
     fast, long = collected(ROOT, "--lane", "fast"), collected(ROOT, "--lane", "long")
-    print(
-        f"fast lane: {fast.total():,} tests, {len(fast):,} names; long lane: {long.total():,} tests, {len(long):,} names"
-    )
+    for name, tests in (("fast", fast), ("long", long)):
+        print(f"{name} lane: {tests.total():,} tests, {len(tests):,} names")
     if commit is None:
         return
     old, now = before(commit), fast + long
