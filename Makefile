@@ -84,6 +84,10 @@ chaos: $(STAMP)
 soak: $(STAMP)
 	$(RUN) -m benchmarks.soak $(SOAK)
 
+# How many small faults in the code the tests find (tests/mutants.py). MUTANTS adds areas and flags, as in MUTANTS="ledger --lane fast".
+mutants: $(STAMP)
+	$(RUN) -m tests.mutants $(MUTANTS)
+
 # Chromium from Debian's packages, for the test of a run's page; without one that test is skipped. Needs root.
 browser:
 	command -v chromium || { apt-get update -qq -o Acquire::Retries=3 \
