@@ -328,8 +328,9 @@ class LearnerConfig(Section):
     attention: Literal["auto", "flash4", "flash", "varlen", "sdpa"] = "auto"
     """Variable-length attention: FlashAttention 4 (`pip install "flash-attn-4[cu13]"`, Hopper and later), flash-attn,
     torch's varlen_attn, or SDPA; `auto` takes the first that works."""
-    tokens_per_microbatch: Positive | Literal["auto"] = 8192
-    """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory."""
+    tokens_per_microbatch: Positive | Literal["auto"] = "auto"
+    """Tokens packed into one forward pass of a rank, without padding; `auto` takes as many as fit the memory, at most
+    the rank's share of a batch."""
     share_prompts: bool = True
     """Compute a prompt once for all samples of its group that fall into one microbatch. It changes results by rounding
     only; models with sliding windows or linear attention compute every prompt, and the learner's log says so."""
@@ -338,8 +339,9 @@ class LearnerConfig(Section):
     pass (`pass`, the least memory), or once a batch, however many microbatches it has (`batch`: all weights in
     `model.dtype` and unsharded fp32 gradients stay). `auto` takes `batch` on a GPU if it takes at most a tenth of its
     memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload`."""
-    head_chunk_tokens: Positive = 1024
-    """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time."""
+    head_chunk_tokens: Positive | Literal["auto"] = "auto"
+    """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time. `auto` takes 4096 on a
+    GPU, 1024 on CPU."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate of AdamW after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -354,12 +356,13 @@ class LearnerConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The gradient is clipped to this global norm."""
-    activation_checkpointing: Literal["none", "selective", "block"] = "block"
+    activation_checkpointing: Literal["auto", "none", "selective", "block"] = "auto"
     """Recompute each transformer block in the backward pass (`block`), everything in it except matmuls and attention
-    (`selective`), or keep all activations (`none`)."""
-    compile: bool = False
+    (`selective`), or keep all activations (`none`). `auto` takes the fastest with which microbatches of 8,192 tokens
+    fit, or those that `tokens_per_microbatch` says; on CPU `block`."""
+    compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile: takes a minute at the start, then is faster and needs as
-    little memory as `selective`."""
+    little memory as `selective`. `auto` compiles on GPUs if the run has 20 versions or more, not with `cpu_offload`."""
     cpu_offload: bool = False
     """Keep master weights and optimizer state in host memory."""
     timeout_s: Seconds = 600.0

@@ -49,7 +49,7 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
-from learner.model import attention, flops
+from learner.model import attention, flops, speed
 from learner.model.experts.mixture import check_experts
 from learner.model.lora.base import Base
 from learner.model.memory import (
@@ -155,7 +155,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
-        config = decide_gather(config, device, mesh, patches)
+        config = decide_gather(decide_speed(config, device, mesh, patches), device, mesh, patches)
         expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), rank == 0, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
@@ -167,8 +167,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         trackers = [Tracker(name, path, config.run.name, record) for name in config.log.trackers if rank == 0]
         for tracker in trackers:
             parts.callback(tracker.close)
-        speed = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        metrics = Metrics(path / "metrics.jsonl" if rank == 0 else None, trackers, peak=speed and speed * world)
+        peak = flops.peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        metrics = Metrics(path / "metrics.jsonl" if rank == 0 else None, trackers, peak=peak and peak * world)
         log.info("waiting for the buffer at %s", config.buffer.address)
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
@@ -190,6 +190,24 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
     """Most patches of the images of one sample: as many as its tokens, or as its images, can be."""
     most = config.data.max_images * form.max_pixels // form.patch**2
     return min(most, max_sample_tokens(config) * form.merge**2)
+
+
+def decide_speed(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
+    """`config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, for all ranks alike,
+    though their GPUs may differ: a collective of them. `patches`: most of one sample."""
+    written, versions, on_gpu = config.learner, config.run.versions, device.type == "cuda"
+    tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
+    automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
+    decided = []
+    for learner in (written, automatic):
+        ways = speed.fastest_first(learner, on_gpu, versions)
+        sizes = shards(mesh), gpu_memory(device), tokens
+        decided.append((ways, speed.choose(config.model, ways, *sizes, reference=reference, sends=sends)))
+    agreed = collectives.all_reduce_max(*(index for _, index in decided))
+    chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
+    speed.report(written, chosen, on_gpu, versions, tokens)
+    speed.report_slower(written, chosen, best)
+    return config.model_copy(update={"learner": chosen})
 
 
 def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:

@@ -27,9 +27,9 @@ SHARED_MEMORY = {"gpu_memory_utilization": 0.3}
 def trained_run(
     work: Path, name: str, shape: str, mean_length: float, length: int, running: int, groups: int, samples: int,
     engine: dict[str, Any], learner: dict[str, Any], model_keys: dict[str, Any] | None = None,
-    weights: dict[str, Any] | None = None,
+    weights: dict[str, Any] | None = None, fast: bool = True,
 ) -> Processes:  # fmt: skip
-    """A run whose learner starts from weights of `models.py`."""
+    """A run whose learner starts from weights of `models.py`, with the keys of FAST on a GPU unless `fast` is false."""
     progress(f"{name}: weights of {shape}")
     gpus = max(0, torch.cuda.device_count() - FIRST_GPU)
     given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]
@@ -43,7 +43,7 @@ def trained_run(
             "engine": engine_keys(length, (SHARED_MEMORY if gpus == 1 else {}) | engine, shape=shape),
             "heartbeat_s": 1.0,
         },
-        "learner": {**(FAST if gpus else {}), **learner},
+        "learner": {**(FAST if gpus and fast else {}), **learner},
         "weights": weights or {},
     }
     file = run_file(work, name, shape, **config)

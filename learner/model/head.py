@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from configs.schema import LearnerConfig
+
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(log-probabilities, entropies, which tokens they are of) -> the loss of these tokens: [], by plain autograd."""
 
@@ -21,6 +23,14 @@ ChunkGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 GradientsOfChunk = Callable[[Tensor, slice], ChunkGradients]
 """(the logits of a chunk, the chunk) -> its gradients."""
+
+
+CHUNK_ON_CPU = 1024
+
+
+def chunk_tokens(learner: LearnerConfig) -> int:
+    """`learner.head_chunk_tokens`; the smaller of the two that `auto` takes where it has not been decided."""
+    return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 
 class HeadOptions(NamedTuple):

@@ -22,6 +22,7 @@ from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.head import chunk_tokens
 from learner.model.loading import all_blocks, blocks, build_on_meta
 from learner.model.lora.adapter import Adapted, adapt
 from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze, mergers, tower_of
@@ -90,8 +91,16 @@ class Estimate:
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of the GPU, None on CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    """Bytes of the GPU that no other process holds, None on CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total, free + torch.cuda.memory_reserved(device))
+
+
+def share_of_batch(config: Config) -> int:
+    """Most tokens that a rank can get in one batch: a microbatch need not be larger."""
+    return -(-config.batch.groups * config.batch.samples // config.learner.ranks) * max_sample_tokens(config)
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
@@ -141,7 +150,7 @@ def memory_budget(
     expected, available = estimate(config.model, config.learner, shards, reference, sends), gpu_memory(device)
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
-    budget = expected.fit(int(SHARE * available)) if wanted == "auto" else wanted
+    budget = min(expected.fit(int(SHARE * available)), share_of_batch(config)) if wanted == "auto" else wanted
     needed = expected.describe(max(budget, least))
     log.info("%d tokens per microbatch: a rank takes %s of %.1f GiB", budget, needed, available / GIB)
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
@@ -161,7 +170,7 @@ def estimate(
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
     `sends`: it is rank 0, whose GPU holds the copies that servers get (`learner.weights.buckets.DoubleBuffer`). As in
-    `Policy`, `learner.gather: auto` is `pass`."""
+    `Policy`, what is still `auto` takes the least memory: `gather: pass`, `activation_checkpointing: block`."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
@@ -174,7 +183,7 @@ def estimate(
     changed = max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in all_blocks(empty))
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     head = output.numel() if output.requires_grad else 0
-    chunk = learner.head_chunk_tokens * empty.config.get_text_config().vocab_size
+    chunk = chunk_tokens(learner) * empty.config.get_text_config().vocab_size
     kept, working = _activations(empty, model, learner)
     images, in_tower = _tower_activations(empty, model, learner)
     on_gpu, once = 0 if learner.cpu_offload else 1, learner.gather == "batch"
@@ -249,9 +258,9 @@ def _saved(
 ) -> tuple[int, int]:
     """Of what `_trace` finds in `layers` blocks of `width` bytes: what is kept, and what a backward pass works with."""
     working = 3 * matmuls // (2 * layers)
-    if learner.activation_checkpointing == "block":
+    if learner.activation_checkpointing in ("auto", "block"):
         return (layers + 2) * width, working + everything // layers  # 2: what the last norm keeps
-    if learner.compile:  # the compiler keeps inputs and outputs of matmuls
+    if learner.compile is True:  # the compiler keeps inputs and outputs of matmuls
         return min(matmuls + inputs, everything), working
     if learner.activation_checkpointing == "selective":
         return min(matmuls + layers * width, everything), working + max(everything - matmuls, 0) // layers

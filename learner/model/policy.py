@@ -27,7 +27,7 @@ from learner.mesh import shards
 from learner.model import attention, loading, vision
 from learner.model.experts.mixture import Mixture
 from learner.model.flops import Costs, TowerCosts
-from learner.model.head import ChunkLoss, HeadOptions, chunked_loss, logprobs_and_entropy
+from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.microbatch import Microbatch, one_document
 from learner.model.unshard import unshard
@@ -53,7 +53,7 @@ class Policy(nn.Module):
 
     The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
     model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`: its
-    batches must bring routes. `learner.gather: auto`, not decided yet (`memory.choose_gather`), is `pass` here.
+    batches must bring routes. what is still `auto` (`model/speed.py`) takes the least memory here.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Policy(nn.Module):
         """`seed` of the adapter at version 0."""
         super().__init__()
         self.lora = model.lora
-        self.mesh, self.head = mesh, HeadOptions(temperature, learner.head_chunk_tokens, entropy_gradient)
+        self.mesh, self.head = mesh, HeadOptions(temperature, chunk_tokens(learner), entropy_gradient)
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, model.dtype)
@@ -97,7 +97,7 @@ class Policy(nn.Module):
         offload = learner.cpu_offload and on_gpu
         if not frozen:
             _checkpoint_activations(self.model, learner)
-        self._shard(learner.compile, offload)
+        self._shard(learner.compile is True, offload)
         if random:
             loading.init_random(self.model, torch.device("cpu") if offload else self.device, shards(mesh))
         else:
@@ -281,7 +281,9 @@ def _checkpoint_activations(model: PreTrainedModel, learner: LearnerConfig) -> N
     options: dict[str, Any] = {"use_reentrant": False}
     if learner.activation_checkpointing == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    if learner.activation_checkpointing == "block" or ("context_fn" in options and not learner.compile):
+    if learner.activation_checkpointing in ("auto", "block") or (
+        "context_fn" in options and learner.compile is not True
+    ):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         model.disable_input_require_grads()  # or a frozen tower would be differentiated down to its patches
     for block in loading.all_blocks(model):

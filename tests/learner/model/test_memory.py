@@ -179,7 +179,7 @@ def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog
     caplog.set_level("INFO")
 
     def chosen(memory: int | None, tokens: int = 256, shards: int = 2, **changes) -> str:
-        learner = LEARNER.model_copy(update=changes)
+        learner = LEARNER.model_copy(update={"tokens_per_microbatch": 256} | changes)
         return choose_gather(model, learner, shards, memory, tokens).gather
 
     each, once = (estimate(model, learner, 2) for learner in (LEARNER, ONCE))

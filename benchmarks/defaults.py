@@ -1,0 +1,301 @@
+"""What does a run file that says nothing about speed cost, beside hand-tuned keys? And does what `auto` takes fit?
+
+`python -m benchmarks.defaults` needs GPUs and has two parts.
+`--parts runs`: whole runs of 1.5B, one GPU serves and one learns, answers of 512, 16 groups of 16 a version. Two run
+files run at the same time on one host of four GPUs and then change places: one says nothing about speed (`silent`), one
+has the best hand-tuned keys (`tuned`). `--against before` compares with the keys that silence meant in the first weeks.
+`--parts fit`: one rank trains a step of each shape of FITS at the settings that `auto` chooses: peak memory beside its
+estimate, and how many run out of memory. Each shape is a process of its own, as many at a time as there are GPUs.
+Random weights. Prints one table and writes JSON after each part.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.learner.cases import COMMON
+from benchmarks.runs.trained import FAST, figures_of, trained_run, versions_of
+from benchmarks.weights.shapes import EXPERTS, MIXTURE
+from benchmarks.weights.table import ResultRow, progress, write
+
+ROOT = Path(__file__).parents[1]
+BEFORE = {
+    "compile": False,
+    "activation_checkpointing": "block",
+    "tokens_per_microbatch": 8192,
+    "head_chunk_tokens": 1024,
+}
+KEYS: dict[str, dict[str, Any]] = {"silent": {}, "tuned": FAST, "before": BEFORE}
+LIMIT = 0.97
+SETTINGS = ("compile", "activation_checkpointing", "gather", "head_chunk_tokens")
+
+
+def shape(hidden: int, inner: int, layers: int, heads: int, kv: int, tied: bool = True, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads_ = {"num_attention_heads": heads, "num_key_value_heads": kv}
+    return COMMON | sizes | heads_ | {"vocab_size": 151936, "tie_word_embeddings": tied} | more
+
+
+MODELS = {
+    "0.5B": shape(896, 4864, 24, 14, 2),
+    "1.5B": shape(1536, 8960, 28, 12, 2),
+    "3B": shape(2048, 11008, 36, 16, 2),
+    "4B": shape(2560, 9728, 36, 32, 8, head_dim=128, model_type="qwen3", architectures=["Qwen3ForCausalLM"]),
+    "7B": shape(3584, 18944, 28, 28, 4, tied=False),
+    "14B": shape(5120, 13824, 48, 40, 8, tied=False),
+    "30B-A3B, 8 layers": COMMON | MIXTURE | EXPERTS["Qwen3-30B-A3B-8"],
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A shape of the part `fit`: longest answer in tokens, and sections of its run file."""
+
+    model: str
+    tokens: int
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        more = "".join(f", {key} {value}" for keys in self.sections.values() for key, value in keys.items())
+        return f"{self.model}, answers of {self.tokens:,}{more}"
+
+
+ADAPTER = {"model": {"lora": {"rank": 32}}}
+FITS = [
+    *(Fit(model, tokens) for model in ("0.5B", "1.5B", "3B") for tokens in (1024, 8192, 32768)),
+    *(Fit("4B", tokens) for tokens in (1024, 8192)),
+    *(Fit("7B", tokens, ADAPTER) for tokens in (1024, 8192, 32768)),
+    *(Fit("14B", tokens, ADAPTER) for tokens in (1024, 8192)),
+    *(Fit("1.5B", 8192, {"learner": keys}) for keys in ({"compile": False}, {"gather": "batch"})),
+    Fit("1.5B", 4096, {"algorithm": {"reference_kl": 0.01}}),
+    Fit("30B-A3B, 8 layers", 4096),
+]
+
+
+def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
+    """One run on the two GPUs from FIRST_GPU on: figures of its versions after `--warm-up`."""
+    name, began = f"{keys}-{os.environ.get('FIRST_GPU', '0')}", time.monotonic()
+    work = args.work.resolve() / name
+    work.mkdir(parents=True, exist_ok=True)
+    run = trained_run(work, f"{name}-{int(time.time())}", args.shape, 0.0, 512, 512, 16, 16, {}, KEYS[keys], fast=False)
+    with run:
+        for process in ("buffer", "rollout", "learner"):
+            run.start(process, process)
+        run.wait("the first version", lambda: versions_of(run) >= 1, args.start_s)
+        first = time.monotonic() - began
+        run.wait("warm-up", lambda: versions_of(run) >= args.warm_up, args.start_s)
+        wanted = args.warm_up + args.versions
+        run.wait(f"{args.versions} versions", lambda: versions_of(run) >= wanted, args.start_s)
+        records = run.records()[args.warm_up - 1 : wanted]
+        log = (run.folder / "learner.log").read_text(errors="replace")
+    for line in log.splitlines():
+        if "auto takes" in line or "tokens per microbatch" in line or "is kept" in line:
+            progress(f"{name}: {line}")
+    mfu = [record["mfu"] for record in records[1:] if "mfu" in record]
+    return figures_of(records) | {"first version s": first, **({"mfu": median(mfu)} if mfu else {})}
+
+
+def both(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`silent` and the other run file at the same time, then in each other's place."""
+    pair, found = ("silent", args.against), {name: [] for name in ("silent", args.against)}
+    gpus = torch.cuda.device_count()
+    for turn in range(args.turns):
+        order = pair[:: 1 if turn % 2 == 0 else -1]
+        places = [(keys, place * 2) for place, keys in enumerate(order)]
+        at_once = [places] if gpus >= 4 else [[place] for place in ((keys, 0) for keys in order)]
+        for together in at_once:
+            started = [(keys, start(["--one", keys], first, args)) for keys, first in together]
+            for keys, process in started:
+                found[keys].append(answer(process))
+    rows = []
+    for turn, (ours, other) in enumerate(zip(found["silent"], found[args.against], strict=True)):
+        failed = [
+            f"{keys}: {run['failed']}" for keys, run in (("silent", ours), (args.against, other)) if "failed" in run
+        ]
+        if failed:
+            rows.append(ResultRow("FAILED", 0.0, "", "; ".join(failed)))
+            continue
+        case = f"turn {turn + 1}"
+        for key in ("sampled tokens/s", "mfu", "first version s", "learner works", "waits s/version"):
+            if key in ours:
+                rows.append(ResultRow(key, ours[key], "", args.against, other[key], case))
+        ratio = ours["sampled tokens/s"] / other["sampled tokens/s"]
+        rows.append(ResultRow("ratio of trained tokens/s", ratio, "", "limit", LIMIT, case))
+    return [row.line() for row in rows]
+
+
+def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess.Popen[str]":
+    """This benchmark as a process that measures one thing on the GPUs from `first` on."""
+    flags = [f"--shape={args.shape}", f"--versions={args.versions}", f"--warm-up={args.warm_up}", f"--work={args.work}"]
+    command = [sys.executable, "-m", "benchmarks.defaults", *words, *flags, f"--start-s={args.start_s}"]
+    seen = {"FIRST_GPU": str(first)} if words[0] == "--one" else {"CUDA_VISIBLE_DEVICES": str(first)}
+    environment = os.environ | seen | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """Its last line; `failed` if it printed none."""
+    out, _ = process.communicate()
+    lines = out.splitlines()
+    if process.returncode or not lines:
+        return {"failed": f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def one_step(index: int) -> dict[str, Any]:
+    """One rank trains two steps of FITS[index], as `learner/__main__.py` would set it up."""
+    import tempfile
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from benchmarks.learner.cases import part_of
+    from configs.schema import Config
+    from learner.__main__ import decide_gather, decide_speed, keeps_reference
+    from learner.model.memory import GIB, memory_budget
+    from learner.model.policy import Policy
+    from learner.train.optimizer import Optimizer
+    from learner.train.step import Algorithm
+
+    fit, folder = FITS[index], Path(tempfile.mkdtemp())
+    sizes = MODELS[fit.model] | {"max_position_embeddings": 65536, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    given: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder)}, "data": {"train": "none", "max_prompt_tokens": 512},
+        "reward": {"function": "none"}, "sampling": {"max_tokens": fit.tokens}, "run": {"versions": 1000},
+        "batch": {"groups": 64, "samples": 16},
+    }  # fmt: skip
+    config = Config.model_validate(given | {key: given.get(key, {}) | keys for key, keys in fit.sections.items()})
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cuda", (1,))
+    config = decide_gather(decide_speed(config, device, mesh, 0), device, mesh, 0)
+    expected, budget = memory_budget(config, device, 1, keeps_reference(config), True)
+    # what rank 0 keeps to send is not made here, so that memory is taken from what may be used
+    copies = expected.candidates[0].fixed.get("copies to send", 0)
+    held = torch.empty(copies, dtype=torch.uint8, device=device)
+    policy = Policy(config.model, config.learner, mesh, random=True)
+    reference = (
+        Policy(config.model, config.learner, mesh, frozen=True, random=True) if keeps_reference(config) else None
+    )
+    algorithm = Algorithm(config.algorithm, Optimizer(policy, config.learner, 1000), budget, fit.tokens, reference)
+    length = 512 + fit.tokens
+    samples = filled(budget, length, sizes["vocab_size"])
+    seconds = []
+    for version in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        algorithm.step(policy, part_of(samples, version, 0, 1))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    tokens = sum(len(sample.tokens.numpy()) for sample in samples)
+    return {
+        "budget": budget, "estimate": expected.total(budget) / GIB, "peak": torch.cuda.max_memory_allocated() / GIB,
+        "reserved": torch.cuda.max_memory_reserved() / GIB, "held": held.numel() / GIB,
+        "tokens/s": tokens / seconds[-1],
+        "settings": {key: getattr(config.learner, key) for key in SETTINGS},
+    }  # fmt: skip
+
+
+def filled(budget: int, length: int, vocabulary: int) -> list[Any]:
+    """Samples that fill two microbatches of `budget` tokens with documents of at most `length`."""
+    import numpy as np
+
+    from buffer.wire.message import Array
+    from buffer.wire.sample import Sample
+
+    draw, made, left = np.random.default_rng(0), [], 2 * budget
+    while left >= 256:
+        size = int(min(length, left, budget))
+        left -= size
+        sampled = np.arange(size) >= 128
+        made.append(
+            Sample(
+                tokens=Array.of(draw.integers(0, vocabulary, size).astype(np.int32)),
+                sampled=Array.of(sampled.astype(np.uint8)),
+                behaviour_logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
+                versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
+                reward=float(draw.integers(2)),
+                finish="stop",
+            )
+        )
+    return made[: len(made) // 8 * 8] or made
+
+
+def fits(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each shape of FITS: peak beside estimate; at the end how many failed."""
+    free: Queue[int] = Queue()
+    for gpu in range(max(torch.cuda.device_count(), 1)):
+        free.put(gpu)
+
+    def measure(index: int) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            found = answer(start(["--fit", str(index)], gpu, args))
+        finally:
+            free.put(gpu)
+        progress(f"{FITS[index].name}: {found}")
+        return found
+
+    chosen = [index for index, fit in enumerate(FITS) if args.only in fit.name]
+    with ThreadPoolExecutor(max(torch.cuda.device_count(), 1)) as pool:
+        measured = list(pool.map(measure, chosen))
+    rows, failed = [], 0
+    for index, found in zip(chosen, measured, strict=True):
+        name = FITS[index].name
+        if "failed" in found:
+            failed += 1
+            rows.append(ResultRow("FAILED", 0.0, "", found["failed"], case=name))
+            continue
+        settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items())
+        what = f"peak memory, {found['budget']:,} tokens per microbatch, {settings}"
+        rows.append(ResultRow(what, found["peak"], "GiB", "estimate", found["estimate"], name))
+        rows.append(ResultRow("tokens/s of the last step", found["tokens/s"], "1/s", case=name))
+    rows.append(ResultRow(f"of {len(chosen)} shapes ran out of memory or failed", failed, "", "limit", 0))
+    return [row.line() for row in rows]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="runs,fit")
+    parser.add_argument("--against", default="tuned", choices=[keys for keys in KEYS if keys != "silent"])
+    parser.add_argument("--turns", type=int, default=2, help="how often the two run; they change places each time")
+    parser.add_argument("--shape", default="Qwen2.5-1.5B")
+    parser.add_argument("--only", default="", help="shapes of `fit` whose names contain this")
+    parser.add_argument("--versions", type=int, default=16)
+    parser.add_argument("--warm-up", type=int, default=6)
+    parser.add_argument("--start-s", type=float, default=300.0, help="longest time of each part of a run")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-defaults"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "defaults.json")
+    parser.add_argument("--one", choices=KEYS, help=argparse.SUPPRESS)
+    parser.add_argument("--fit", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one or args.fit is not None:
+        print(json.dumps(whole_run(args, args.one) if args.one else one_step(args.fit)))
+        return 0
+    if not torch.cuda.is_available():
+        parser.error("no GPU is seen: on a CPU every choice of speed is made already")
+    rows: list[dict[str, Any]] = []
+    for part in args.parts.split(","):
+        rows += {"runs": both, "fit": fits}[part](args)
+        write(args.out, "defaults", rows, show=False)
+    write(args.out, "defaults", rows)
+    return int(any(row["what"] == "FAILED" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Decides the learner's keys that a run file leaves to `auto` and that change its speed, not its results.
+
+`learner/__main__.py` calls `choose` on every rank before a weight is loaded; the ranks then agree on the most careful
+choice (`fastest_first` is ordered). `learner.gather` and `learner.tokens_per_microbatch` follow in `memory.py`, because
+they take what memory is left. Each decision is one line in the log, with its reason and its price. A key that the run
+file writes is kept; if `auto` would be 1.2 times faster, the log says so. Waits for nothing.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from configs.schema import LearnerConfig, ModelConfig
+from learner.model.head import CHUNK_ON_CPU
+from learner.model.memory import SHARE, estimate
+
+log = logging.getLogger(__name__)
+VERSIONS_WORTH_COMPILING = 20
+"""Compiling takes about a minute at the start; shorter runs do not earn it."""
+ENOUGH_TOKENS = 8192
+"""Tokens of a microbatch from which on matrix products fill a GPU and hide the gathering of weights."""
+HEAD_CHUNK_ON_GPU = 4096
+STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3}
+"""Time of a step by `activation_checkpointing`, relative to `none`: `block` computes each forward pass twice."""
+EAGER_TIME = 1.3
+"""Time of a step that is not compiled, relative to a compiled one (docs/learner.md: 37 % MFU against 49 %)."""
+NOTABLE = 1.2
+REASONS = {
+    "none": "recomputes nothing; {tokens:,} tokens per microbatch fit",
+    "selective": "recomputes norms and activation functions; with none {tokens:,} tokens per microbatch do not fit",
+    "block": "recomputes each block, a third more time; with none {tokens:,} tokens per microbatch do not fit",
+}
+
+
+def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
+    """What `learner` may become, the fastest first, each needing less memory than the one before. Never empty."""
+    compiled = on_gpu and not learner.cpu_offload and versions >= VERSIONS_WORTH_COMPILING
+    if learner.compile != "auto":
+        compiled = learner.compile
+    ways: Sequence[str] = (
+        ("block",) if not on_gpu else ("none", "block") if compiled else ("none", "selective", "block")
+    )
+    if learner.activation_checkpointing != "auto":
+        ways = (learner.activation_checkpointing,)
+    chunk = HEAD_CHUNK_ON_GPU if on_gpu else CHUNK_ON_CPU
+    if learner.head_chunk_tokens != "auto":
+        chunk = learner.head_chunk_tokens
+    decided = {"compile": compiled, "head_chunk_tokens": chunk}
+    return [learner.model_copy(update=decided | {"activation_checkpointing": way}) for way in ways]
+
+
+def choose(
+    model: ModelConfig,
+    ways: Sequence[LearnerConfig],
+    shards: int,
+    memory: int | None,
+    tokens: int,
+    reference: bool = False,
+    sends: bool = False,
+) -> int:
+    """Index of the first of `ways` that fits a rank with `memory` bytes (None: on CPU, where all fit), or the last one.
+
+    It fits if microbatches of `wanted_tokens` do. The other arguments are those of `memory.estimate`.
+    """
+    if memory is None:
+        return 0
+    for index, way in enumerate(ways[:-1]):
+        if estimate(model, way, shards, reference, sends).fit(int(SHARE * memory)) >= wanted_tokens(way, tokens):
+            return index
+    return len(ways) - 1
+
+
+def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
+    """Tokens of a microbatch that must fit: `tokens`, the fewest that the run needs, or enough to fill a GPU."""
+    return max(tokens, ENOUGH_TOKENS) if learner.tokens_per_microbatch == "auto" else tokens
+
+
+def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int) -> None:
+    """Log each key that was decided with its reason, and each written one that costs a fifth or more."""
+    if written.compile == "auto":
+        why = _why_compiled(written, chosen, on_gpu, versions)
+        log.info("learner.compile: auto takes %s: %s", str(chosen.compile).lower(), why)
+    if written.activation_checkpointing == "auto":
+        taken = chosen.activation_checkpointing
+        why = REASONS[taken].format(tokens=wanted_tokens(written, tokens)) if on_gpu else "the least memory, on CPU"
+        log.info("learner.activation_checkpointing: auto takes %s: %s", taken, why)
+    if written.head_chunk_tokens == "auto":
+        log.info("learner.head_chunk_tokens: auto takes %d", chosen.head_chunk_tokens)
+
+
+def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int) -> str:
+    if chosen.compile:
+        return f"a minute at the start, then about {EAGER_TIME:g} times the tokens/s"
+    if not on_gpu:
+        return "it is for GPUs"
+    if written.cpu_offload:
+        return "compiled blocks have not been tried with learner.cpu_offload"
+    return f"{versions} versions are too few to earn its minute"
+
+
+def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: LearnerConfig) -> None:
+    """Say which written keys make a step `NOTABLE` times slower than `automatic`, what `auto` alone would choose."""
+    gain = step_time(chosen) / step_time(automatic)
+    keys = [
+        f"learner.{key}: {str(getattr(written, key)).lower()} (auto: {str(getattr(automatic, key)).lower()})"
+        for key in ("compile", "activation_checkpointing")
+        if getattr(written, key) not in ("auto", getattr(automatic, key))
+    ]
+    if gain >= NOTABLE and keys:
+        log.warning("%s is kept; auto would be about %.1f times faster", " and ".join(keys), gain)
+
+
+def step_time(learner: LearnerConfig) -> float:
+    """Expected time of a step, relative to a compiled one that recomputes nothing."""
+    return STEP_TIME[learner.activation_checkpointing] * (1.0 if learner.compile else EAGER_TIME)

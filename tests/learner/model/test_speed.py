@@ -1,0 +1,111 @@
+"""What `auto` takes for speed: the fastest that fits, the same on all ranks, and one line for each decision."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from configs.schema import LearnerConfig, ModelConfig
+from learner.model import speed
+from learner.model.memory import SHARE, estimate
+from tests.learner.model.test_memory import wide_model
+
+AUTO = LearnerConfig()
+
+
+def decided(learner: LearnerConfig, on_gpu: bool = True, versions: int = 1000) -> list[tuple[object, str, object]]:
+    ways = speed.fastest_first(learner, on_gpu, versions)
+    return [(way.compile, way.activation_checkpointing, way.head_chunk_tokens) for way in ways]
+
+
+def test_a_run_file_without_a_word_is_compiled_on_a_gpu_and_recomputes_only_where_it_must() -> None:
+    assert decided(AUTO) == [(True, "none", 4096), (True, "block", 4096)]
+    assert decided(AUTO, on_gpu=False) == [(False, "block", 1024)]
+
+
+def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
+    eager = [(False, way, 4096) for way in ("none", "selective", "block")]
+    assert decided(AUTO, versions=19) == eager and decided(AUTO, versions=20) != eager
+    assert decided(AUTO.model_copy(update={"cpu_offload": True})) == eager
+
+
+@pytest.mark.parametrize(
+    ("written", "ways"),
+    [
+        ({"compile": False}, [(False, "none", 4096), (False, "selective", 4096), (False, "block", 4096)]),
+        ({"compile": True, "cpu_offload": True}, [(True, "none", 4096), (True, "block", 4096)]),
+        ({"activation_checkpointing": "selective"}, [(True, "selective", 4096)]),
+        ({"head_chunk_tokens": 7}, [(True, "none", 7), (True, "block", 7)]),
+    ],
+)
+def test_what_is_written_is_kept(written: dict, ways: list) -> None:
+    assert decided(LearnerConfig.model_validate(written)) == ways
+
+
+def test_each_way_needs_less_memory_and_more_time_than_the_one_before(tmp_path: Path) -> None:
+    model = wide_model(tmp_path)
+    for written in ({}, {"compile": False}):
+        ways = speed.fastest_first(LearnerConfig.model_validate(written), True, 1000)
+        for faster, slower in pairwise(ways):
+            assert estimate(model, faster, 1).total(4096) > estimate(model, slower, 1).total(4096)
+            assert speed.step_time(faster) < speed.step_time(slower)
+
+
+def chosen(model: ModelConfig, learner: LearnerConfig, memory: int | None, tokens: int = 512, **options: bool) -> str:
+    ways = speed.fastest_first(learner, True, 1000)
+    return ways[speed.choose(model, ways, 1, memory, tokens, **options)].activation_checkpointing
+
+
+def test_the_first_way_whose_microbatches_fit_is_taken(tmp_path: Path) -> None:
+    model = wide_model(tmp_path)
+    ways = speed.fastest_first(AUTO, True, 1000)
+
+    def room(tokens: int, sends: bool = False) -> int:
+        return int(estimate(model, ways[0], 1, sends=sends).total(tokens) / SHARE) + 2
+
+    assert chosen(model, AUTO, room(speed.ENOUGH_TOKENS)) == "none"
+    assert chosen(model, AUTO, room(speed.ENOUGH_TOKENS - 256)) == "block"
+    assert chosen(model, AUTO, room(speed.ENOUGH_TOKENS), tokens=speed.ENOUGH_TOKENS + 1) == "block"
+    assert chosen(model, AUTO, room(speed.ENOUGH_TOKENS), sends=True) == "block"
+    assert chosen(model, AUTO, room(speed.ENOUGH_TOKENS, sends=True), sends=True) == "none"
+    small = AUTO.model_copy(update={"tokens_per_microbatch": 512})
+    assert chosen(model, small, room(512)) == "none" and chosen(model, small, room(256)) == "block"
+    assert chosen(model, AUTO, 1) == "block"
+    assert speed.choose(model, ways, 1, None, 512) == 0
+
+
+def test_each_decision_is_a_line_with_its_reason(caplog) -> None:
+    caplog.set_level("INFO")
+    none, block = speed.fastest_first(AUTO, True, 1000)
+    speed.report(AUTO, none, True, 1000, 100)
+    assert [record.message for record in caplog.records] == [
+        "learner.compile: auto takes true: a minute at the start, then about 1.3 times the tokens/s",
+        "learner.activation_checkpointing: auto takes none: recomputes nothing; 8,192 tokens per microbatch fit",
+        "learner.head_chunk_tokens: auto takes 4096",
+    ]
+    caplog.clear()
+    speed.report(AUTO.model_copy(update={"tokens_per_microbatch": 900, "compile": True}), block, True, 1000, 900)
+    assert caplog.records[0].message == (
+        "learner.activation_checkpointing: auto takes block: recomputes each block, a third more time; with none 900 "
+        "tokens per microbatch do not fit"
+    )
+    caplog.clear()
+    speed.report(none, none, True, 1000, 100)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({}, None),
+        ({"compile": True, "activation_checkpointing": "none"}, None),
+        ({"activation_checkpointing": "selective"}, None),
+        ({"activation_checkpointing": "block"}, "learner.activation_checkpointing: block (auto: none) is kept"),
+        ({"compile": False}, "learner.compile: false (auto: true) is kept; auto would be about 1.3 times faster"),
+        ({"compile": False, "activation_checkpointing": "block"}, "auto would be about 1.7 times faster"),
+    ],
+)
+def test_a_written_key_that_costs_a_fifth_is_named(written: dict, words: str | None, caplog) -> None:
+    learner = LearnerConfig.model_validate(written)
+    speed.report_slower(learner, speed.fastest_first(learner, True, 1000)[0], speed.fastest_first(AUTO, True, 1000)[0])
+    assert (caplog.text == "") if words is None else (words in caplog.text)
