@@ -109,7 +109,8 @@ def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
 
 def both(args: argparse.Namespace) -> list[dict[str, Any]]:
     """`silent` and the other run file at the same time, then in each other's place."""
-    pair, found = ("silent", args.against), {name: [] for name in ("silent", args.against)}
+    pair = ("silent", args.against)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
     gpus = torch.cuda.device_count()
     for turn in range(args.turns):
         order = pair[:: 1 if turn % 2 == 0 else -1]
@@ -160,6 +161,7 @@ def one_step(index: int) -> dict[str, Any]:
     import tempfile
 
     import torch.distributed as dist
+    from torch.distributed import HashStore
     from torch.distributed.device_mesh import init_device_mesh
 
     from benchmarks.learner.cases import part_of
@@ -181,7 +183,7 @@ def one_step(index: int) -> dict[str, Any]:
     config = Config.model_validate(given | {key: given.get(key, {}) | keys for key, keys in fit.sections.items()})
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda", (1,))
     config = decide_gather(decide_speed(config, device, mesh, 0), device, mesh, 0)
     expected, budget = memory_budget(config, device, 1, keeps_reference(config), True)
