@@ -161,7 +161,7 @@ def one_step(index: int) -> dict[str, Any]:
     import tempfile
 
     import torch.distributed as dist
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import init_device_mesh
 
     from benchmarks.learner.cases import part_of
