@@ -178,7 +178,7 @@ def test_help_lists_every_key(
             assert " ".join((inner.description or "missing").split()) in words
     assert "--batch.samples a whole number >= 2; default 8" in words
     assert "--model.path text; required" in words
-    assert "--learner.tokens_per_microbatch a whole number >= 1 or auto; default 8192" in words
+    assert '--learner.tokens_per_microbatch a whole number >= 1 or auto; default "auto"' in words
     assert "--log.trackers a list, each one of tensorboard, wandb, swanlab; default []" in words
 
 
