@@ -275,7 +275,7 @@ def _validate(tree: dict[str, Any], merged: MergedTree) -> Config:
     for place, value in _values(tree):
         key = keys().get(key_of(place))
         whole = key and key.name.count(".") == len(place) - 1
-        if key and whole and isinstance(value, bool) and key.type != TYPES["boolean"]:  # `on`, `yes` must not become 1
+        if key and whole and isinstance(value, bool) and TYPES["boolean"] not in key.type:  # `on` must not become 1
             name = ".".join(map(str, place))
             problems[name] = f"{name}: {show(value)} is not {key.type}{merged.where(name)}"
     try:

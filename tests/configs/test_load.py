@@ -153,6 +153,11 @@ def test_read_exits_2_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert read(NEEDED, "python -m buffer", lambda config: None).model.path == "m"
 
 
+@pytest.mark.parametrize(("written", "read_as"), [("true", True), ("false", False), ("auto", "auto")])
+def test_a_key_of_true_false_or_a_word_takes_each(written: str, read_as: object) -> None:
+    assert load([*NEEDED, f"--learner.compile={written}"]).learner.compile == read_as
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_help_lists_every_key(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
