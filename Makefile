@@ -64,9 +64,6 @@ OLDEST := $(VENV)/oldest/bin/python
 oldest: $(VENV)/oldest/.installed
 	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) --lane fast
 
-$(VENV)/oldest/.installed
-	TORCH_FR_BUFFER_SIZE=0 $(OLDEST) -m pytest $(SPREAD) -m "not gpu"
-
 $(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt
 	test -x $(OLDEST) || $(PYTHON) -m venv $(VENV)/oldest
 	$(OLDEST) -m pip install --quiet "uv>=0.8"

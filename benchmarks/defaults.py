@@ -123,7 +123,7 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for turn, (ours, other) in enumerate(zip(found["silent"], found[args.against], strict=True)):
         failed = [
-            f"{keys}: {run['failed']}" for keys, run in (("silent", ours), (args.against, other)) if "failed" in run
+            f"{keys}: {run['error']}" for keys, run in (("silent", ours), (args.against, other)) if "error" in run
         ]
         if failed:
             rows.append(ResultRow("FAILED", 0.0, "", "; ".join(failed)))
@@ -147,11 +147,11 @@ def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess
 
 
 def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    """Its last line; `failed` if it printed none."""
+    """Its last line; `error` if it printed none."""
     out, _ = process.communicate()
     lines = out.splitlines()
     if process.returncode or not lines:
-        return {"failed": f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"}
+        return {"error": f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 
@@ -259,9 +259,9 @@ def fits(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows, failed = [], 0
     for index, found in zip(chosen, measured, strict=True):
         name = FITS[index].name
-        if "failed" in found:
+        if "error" in found:
             failed += 1
-            rows.append(ResultRow("FAILED", 0.0, "", found["failed"], case=name))
+            rows.append(ResultRow("FAILED", 0.0, "", found["error"], case=name))
             continue
         settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items())
         what = f"peak memory, {found['budget']:,} tokens per microbatch, {settings}"
