@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from tests.harness.ports import free_port
 from tests.harness.ray_nodes import add, ray_nodes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SCRIPT = """
 import os, sys
 from dataclasses import replace
