@@ -23,13 +23,15 @@ from actors.watch.display import Display
 from buffer.store.sqlite import reading
 from configs.schema import Config
 from tests.harness.fakes import LocalKeeper
+from tests.harness.toy import Run
 
 LIMIT_S = 200.0
 QUICK = Restarts(first_s=0.1, most_s=0.5)
 
 
 class KeptRun:
-    """`await run(scene())` runs the processes to the end of the run, and the scene beside them; the exit code."""
+    """`await run(scene())` runs the processes to the end of the run, and the scene beside them; the exit code. No process
+    is left."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.keepers = config, list[LocalKeeper]()
@@ -52,6 +54,7 @@ class KeptRun:
         finally:
             for keeper in self.keepers:
                 await keeper.kill()
+        assert Run(self.config.run.path).left_behind() == []
         return code
 
     async def _place(self, process: Process) -> LocalKeeper:

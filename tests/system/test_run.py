@@ -44,7 +44,8 @@ def audit(run: Run, versions: int, groups: int, staleness: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "ranks", "staleness"), [(12, 1, 1), pytest.param(24, 2, 4, id="long", marks=pytest.mark.long)]
+    ("versions", "ranks", "staleness"),
+    [pytest.param(12, 1, 1, id="short"), pytest.param(24, 2, 4, id="long", marks=pytest.mark.long)],
 )
 def test_killed_while_it_works_the_run_goes_on(versions: int, ranks: int, staleness: int, toy: Toy) -> None:
     """Probes of each version; SIGKILL to buffer, learner and server. In the long form vLLM then loads the export."""
