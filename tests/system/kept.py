@@ -30,8 +30,8 @@ QUICK = Restarts(first_s=0.1, most_s=0.5)
 
 
 class KeptRun:
-    """`await run(scene())` runs the processes to the end of the run, and the scene beside them; the exit code. No process
-    is left."""
+    """`await run(scene())` runs the processes to the end of the run, and the scene beside them; returns the exit code.
+    No process is left then."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.keepers = config, list[LocalKeeper]()
