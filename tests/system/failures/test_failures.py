@@ -37,7 +37,7 @@ def lane(case: Case) -> Any:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("case", map(lane, CASES))
+@pytest.mark.parametrize("case", [lane(case) for case in CASES])
 def test_a_failure_is_seen_everywhere_and_ends_as_it_should(case: Case, tmp_path: Path) -> None:
     story = tell(case, tmp_path)
     assert story.code == case.code, story.text[-3000:]
