@@ -52,9 +52,10 @@ class Finding:
         return f"{mark:<4}  {self.what}: {self.says}{remedy}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed."""
-    findings = doctor(read(argv, "python -m actors doctor") if argv else None)
+def main(argv: Sequence[str], machine: Machine | None = None) -> int:
+    """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed. `machine`:
+    see `doctor`."""
+    findings = doctor(read(argv, "python -m actors doctor") if argv else None, machine)
     print("\n".join(map(str, findings)))
     failed = [finding.what for finding in findings if finding.state == "fail"]
     print(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")

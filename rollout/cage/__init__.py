@@ -17,6 +17,9 @@ from typing import Any
 
 from rollout.errors import EpisodeError
 
+GRACE_S = 4.0
+"""Time for something to end by itself before it is killed."""
+
 
 @dataclass(frozen=True)
 class CagedFunction:
@@ -27,7 +30,9 @@ class CagedFunction:
     path without its end: the worker at place 0 prints to `{log}-0.log`. A worker runs one call at a time, unless the
     loaded function says `async` in its attribute `about`: then up to `concurrency` calls, on an event loop. `episodes`:
     the function is `await function(problem, generate)`, and a worker runs any number of them at a time.
-    `max_processes`: most processes of a worker with all that it started.
+    `max_processes`: most processes of a worker with all that it started. `grace_s`: time for a worker to end by itself
+    (`atexit` handlers run), and for a cancelled call or episode to end, before the worker is killed; `cancel_again_s`:
+    interval at which an episode that swallows its cancellation is cancelled again meanwhile.
     Example: `CagedFunction("score.py:score", "rollout.rewards.workers:load", [{"function": "score.py:score"}], 10.0)`.
     """
 
@@ -43,6 +48,8 @@ class CagedFunction:
     concurrency: int = 1
     log: str | None = None
     max_processes: int = 256
+    grace_s: float = GRACE_S
+    cancel_again_s: float = 1.0
 
 
 class CagedError(EpisodeError):

@@ -12,7 +12,7 @@ from typing import Any
 from rollout.cage import CagedError, CagedFunction, Unloadable
 from rollout.cage.failure_text import one_line
 from rollout.cage.frames import encode
-from rollout.cage.worker_process import GRACE_S, WorkerEnd, WorkerProcess
+from rollout.cage.worker_process import WorkerEnd, WorkerProcess
 from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Cage:
         self, *arguments: Any, generate: Generate | None = None, on_worker: Callable[[bool], object] = bool
     ) -> Any:
         """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
-        not handle. Cancelling it ends the episode; a call that does not end within GRACE_S is killed. `on_worker` is
+        not handle. Cancelling it ends the episode; a call that does not end within `grace_s` is killed. `on_worker` is
         told that a worker has the call now (True), or lost it before it began (False)."""
         number = next(self._numbers)
         try:
@@ -137,7 +137,7 @@ class Cage:
             if call.worker and call.worker.runs_many:
                 call.worker.send(["cancel", call.number])
             elif call.worker and call.number in call.worker.calls:  # a new worker may take longer than this call
-                asyncio.get_running_loop().call_later(GRACE_S, self._kill_if_busy, call.worker, call)
+                asyncio.get_running_loop().call_later(self.function.grace_s, self._kill_if_busy, call.worker, call)
             raise
         finally:
             if not call.done.cancelled() or (call.worker and call.worker.runs_many):
@@ -156,7 +156,7 @@ class Cage:
         if next(iter(worker.calls), None) == call.number:
             worker.kill()
         elif call.number in worker.calls:  # others were sent before it
-            asyncio.get_running_loop().call_later(GRACE_S, self._kill_if_busy, worker, call)
+            asyncio.get_running_loop().call_later(self.function.grace_s, self._kill_if_busy, worker, call)
 
     def _submit(self, call: CallOnServer) -> None:
         """Give the call to the worker that has the fewest, or let it wait."""

@@ -32,11 +32,8 @@ from rollout.cage import CagedFunction
 from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
 from rollout.cage.frames import encode, unpacker
 from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
-from rollout.cage.worker_process import GRACE_S
 from rollout.errors import ChatRefused, EngineError, first_error
 
-CANCEL_AGAIN_S = 1.0
-"""Interval at which an episode that is to end, and swallows that, is told so again."""
 AHEAD_S, MOST_AHEAD = 0.005, 8
 """Of short calls, as many are sent ahead as take so long, at most so many: to wake a process for each, which wakes the
 server, would cost both more than the call does. A long one delays no more than those that were sent behind it."""
@@ -164,7 +161,7 @@ class EpisodeServer:
         elif verb == "cancel":
             if number in self.episodes:
                 self.episodes[number].answered = True
-                self._cancel(self.episodes[number], self.loop.time() + GRACE_S)
+                self._cancel(self.episodes[number], self.loop.time() + self.function.grace_s)
         elif request is not None and not request.done():
             if verb == "generated":
                 request.set_result(value)
@@ -184,7 +181,7 @@ class EpisodeServer:
     def _expire(self, episode: RunningEpisode) -> None:
         how = f"{self.function.name} took longer than {self.function.prefix}timeout_s ({self.function.timeout_s:g} s)"
         self._answer(episode, encode(["ended", episode.number, "timed_out", how, "", False, 0]))
-        self._cancel(episode, self.loop.time() + GRACE_S)
+        self._cancel(episode, self.loop.time() + self.function.grace_s)
 
     def _cancel(self, episode: RunningEpisode, until: float) -> None:
         """Have users' code end; where it does not until then, the worker ends, by the fault of this episode alone."""
@@ -196,7 +193,7 @@ class EpisodeServer:
             os._exit(1)
         episode.task.cancel()
         if not getattr(self.play, "apart", False):  # else no user's code runs here, and its guard may need longer
-            self.loop.call_later(CANCEL_AGAIN_S, self._cancel, episode, until)
+            self.loop.call_later(self.function.cancel_again_s, self._cancel, episode, until)
 
     def _answer(self, episode: RunningEpisode, message: bytes) -> None:
         """Tell the server how an episode ended, once."""

@@ -13,8 +13,6 @@ from typing import Any
 from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
-GRACE_S = 4.0
-"""Time for a worker to end by itself (`atexit` handlers run) before it is killed."""
 KILL_S = 10.0
 """Time for a warden to kill its worker before it is killed as well: the worker dies with it (PDEATHSIG)."""
 OUTPUT_S = 2.0
@@ -143,7 +141,7 @@ class WorkerProcess:
             self.stopping = True
             with suppress(OSError, RuntimeError):
                 self._writer.write_eof()
-            asyncio.get_running_loop().call_later(GRACE_S, self.kill)
+            asyncio.get_running_loop().call_later(self.function.grace_s, self.kill)
 
     def kill(self) -> None:
         """Have the warden kill the worker and all that it started, now; then it is killed itself, if need be."""
@@ -179,7 +177,7 @@ class WorkerProcess:
             if not asked.done():
                 asked.set_result(end.output)
         # What the worker sent last is still to be read. Nobody writes any more, unless the warden was killed.
-        asyncio.get_running_loop().call_later(GRACE_S, self._writer.transport.abort)
+        asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:
         """End the worker, unless it does so itself right now; how it ended."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NoReturn
 
+from rollout.cage import GRACE_S
 from rollout.cage.failure_text import ToldError
-from rollout.cage.worker_process import GRACE_S
 from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
@@ -77,10 +77,11 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Relay:
-    """Requests to a host and its answers to them."""
+    """Requests to a host and its answers to them. A host that does not confirm a cancellation within `grace_s` is
+    killed."""
 
-    def __init__(self, host: subprocess.Popen[bytes]) -> None:
-        self.host = host
+    def __init__(self, host: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+        self.host, self.grace_s = host, grace_s
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._kills: dict[int, asyncio.TimerHandle] = {}
         """What the host has yet to say of requests that were cancelled."""
@@ -88,7 +89,7 @@ class Relay:
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """The host's answer; cancelled, the host is told so, and has GRACE_S to say that it heard it."""
+        """The host's answer; cancelled, the host is told so."""
         if self._connected is None:  # outside of any episode: its time is nobody's
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)
@@ -97,7 +98,7 @@ class Relay:
             writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
             return await answer
         except asyncio.CancelledError:
-            self._kills[number] = asyncio.get_running_loop().call_later(GRACE_S, self.host.kill)
+            self._kills[number] = asyncio.get_running_loop().call_later(self.grace_s, self.host.kill)
             writer.write(json.dumps({"cancel": number}).encode() + b"\n")
             raise
         finally:

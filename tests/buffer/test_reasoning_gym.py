@@ -14,8 +14,6 @@ from typing import Any
 import msgpack
 import psutil
 import pytest
-import reasoning_gym
-from reasoning_gym.utils import extract_answer
 
 from buffer.data.entry_maker import EntryError, EntryMaker, GeneratedRows, entry_maker
 from buffer.problems import READ_AHEAD, ProblemsError, load_problems
@@ -62,6 +60,8 @@ def test_the_answer_that_is_shown_scores_1_in_another_process(name: str, other: 
 
 
 def own_score(made: Any, text: str, entry: dict[str, Any]) -> tuple[float, float]:
+    from reasoning_gym.utils import extract_answer
+
     answer = extract_answer(text)
     try:
         return float(made.score_answer(answer, entry)), float(answer is not None)
@@ -71,6 +71,8 @@ def own_score(made: Any, text: str, entry: dict[str, Any]) -> tuple[float, float
 
 @pytest.mark.parametrize("name", [*OTHERS, *UNSHOWN])
 def test_scores_are_those_of_the_package(name: str) -> None:
+    import reasoning_gym  # slow to import: other files must not wait for it
+
     rows = problems(f"reasoning_gym:{name}?size=20&seed=3")
     reward, made = (
         load_reward(RewardConfig(function="reasoning_gym")),

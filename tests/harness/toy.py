@@ -56,11 +56,11 @@ class Toy:
 
 
 def make_toy(folder: Path) -> Toy:
-    """Make problems and model with the example's own commands; 60 steps of warm start."""
+    """Make problems and model with the example's own commands; 15 steps of warm start."""
     made = python("examples.countdown.make_problems", "--out", folder / "data", "--eval", "12")
     assert made.returncode == 0, made.stderr
     train = folder / "data" / "train.parquet"
-    made = python("examples.countdown.make_model", "--problems", train, "--out", folder / "model", "--steps", "60")
+    made = python("examples.countdown.make_model", "--problems", train, "--out", folder / "model", "--steps", "15")
     assert made.returncode == 0, made.stderr
     return Toy(folder)
 

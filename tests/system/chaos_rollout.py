@@ -116,6 +116,18 @@ class Receiver:
 
     def __init__(self, buffer: RolloutClient, engine: Engine) -> None:
         self.buffer, self.engine = buffer, engine
+        self._released, self._yielded = asyncio.Event(), False
+        self._released.set()
+
+    def hold(self, loading: bool = False) -> bool:
+        """Yield no newer version until `release`; False: one that was yielded is not in use yet."""
+        if self._yielded and not loading:
+            return False
+        self._released.clear()
+        return True
+
+    def release(self) -> None:
+        self._released.set()
 
     async def policies(self) -> AsyncGenerator["Policy", None]:
         context, address = zmq.asyncio.Context.instance(), await self.buffer.where(None)
@@ -128,7 +140,10 @@ class Receiver:
                     received = asyncio.ensure_future(wire.recv())
                     await asyncio.wait({received, moved}, return_when=asyncio.FIRST_COMPLETED)
                     if received.done():
+                        await self._released.wait()
+                        self._yielded = True
                         yield Policy(int(received.result()), self)
+                        self._yielded = False
                     else:
                         received.cancel()
             address = moved.result()

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: a few kills, then the whole audit. The long form has 200 kills over all variants."""
+"""Short forms of `make chaos`: a few kills, then the whole audit. `make chaos` has 200 kills over all variants."""
 
 import json
 import random
@@ -11,9 +11,9 @@ import pytest
 
 from tests.system.chaos import chaos
 from tests.system.chaos_audit import Finding, audit
-from tests.system.chaos_run import AGENTS, VARIANTS, Run
+from tests.system.chaos_run import AGENTS, VARIANTS, Run, Variant
 
-KILLS = 16
+KILLS, MORE_KILLS = 8, 16
 AGENT_SEED = 0
 """Kills by which a server is met twice, learner and buffer at least once."""
 
@@ -24,8 +24,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chaos") / VARIANTS[0].name
     kills, counts = chaos(folder, VARIANTS[0], KILLS, seed=0)
     assert kills.total() == KILLS and set(kills) == {"buffer", "learner", "rollout"}
-    assert counts.trained > 200 and counts.reasons["same"] and counts.reasons["hang"]
+    assert counts.trained > 100 and counts.reasons["same"] and counts.reasons["hang"]
     return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", [one for one in VARIANTS if one is not AGENTS], ids=lambda one: one.name)
+def test_more_kills(variant: Variant, tmp_path: Path) -> None:
+    kills, counts = chaos(tmp_path / variant.name, variant, MORE_KILLS, seed=0)
+    assert kills.total() == MORE_KILLS and counts.trained > 200
 
 
 def test_kills_in_the_middle_of_agents_episodes_leave_no_zero_and_no_process(tmp_path: Path) -> None:

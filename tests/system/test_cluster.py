@@ -125,6 +125,7 @@ def learner_ended(overview: Overview) -> bool:
     return any(whom.startswith("the learner, which ended") for _, whom, *_ in overview.waits)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_nodes_and_processes_are_lost_and_nothing_else_is(tmp_path: Path) -> None:
     with ray_nodes(gpus=2) as cluster:

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.toy import ROOT, Run, Toy, python
 from tests.system.test_run import audit, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def evaluating(run: Run, version: int) -> bool:

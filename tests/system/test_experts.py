@@ -9,7 +9,7 @@ from examples.countdown.make_model import make_tokenizer
 from tests.harness.tiny_experts import tiny_experts
 from tests.harness.toy import Toy, python
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 VERSIONS = 20
 
 

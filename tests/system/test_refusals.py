@@ -1,9 +1,11 @@
-"""Bad input to the real processes: one line with key, value and remedy, exit code 2, and nothing is started.
+"""Bad input: one line with key, value and remedy, exit code 2, and nothing is started.
 
-`configs`, `doctor` and `launch` share one list of checks: the rows of TOGETHER go through all three, several at once,
-because each of them starts processes that try things out. Each command prints the seconds it took.
+Most rows call a command's `main` in this process; a few start the real process, for its exit code and its stderr.
+`configs`, `doctor` and `launch` share one list of checks: all rows of TOGETHER go through `launch`, one of them through
+`configs`. In the long lane all rows go through all three. Each command prints the seconds it took.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -14,11 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from examples.countdown.make_model import make_tokenizer
 from tests.harness.ports import free_port
 from tests.harness.toy import python
 
@@ -40,6 +39,11 @@ async def play(problem): ...
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
     """Overrides that make the quickstart's file acceptable, and the broken files that tests name."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from examples.countdown.make_model import make_tokenizer
+
     truth = {"ground_truth": {"target": 2, "numbers": [8, 6, 4]}}
     row = {"prompt": [{"role": "user", "content": "8 6 4=2"}], "reward_model": truth}
     pq.write_table(pa.Table.from_pylist([row] * 4), tmp_path / "train.parquet")
@@ -65,20 +69,44 @@ def given(tmp_path: Path) -> list[str]:
     return [*places, f"--data.train={tmp_path}/train.parquet", f"--buffer.address=tcp://127.0.0.1:{free_port()}"]
 
 
+def refused(capsys: pytest.CaptureFixture[str], module: str, *words: str) -> list[str]:
+    """The lines on stderr of `module`'s `main`, called here, which refuses these words."""
+    code: int | str | None
+    try:
+        code = importlib.import_module(module).main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("module", "wrong", "words"),
+    [
+        ("learner.__main__", "--optim.lr=1e-6", "did you mean learner.lr?"),
+        ("rollout.__main__", "--reward.function=nowhere.py:score", "nowhere.py"),
+        ("rollout.__main__", "--model.path={folder}/base", "set data.chat_template: none"),
+        ("buffer.__main__", "--data.train={folder}/nowhere.parquet", "nowhere.parquet: no such file"),
+        ("actors.supervise.launch", "--learner.ranks=1000", "1000 is more than batch.groups 32 x batch.samples 16"),
+    ],
+)
+def test_refused_in_one_line_before_anything_starts(
+    module: str, wrong: str, words: str, given: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (line,) = refused(capsys, module, YAML, *given, wrong.format(folder=tmp_path))
+    assert words in line
+    assert not list(tmp_path.glob("runs/*/logs/*"))
+
+
 @pytest.mark.parametrize(
     ("command", "wrong", "words"),
     [
         (LAUNCH, "--learner.lrr=1e-6", "learner.lrr: no such key"),
-        (("learner", YAML), "--optim.lr=1e-6", "did you mean learner.lr?"),
-        (("rollout", YAML), "--reward.function=nowhere.py:score", "nowhere.py"),
-        (("rollout", YAML), "--model.path={folder}/base", "set data.chat_template: none"),
-        (("buffer", YAML), "--data.train={folder}/nowhere.parquet", "nowhere.parquet: no such file"),
         (("buffer", YAML), "--data.train={folder}/broken.jsonl", "broken.jsonl: line 3: not JSON"),
         (("buffer", YAML), "--buffer.address=tcp://127.0.0.1:{busy}", "another process listens there"),
-        (LAUNCH, "--learner.ranks=1000", "1000 is more than batch.groups 32 x batch.samples 16"),
     ],
 )
-def test_refused_in_one_line_before_anything_starts(
+def test_a_process_refuses_in_one_line_and_exits_with_2(
     command: tuple[str, ...], wrong: str, words: str, given: list[str], tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
@@ -125,11 +153,10 @@ TOGETHER = [
 """What is wrong at once, and what is said of each."""
 
 
-@pytest.mark.parametrize("rows", TOGETHER, ids=range(len(TOGETHER)))
-def test_refused_by_the_list_of_checks(
-    rows: list[tuple[str, str]], given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that is wrong is told at once, in a line each."""
+def prepared(
+    rows: list[tuple[str, str]], given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str]]:
+    """What is wrong and what is said of each, in surroundings where all of it is wrong."""
     if importlib.util.find_spec("wandb"):  # nothing to refuse
         rows = [row for row in rows if "wandb" not in row[0]]
     wrong, words = map(list, zip(*rows, strict=True))
@@ -137,6 +164,49 @@ def test_refused_by_the_list_of_checks(
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         given.append("--weights.host=10.0.0.2")
+    return wrong, words
+
+
+def all_are_named(lines: list[str], words: list[str], folder: Path, address: str) -> None:
+    """Each of `words` is in one line, there are no other lines, and nothing was started."""
+    for named in (word.format(folder=folder, address=address) for word in words):
+        assert sum(named in line for line in lines) == 1, (named, lines)
+    assert len(lines) == len(words), lines
+    assert not (folder / "runs").exists()
+    assert not [process for process in os.listdir("/proc") if str(folder) in command_of(process)]
+
+
+@pytest.mark.parametrize("rows", TOGETHER, ids=range(len(TOGETHER)))
+def test_launch_names_all_that_is_wrong_at_once(
+    rows: list[tuple[str, str]],
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong, words = prepared(rows, given, monkeypatch)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        wrong = [word.format(folder=tmp_path, busy=busy.getsockname()[1]) for word in wrong]
+        lines = refused(capsys, "actors.supervise.launch", YAML, *given, f"--buffer.address={address}", *wrong)
+    all_are_named(lines, words, tmp_path, address)
+
+
+@pytest.mark.parametrize(
+    ("rows", "commands"),
+    [
+        pytest.param(TOGETHER[2], COMMANDS[:1], id="one by configs"),
+        *(pytest.param(rows, COMMANDS, id=str(n), marks=pytest.mark.long) for n, rows in enumerate(TOGETHER)),
+    ],
+)
+def test_every_command_names_all_that_is_wrong_at_once(
+    rows: list[tuple[str, str]],
+    commands: tuple[tuple[str, ...], ...],
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong, words = prepared(rows, given, monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as busy:
 
         def run(command: tuple[str, ...]) -> "tuple[subprocess.CompletedProcess[str], str]":
@@ -146,18 +216,14 @@ def test_refused_by_the_list_of_checks(
             print(f"{command[-2]:<8} {time.monotonic() - begin:5.1f} s")
             return ended, address
 
-        with ThreadPoolExecutor(len(COMMANDS)) as pool:
-            done = pool.map(run, COMMANDS)
-    for command, (ended, address) in zip(COMMANDS, done, strict=True):
+        with ThreadPoolExecutor(len(commands)) as pool:
+            done = pool.map(run, commands)
+    for command, (ended, address) in zip(commands, done, strict=True):
         assert ended.returncode == 2, ended.stdout + ended.stderr
         lines = ended.stderr.splitlines()
         if "doctor" in command:
             lines = [line for line in ended.stdout.splitlines() if line.startswith("FAIL  run file")]
-        for told in (word.format(folder=tmp_path, address=address) for word in words):
-            assert sum(told in line for line in lines) == 1, (told, lines)
-        assert len(lines) == len(rows), lines
-    assert not (tmp_path / "runs").exists()
-    assert not [process for process in os.listdir("/proc") if str(tmp_path) in command_of(process)]
+        all_are_named(lines, words, tmp_path, address)
 
 
 def command_of(process: str) -> str:
@@ -169,24 +235,25 @@ def command_of(process: str) -> str:
 
 
 def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path: Path) -> None:
-    for function, words in (("score", "fails on 3 of 3 rows, row 0: ZeroDivisionError"), ("quiet", "SystemExit: 3")):
-        ended = python("configs", YAML, *given, f"--reward.function={tmp_path}/fine.py:{function}")
-        assert ended.returncode == 0, ended.stderr
-        assert "\nvalid, fingerprint " in ended.stdout
-        assert "prompts: that of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
-        (line,) = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
-        assert words in line
+    parts = ", ".join(f"{{function: '{tmp_path}/fine.py:{name}', name: {name}}}" for name in ("score", "quiet"))
+    ended = python("configs", YAML, *given, f"--reward.function=[{parts}]")
+    assert ended.returncode == 0, ended.stderr
+    assert "\nvalid, fingerprint " in ended.stdout
+    assert "prompts: that of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
+    first, second = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
+    assert "fails on 3 of 3 rows, row 0: ZeroDivisionError" in first and "SystemExit: 3" in second
 
 
-def test_all_that_is_wrong_is_told_at_once(given: list[str], tmp_path: Path) -> None:
+def test_contradictions_are_named_beside_what_was_tried(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = [
         f"--model.path={tmp_path}/base",
         "--sampling.stop=[ab, cd]",
         f"--reward.function={tmp_path}/raises.py:score",
     ]
     wrong += [f"--rollout.task={tmp_path}/fine.py:play", "--batch.target_staleness=9", "--rollout.engine.seqs=1"]
-    ended = python("configs", YAML, *given, *wrong)
-    assert ended.returncode == 2
-    keys = [line.partition(":")[0] for line in ended.stderr.splitlines()]
+    lines = refused(capsys, "actors.supervise.launch", YAML, *given, *wrong)
+    keys = [line.partition(":")[0] for line in lines]
     contradictions, tried = {"batch.target_staleness", "rollout.engine.seqs"}, {"reward.function", "rollout.task"}
     assert sorted(keys) == sorted([*contradictions, *tried, "model.path", "sampling.stop", "sampling.stop"])

@@ -12,7 +12,7 @@ from tests.harness.tiny_reward import make_reward_model
 from tests.harness.toy import ROOT, Run, Toy, python
 from tests.system.test_run import until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def reward_servers(run: Run) -> list[psutil.Process]:

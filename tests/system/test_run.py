@@ -1,4 +1,7 @@
-"""Whole runs: the real processes with the real vLLM, started by the launcher, killed while they work, then audited."""
+"""Whole runs: the real processes with the real vLLM, started by the launcher, killed while they work, then audited.
+
+The fast lane has the short form of the first one only, in which vLLM starts twice.
+"""
 
 import json
 import os
@@ -40,31 +43,43 @@ def audit(run: Run, versions: int, groups: int, staleness: int) -> None:
     assert run.left_behind() == []
 
 
-def test_killed_while_it_works_the_run_goes_on(toy: Toy) -> None:
-    """Two ranks, staleness 4, probes; SIGKILL to buffer, learner and server; then vLLM loads the export."""
-    versions, run = 24, toy.run("kills")
-    settings = toy.settings("kills", f"--run.versions={versions}", "--learner.ranks=2", "--learner.checkpoint_every=2")
+@pytest.mark.parametrize(
+    ("versions", "ranks", "staleness"),
+    [pytest.param(12, 1, 1, id="short"), pytest.param(24, 2, 4, id="long", marks=pytest.mark.long)],
+)
+def test_killed_while_it_works_the_run_goes_on(versions: int, ranks: int, staleness: int, toy: Toy) -> None:
+    """Probes of each version; SIGKILL to buffer, learner and server. In the long form vLLM then loads the export."""
+    run = toy.run(f"kills-{versions}")
+    more = (f"--learner.ranks={ranks}", f"--batch.max_staleness={staleness}", "--learner.checkpoint_every=2")
+    settings = toy.settings(run.path.name, f"--run.versions={versions}", "--no-report", *more)
     command = [sys.executable, "-m", "actors", "launch", *settings]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         try:
-            until(lambda: len(run.metrics()) >= 3, "third version")
+            until(lambda: len(run.metrics()) >= 2, "second version")
             assert run.kill("buffer") == 1
-            until(lambda: len(run.metrics()) >= 5, "fifth version")
+            until(lambda: len(run.metrics()) >= 4, "fourth version")
             assert run.kill("learner") >= 1
-            until(lambda: any("weights/probe" in record for record in run.metrics()[7:]), "probe by the new learner")
+            until(lambda: any("weights/probe" in record for record in run.metrics()[6:]), "probe by the new learner")
             left = versions - len(run.metrics())
-            assert left > 2 * 4, f"{left} versions left: those prepared already may end the run without a new server"
+            prepared = 2 * staleness
+            assert left > prepared, f"{left} versions left: those prepared already may end the run without a new server"
             assert run.kill("rollout") == 1
             output, _ = launcher.communicate(timeout=900)
         finally:
             launcher.kill()
     assert launcher.returncode == 0, output[-4000:]
-    audit(run, versions, groups=4, staleness=4)
+    audit(run, versions, groups=4, staleness=staleness)
     assert {path.stem for path in (run.path / "logs").glob("*.progress")} == {"buffer", "learner", "rollout-0"}
     served = [record for record in run.metrics() if "weights/version" in record]  # none while no server has a policy
     assert len(served) >= 3 and all(record["weights/probe_version"] == record["weights/version"] for record in served)
     assert max(record["weights/probe"] for record in served) <= 1e-3
     check_samples(run, versions)
+    if versions == 24:
+        check_export(run, versions)
+
+
+def check_export(run: Run, versions: int) -> None:
+    """The real vLLM evaluates the last checkpoint."""
     final = run.path / "checkpoints" / f"v{versions:06d}" / "huggingface"
     report = run.path / "evaluation.json"
     judged = python("rollout", "evaluate", run.path / "config.yaml", "--models", final, "--out", report)
@@ -88,6 +103,7 @@ def check_samples(run: Run, trained: int) -> None:
         assert (sample.behaviour_logprobs.numpy()[sampled] <= 0).all()
 
 
+@pytest.mark.long
 def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
     """In bfloat16: each batch is sampled under exactly the policy it trains.
 
@@ -113,6 +129,7 @@ def test_staleness_zero_is_synchronous_also_over_a_ctrl_c(toy: Toy) -> None:
     assert max(record["weights/probe"] for record in run.metrics()) <= 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["the engine is being started", "the engine runs"])
 def test_a_server_killed_by_hand_leaves_nothing_behind(toy: Toy, moment: str) -> None:
     """SIGKILL to `python -m rollout` without a launcher: vLLM's engine, its workers and the reward workers end too."""

@@ -155,6 +155,7 @@ def test_one_three_one_and_a_kill_in_the_middle_of_a_drain_and_nothing_is_lost(t
         ].new == "2 (asked for by hand)"
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 def test_with_vllm_one_two_one(toy: Toy) -> None:

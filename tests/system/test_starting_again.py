@@ -1,4 +1,7 @@
-"""A run that is launched again: real launcher, buffer and learner, and servers without vLLM (harness/stand_in)."""
+"""A run that is launched again: real launcher, buffer and learner, and servers without vLLM (harness/stand_in).
+
+Forks, live runs and full disks are in the long lane: `test_accept.py` has what is refused of the first two.
+"""
 
 import json
 import os
@@ -145,6 +148,7 @@ def test_a_buffer_started_by_hand_is_judged_too(finished: Run) -> None:
     assert files(finished) == before
 
 
+@pytest.mark.long
 def test_a_fork_goes_on_from_a_checkpoint_with_other_settings(world: World, finished: Run) -> None:
     words = ("--batch.groups=3", "--run.seed=5", "--learner.lr=1e-3", "--algorithm.loss=cispo")
     code, _, err = world.launch("fork", *words, "--fork-from=first")
@@ -193,6 +197,7 @@ def test_lost_checkpoints_are_missed_before_anything_starts(world: World, finish
     assert files(finished) == before
 
 
+@pytest.mark.long
 def test_a_live_run_keeps_its_settings(world: World) -> None:
     """Refused on another port, a second launch leaves no trace: a killed learner comes back to the same buffer."""
     run = world.run("live")
@@ -217,6 +222,7 @@ def test_a_live_run_keeps_its_settings(world: World) -> None:
     assert code == 2 and err.startswith("run.seed: 0 -> 3")
 
 
+@pytest.mark.long
 def test_after_a_full_disk_the_run_ends_and_goes_on_from_its_checkpoint(world: World) -> None:
     run, versions = world.run("full"), 20
     with world.start("full", f"--run.versions={versions}") as launched:

@@ -53,6 +53,7 @@ class HttpModel(Section):
     _session: "aiohttp.ClientSession | None" = PrivateAttr(None)
     _turn: "count[int]" = PrivateAttr(default_factory=lambda: count(random.randrange(2**16)))
     _own: bool = PrivateAttr(False)
+    _first_wait_s: float = PrivateAttr(FIRST_WAIT_S)
 
     def wait_elsewhere(self) -> None:
         """Let ServersAway end a call at once: the pool waits for the run's own servers, outside of the time limit."""
@@ -94,7 +95,7 @@ class HttpModel(Section):
             except TryAgain as error:
                 if attempt >= self.retries or (self._own and isinstance(error.failure, ServersAway)):
                     raise error.failure from None
-                wait_s = min(MOST_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.75, 1.25)
+                wait_s = min(MOST_WAIT_S, self._first_wait_s * 2**attempt) * random.uniform(0.75, 1.25)
                 await asyncio.sleep(max(wait_s, error.wait_s))
 
     def _open(self) -> "aiohttp.ClientSession":

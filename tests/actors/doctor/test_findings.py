@@ -248,7 +248,7 @@ def test_this_machine_has_facts(tmp_path: Path) -> None:
 
 def test_exit_code_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ["--model.path=./nowhere", "--data.train=absent.parquet", "--reward.function=countdown"]
-    assert main(needed) == 2
+    assert main(needed, CPU) == 2
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL  run file: data.train: absent.parquet: no such file") for line in lines)
     assert lines[-1].endswith(f"of {len(lines) - 1} checks failed")

@@ -50,6 +50,7 @@ def test_the_version_beside_a_torch(torch: str, torchvision: str) -> None:
     assert fitting(torch) == torchvision
 
 
+@pytest.mark.long  # the fast lane starts a vision-language model in vLLM, which imports both
 def test_the_one_installed_here_imports_with_the_models_that_need_it() -> None:
     assert probe(TORCHVISION).error == ""
     assert probe("from vllm.model_executor.models import qwen2_5_vl, qwen3_vl; print(0)").error == ""

@@ -38,7 +38,7 @@ def config(folder: Path, *overrides: str) -> Config:
     [
         ("fine", "gives 0.5, 0.5 for empty answers to 2 rows", ""),
         ("dies", "", "ends its process"),
-        ("hangs", "", "gave none within 7 s"),
+        pytest.param("hangs", "", "gave none within 7 s", marks=pytest.mark.long),  # as an import that takes long
         ("nothing", "", "fails on 2 of 2 rows, row 0: RewardError"),
         ("waits", "gives 0.25, 0.25 for empty answers to 2 rows", ""),
         ("loops", "gives 0.25, 0.25 for empty answers to 2 rows", ""),

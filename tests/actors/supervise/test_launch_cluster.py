@@ -10,16 +10,18 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.harness.ports import free_port
 from tests.harness.ray_nodes import add, ray_nodes
 
-pytestmark = pytest.mark.timeout(900)
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SCRIPT = """
 import os, sys
 from dataclasses import replace
@@ -66,7 +68,7 @@ BUFFER = "tcp://192.0.2.1:5600"
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator["Cluster"]:
     """The head, with two GPUs."""
     with ray_nodes(gpus=2) as made:
         yield made
@@ -140,7 +142,7 @@ def generation(launched: Launched) -> bool:
     return all(pids) and bool(launched.said(rf"met {pids[0][-1]} {pids[1][-1]}"))
 
 
-def test_nodes_are_lost_join_and_leave_and_every_process_comes_back(tmp_path: Path, cluster: Cluster) -> None:
+def test_nodes_are_lost_join_and_leave_and_every_process_comes_back(tmp_path: Path, cluster: "Cluster") -> None:
     with launching(tmp_path, cluster.address) as launched:
         launched.refused("learner.nodes: 2 with learner.ranks 4 take 2 nodes; the nodes have 2 GPUs")
     second = add(cluster, 2, gpus=2)
@@ -153,7 +155,7 @@ def test_nodes_are_lost_join_and_leave_and_every_process_comes_back(tmp_path: Pa
         go_through_it(launched, cluster, second, third)
 
 
-def go_through_it(launched: Launched, cluster: Cluster, second: Any, third: str) -> None:
+def go_through_it(launched: Launched, cluster: "Cluster", second: Any, third: str) -> None:
     names = ("buffer", "rollout-0", "rollout-1", *LEARNER)
     launched.until(lambda: all(launched.ready(name) for name in names))
     launched.until(lambda: generation(launched) and launched.said(r"\[rollout-1\] started: pid \d+ on 127.0.0.3"))
@@ -186,7 +188,7 @@ def go_through_it(launched: Launched, cluster: Cluster, second: Any, third: str)
     assert not any(map(psutil.pid_exists, last))
 
 
-def take_away(cluster: Cluster, node: str) -> None:
+def take_away(cluster: "Cluster", node: str) -> None:
     """Give notice to a node, as a spot machine gets it."""
     notice = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
     command = [

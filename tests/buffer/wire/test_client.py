@@ -160,15 +160,15 @@ async def test_a_heartbeat_is_told_whether_the_learner_waits_for_a_batch():
 @in_loop
 async def test_heartbeats_keep_leases_and_beat_at_once_when_nudged():
     stats: list[float] = []
-    async with buffer(make_requests(lease_s=4.0)) as it, rollout(it.address) as samples:
+    async with buffer(make_requests(lease_s=2.0)) as it, rollout(it.address) as samples:
         items = await samples.ask(1)
 
         def beat(every_s: float) -> asyncio.Task[None]:
             note = lambda: stats.append(time.monotonic()) or {}  # noqa: E731
             return asyncio.create_task(heartbeats(samples, every_s, note, lambda revoked: None))
 
-        beating = beat(0.5)
-        await asyncio.sleep(5.0)
+        beating = beat(0.3)
+        await asyncio.sleep(2.6)
         assert (await samples.put(items[0], group(items[0].item))).accepted
         beating.cancel()
         number, beating = len(stats), beat(3600.0)

@@ -120,7 +120,8 @@ async def test_a_server_that_leaves_hands_on_also_what_a_parked_ask_would_bring(
         await stays.fail(work[0], "given back", returned=True)
         now = await state(person)
         assert (now.counts["leased"], now.counts["waiting"], now.waiters) == (1, 1, [])
-        assert (again := await stays.ask(1)) and again[0].item == work[0].item
+        again = await stays.ask(1)
+        assert again and again[0].item == work[0].item
         await leaves.leave()  # a repetition: it is let in, and leaves again
         assert list((await state(person)).servers) == ["rollout-0"]
         parked.cancel()

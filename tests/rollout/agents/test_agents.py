@@ -178,18 +178,18 @@ async def test_the_engine_s_failure_is_no_reward_whatever_the_agent_returns(erro
 @pytest.mark.parametrize("how", ["plain", "concurrent"])
 async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: Path):
     row = {"problem": "1", "how": {"plain": "loop", "concurrent": "wait"}[how]}
-    limits = ["--rollout.task_timeout_s=3", "--rollout.sample_attempts=1"]
+    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
     async with played(tmp_path, f"{HOSTILE}:{how}", *limits) as (_, episodes, engine):
         engine.gate.clear()
         playing = asyncio.create_task(episodes.attempt(row))
         async with asyncio.timeout(120):
             while engine.running < 2:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(2.2)
         assert not playing.done()
         engine.gate.set()
         failure = await asyncio.wait_for(playing, 120)
-        limit = "took longer than rollout.task_timeout_s (3 s) outside of model calls; it was ended"
+        limit = "took longer than rollout.task_timeout_s (2 s) outside of model calls; it was ended"
         assert isinstance(failure, Failure) and failure.reason == f"{HOSTILE}:{how} {limit}"
         async with asyncio.timeout(120):
             while wards():

@@ -1,8 +1,8 @@
-"""Environments of the real `verifiers`, each in a Python of its own, play against recorded sessions.
+"""Environments of `verifiers`, each in a Python of its own, play against recorded sessions.
 
-The first test that needs them installs both releases from the package index into `environments/` of the virtual
-environment that runs the tests: minutes, and 0.7 GB each; later runs find them there. An index that does not answer is
-asked again.
+The fast lane plays with a stub of `verifiers` 0.2 (`environments/stub`), the long lane with two real releases. The
+first test that needs these installs both from the package index into `environments/` of the virtual environment that
+runs the tests: minutes, and 0.7 GB each; later runs find them there. An index that does not answer is asked again.
 """
 
 import asyncio
@@ -37,7 +37,14 @@ from tests.harness.children import children
 pytestmark = pytest.mark.timeout(1500)
 HERE = Path(__file__).parent / "environments"
 INSTALLED = Path(sys.prefix) / "environments"
-RELEASES = {"calculator_classic": "0.2.1", "calculator_tasks": "0.4.0"}
+STUB, CLASSIC, TASKS = ("calculator_classic", "stub"), ("calculator_classic", "0.2.1"), ("calculator_tasks", "0.4.0")
+"""Environments, and the release of `verifiers` that each is played with."""
+Python = Callable[[tuple[str, str]], Path]
+
+
+def real(*values: Any) -> Any:
+    """A case with a real release."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def install(*words: str | Path) -> None:
@@ -51,12 +58,18 @@ def install(*words: str | Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def python() -> Callable[[str], Path]:
-    """The Python that has the environment, from its name."""
+def python(tmp_path_factory: pytest.TempPathFactory) -> Python:
+    """The Python that has an environment of `verifiers`."""
     loaded: set[str] = set()
+    stub = tmp_path_factory.mktemp("python") / "python"
+    stub.write_text(f'#!/bin/sh\nPYTHONPATH="{HERE}/stub:{HERE}" exec "{sys.executable}" "$@"\n')
+    stub.chmod(0o755)
 
-    def made(name: str) -> Path:
-        folder = INSTALLED / f"verifiers-{RELEASES[name]}"
+    def made(environment: tuple[str, str]) -> Path:
+        name, release = environment
+        if environment == STUB:
+            return stub
+        folder = INSTALLED / f"verifiers-{release}"
         own, done = folder / "bin/python", folder / ".installed"
         INSTALLED.mkdir(exist_ok=True)
         with (INSTALLED / "lock").open("w") as lock:
@@ -64,7 +77,7 @@ def python() -> Callable[[str], Path]:
             if not done.exists():
                 venv.create(folder, with_pip=True, clear=True)
                 install(own, "pip", "install", "--quiet", "uv")
-                install(own, "uv", "pip", "install", "--quiet", "--python", own, f"verifiers=={RELEASES[name]}")
+                install(own, "uv", "pip", "install", "--quiet", "--python", own, f"verifiers=={release}")
                 done.touch()
         (packages,) = (folder / "lib").glob("python*/site-packages")
         (packages / "headrace_tests.pth").write_text(f"{HERE}\n")
@@ -212,10 +225,10 @@ SCENES = [
 ]
 
 
-@pytest.mark.parametrize("name", RELEASES)
-async def test_one_host_plays_all_scenes(name: str, python: Any, tmp_path: Path):
-    """One after the other, because a host takes ten seconds to start; the last one kills it."""
-    own = python(name)
+@pytest.mark.parametrize("environment", [STUB, real(CLASSIC), real(TASKS)])
+async def test_one_host_plays_all_scenes(environment: tuple[str, str], python: Python, tmp_path: Path):
+    """One after the other, because the host of a real release takes ten seconds to start; the last one kills it."""
+    (name, _), own = environment, python(environment)
     rows = rows_of(own, name, {"how": "well"} if name == "calculator_classic" else {"taskset": {"how": "well"}})
     assert all('"well"' in json.dumps(row) for row in rows)
     assert [(row["problem"], row["answer"]) for row in rows] == [(row["problem"], row["answer"]) for row in ROWS]
@@ -233,6 +246,7 @@ async def until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize("environment", [STUB, real(CLASSIC)])
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
@@ -243,17 +257,18 @@ async def until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
     ],
 )
 async def test_what_cannot_be_played_is_refused_in_one_line(
-    name: str, args: dict[str, Any], words: str, python: Any, tmp_path: Path
+    name: str, args: dict[str, Any], words: str, environment: tuple[str, str], python: Python, tmp_path: Path
 ):
-    setup, _, _ = calculator(tmp_path, "environment", *keys(python("calculator_classic"), name, args))
+    setup, _, _ = calculator(tmp_path, "environment", *keys(python(environment), name, args))
     with pytest.raises(ValueError) as caught:
         async with setup:
             pass
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-async def test_several_agents_are_refused(python: Any, tmp_path: Path):
-    own, args = python("calculator_tasks"), {"id": "user_sim"}
+@pytest.mark.long
+async def test_several_agents_are_refused(python: Python, tmp_path: Path):
+    own, args = python(TASKS), {"id": "user_sim"}
     setup, _, _ = calculator(tmp_path, "environment", *keys(own, "calculator_tasks", args))
     with pytest.raises(ValueError, match="has several agents \\(assistant, user\\)"):
         async with setup:
@@ -267,9 +282,10 @@ async def test_a_python_without_verifiers_is_refused(tmp_path: Path):
             pass
 
 
-def test_the_doctor_tries_the_environment(python: Any, tmp_path: Path):
+@pytest.mark.parametrize("environment", [STUB, real(CLASSIC)])
+def test_the_doctor_tries_the_environment(environment: tuple[str, str], python: Python, tmp_path: Path):
     start = [str(ROOT / "examples/countdown/quickstart.yaml"), "--rollout.task=environment"]
-    own = python("calculator_classic")
+    own = python(environment)
     found = try_out(["task"], load([*start, *keys(own, "nonsense")]), [])
     assert len(found.refused) == 1 and "nonsense: no such environment is installed" in found.refused[0]
     assert try_out(["task"], load([*start, *keys(own, "calculator_classic")]), []).refused == []

@@ -1,6 +1,8 @@
 """Everything that can go wrong with users' episodes, at once, in one rollout server, between good ones.
 
-The server goes on: good groups arrive, each bad one is named, and of no episode anything is left.
+The server goes on: good groups arrive, each bad one is named, and of no episode anything is left. In the fast lane a
+run has the ways of FEW that end at once; all of them, with those that take their time, memory or processes, are in one
+run in the long lane, and each alone in `test_programs.py`.
 """
 
 import asyncio
@@ -58,6 +60,7 @@ AGENTS = BOTH_KINDS | {
     "later": None,
     "many": None,
 }
+FEW = {"segfault", "sys.exit", "raise", "nan", "object", "kill group", "thread", "kill guard", "dead key", "later"}
 TALKING = BOTH_KINDS | {"wait": LATE, "bad messages": "messages"}
 
 
@@ -76,7 +79,19 @@ def own_s() -> int:
     return int(min(120, max(24, 300 * (time.monotonic() - began))))
 
 
-@pytest.mark.parametrize(("function", "ways", "at_once"), [("plain", AGENTS, 4), ("talking", TALKING, 1)])
+def few(ways: dict[str, str | None]) -> dict[str, str | None]:
+    return {way: words for way, words in ways.items() if way in {*FEW, "bad messages"}}
+
+
+@pytest.mark.parametrize(
+    ("function", "ways", "at_once"),
+    [
+        pytest.param("plain", few(AGENTS), 4, id="plain"),
+        pytest.param("talking", few(TALKING), 2, id="talking"),
+        pytest.param("plain", AGENTS, 4, id="plain, all", marks=pytest.mark.long),
+        pytest.param("talking", TALKING, 1, id="talking, all", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_goes_on_whatever_its_episodes_do(
     function: str, ways: dict[str, str | None], at_once: int, tmp_path: Path
 ):
@@ -135,7 +150,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_nothing_survives_the_server(number: signal.Signals, tmp_path: Path):
     """Agents in mid-episode, one with a daemon that left session and parent, when their server is killed."""
     command = [sys.executable, "-c", SERVER, str(tmp_path), f"{USER}:plain"]

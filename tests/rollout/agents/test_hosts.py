@@ -35,9 +35,13 @@ for line in map(json.loads, sys.stdin):
 """
 
 
+HEARS_S = 1.0
+"""Time for a host to confirm that an episode was cancelled."""
+
+
 def load() -> Any:
     """The loader: episodes are requests to the host above."""
-    relay = Relay(subprocess.Popen([sys.executable, "-c", HOST], bufsize=0, stdin=-1, stdout=-1))
+    relay = Relay(subprocess.Popen([sys.executable, "-c", HOST], bufsize=0, stdin=-1, stdout=-1), HEARS_S)
 
     async def play(how: str, generate: object) -> Any:
         return (await relay.ask({"how": how}))["pid"]
@@ -55,7 +59,7 @@ async def test_a_host_that_does_not_hear_of_a_cancelled_episode_is_started_again
         first = await cage.call("fine")
         blocked = asyncio.create_task(cage.call("block"))
         beside = asyncio.create_task(cage.call("fine"))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         blocked.cancel()
         with pytest.raises(CagedError) as caught:
             await asyncio.wait_for(beside, 120)
@@ -67,9 +71,9 @@ async def test_a_host_that_hears_it_lives_on():
     async with hosts() as cage:
         first = await cage.call("fine")
         waiting = asyncio.create_task(cage.call("nothing"))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         waiting.cancel()
-        await asyncio.sleep(5)
+        await asyncio.sleep(1.2 * HEARS_S)
         assert await asyncio.wait_for(cage.call("fine"), 120) == first
 
 

@@ -124,11 +124,11 @@ async def test_nothing_survives_the_death_of_the_worker_or_its_warden():
 
 
 async def test_async_ones_share_a_worker_and_the_server_keeps_the_time():
-    async with agents("concurrent", timeout_s=2.0) as cage:
+    async with agents("concurrent", timeout_s=1.0) as cage:
         waiting = asyncio.create_task(cage.run("wait"))
         pids = await asyncio.gather(*(cage.run("pid") for _ in range(10)))
         assert len(set(pids)) == 1
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(1.5)
         assert not waiting.done()  # no limit of the worker's own
         waiting.cancel()
         error = await error_of(cage.run("block"))
@@ -185,7 +185,7 @@ async def test_a_command_without_a_score_has_failed(command: list[str], how: str
         assert how != "raise" or "KeyError: 'target'" in error.detail
 
 
-async def test_hundreds_at_once():
+async def test_a_hundred_at_once():
     async with agents(workers=2) as cage:
-        assert await asyncio.gather(*(cage.run("fine") for _ in range(200))) == [{"score": 1.0, "extra": 2}] * 200
+        assert await asyncio.gather(*(cage.run("fine") for _ in range(100))) == [{"score": 1.0, "extra": 2}] * 100
         assert wards() == []

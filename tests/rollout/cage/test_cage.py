@@ -22,7 +22,9 @@ LOADER = "tests.rollout.cage.user_rewards:load"
 
 
 def cage(name: str, *arguments: object, workers: int = 1, **options: object) -> Cage:
-    return Cage(CagedFunction(name, LOADER, [name, *arguments], **({"timeout_s": 20.0} | options)), workers)
+    return Cage(
+        CagedFunction(name, LOADER, [name, *arguments], **({"timeout_s": 20.0, "grace_s": 0.5} | options)), workers
+    )
 
 
 async def error_of(call) -> CagedError:
@@ -174,15 +176,15 @@ async def test_the_time_limit_kills(name):
 
 
 async def test_the_time_limit_counts_from_the_start_of_the_call():
-    async with cage("sleeps", timeout_s=3.0) as pool:
-        assert await asyncio.gather(*(pool.call(0.7) for _ in range(5))) == ["awake"] * 5
+    async with cage("sleeps", timeout_s=1.5) as pool:
+        assert await asyncio.gather(*(pool.call(0.4) for _ in range(4))) == ["awake"] * 4
 
 
 async def test_a_server_that_stalls_costs_no_call():
-    async with cage("sleeps", timeout_s=2.0) as pool:
+    async with cage("sleeps", timeout_s=1.0) as pool:
         call = asyncio.create_task(pool.call(0.1))
         await asyncio.sleep(0)
-        time.sleep(2.5)  # the server's event loop is busy
+        time.sleep(1.2)  # the server's event loop is busy
         assert await call == "awake"
 
 
@@ -265,13 +267,13 @@ async def test_a_worker_that_always_dies_while_it_starts_is_unloadable(tmp_path:
     ("name", "arguments", "reason"),
     [
         ("load_exits", [0], "load_exits cannot be loaded: SystemExit: 0"),
-        ("load_hangs", [], "load_hangs cannot be loaded: it took longer than 3 s; its process was killed"),
+        ("load_hangs", [], "load_hangs cannot be loaded: it took longer than 0.5 s; its process was killed"),
         ("load_refused", [], "reward.function: nowhere.py: no such file"),
         ("absent", [], "absent cannot be loaded: KeyError: 'absent'"),
     ],
 )
 async def test_a_function_that_cannot_be_loaded(name, arguments, reason):
-    load_timeout_s = 3.0 if name == "load_hangs" else 100.0
+    load_timeout_s = 0.5 if name == "load_hangs" else 100.0
     error = await error_of(cage(name, *arguments, load_timeout_s=load_timeout_s).__aenter__())
     assert error.origin == "unloadable" and str(error) == reason and wards() == []
 
@@ -315,7 +317,7 @@ async def test_arguments_that_cannot_travel():
 
 @pytest.mark.parametrize("then", ["return", "quit", "hang"])
 async def test_child_processes_end_with_their_worker(tmp_path: Path, then: str):
-    async with cage("children", timeout_s=6.0 if then == "hang" else 60.0) as pool:
+    async with cage("children", timeout_s=4.0 if then == "hang" else 60.0) as pool:
         if then == "return":
             await pool.call(str(tmp_path), then)
         else:
@@ -358,12 +360,12 @@ async def test_a_cancelled_call_frees_its_worker_and_a_waiting_one_its_place(tmp
 
 
 async def test_a_cancelled_call_that_ends_by_itself_costs_no_worker(tmp_path: Path):
-    async with cage("sleeps") as pool:
+    async with cage("sleeps", grace_s=1.0) as pool:
         running = asyncio.create_task(pool.call(0.2, str(tmp_path / "pid")))
         worker = int(await file_with_text(tmp_path / "pid"))
         running.cancel()
         assert await asyncio.wait_for(pool.call(0), 120) == "awake"
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.0)
         assert psutil.pid_exists(worker) and await pool.call(0) == "awake"
 
 
@@ -446,11 +448,10 @@ async def test_only_the_call_that_spoils_its_connection_fails(tmp_path: Path):
         assert await asyncio.wait_for(pool.call(False), 120) == "awake"
 
 
-async def test_a_call_sent_ahead_and_cancelled_does_not_end_the_one_before_it(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr("rollout.cage.cage.GRACE_S", 0.1)
-    async with cage("sleeps") as pool:
+async def test_a_call_sent_ahead_and_cancelled_does_not_end_the_one_before_it(tmp_path: Path):
+    async with cage("sleeps", grace_s=0.1) as pool:
         await sent_ahead(pool)
-        long = asyncio.create_task(pool.call(1.5, str(tmp_path / "pid")))
+        long = asyncio.create_task(pool.call(0.8, str(tmp_path / "pid")))
         behind = asyncio.create_task(pool.call(600, str(tmp_path / "next")))
         await file_with_text(tmp_path / "pid")
         behind.cancel()
@@ -525,7 +526,7 @@ def test_the_servers_own_event_loop_will_do():
     async def main() -> None:
         async with cage("quits") as pool:
             assert (await error_of(pool.call(3))).origin == "died"
-        async with cage("sleeps", timeout_s=2.0) as pool:
+        async with cage("sleeps", timeout_s=1.0) as pool:
             assert await pool.call(0) == "awake"
             assert (await error_of(pool.call(600))).origin == "timed_out"
 

@@ -123,7 +123,7 @@ async def test_an_episode_ends_in_words_and_alone(how: str, origin: str, reason:
     ("how", "origin", "reason"),
     [
         ("quit", "died", "misbehaves ended its process (exit code 3)"),
-        ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (2 s); its process was killed"),
+        ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (1 s); its process was killed"),
         ("block in a task", "timed_out", "rollout.task_timeout_s"),
     ],
 )
@@ -133,7 +133,7 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
     engine = FakeEngine()
     stuck = FakeEngine()
     stuck.hold, stuck.all_wait = asyncio.Event(), (3, asyncio.Event())
-    async with caged("misbehaves", timeout_s=2.0) as task:
+    async with caged("misbehaves", timeout_s=1.0) as task:
         others = [asyncio.create_task(task.run(problem(how="fine"), stuck.generate)) for _ in range(3)]
         await asyncio.wait_for(stuck.all_wait[1].wait(), 120)
         error = await error_of(task.run(problem(how=how), engine.generate))
@@ -149,10 +149,10 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
 async def test_the_time_limit_of_an_episode_does_not_count_the_time_in_generate(how: str):
     engine = FakeEngine()
     engine.hold = asyncio.Event()
-    async with caged("misbehaves", timeout_s=2.0) as task:
+    async with caged("misbehaves", timeout_s=1.0) as task:
         patient = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         error = await error_of(task.run(problem(how=how), FakeEngine().generate))
-        assert error.origin == "timed_out" and "rollout.task_timeout_s (2 s)" in str(error)
+        assert error.origin == "timed_out" and "rollout.task_timeout_s (1 s)" in str(error)
         await asyncio.sleep(0.3)
         engine.hold.set()
         assert await asyncio.wait_for(patient, 120) == "fine"
@@ -171,10 +171,10 @@ async def test_what_generate_raises_reaches_the_episode_and_the_caller():
 
 async def test_a_refusal_after_a_long_time_is_not_the_episode_s_own():
     async def refuse(tokens: list[int], **options: Any) -> None:
-        await asyncio.sleep(3.5)
+        await asyncio.sleep(2.2)
         raise ChatRefused("out of time", "time_exceeded")
 
-    async with caged("survives_refusal", timeout_s=3.0) as task:
+    async with caged("survives_refusal", timeout_s=2.0) as task:
         assert await task.run(problem(), refuse) == "out of time"
 
 
@@ -200,7 +200,7 @@ async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
 async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders():
     engine = FakeEngine()
     engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
-    async with caged("misbehaves") as task:
+    async with caged("misbehaves", grace_s=0.5, cancel_again_s=0.2) as task:
         worker = await task.run(problem(how="pid"), FakeEngine().generate)
         stubborn = asyncio.create_task(task.run(problem(how="refuse to be cancelled"), FakeEngine().generate))
         beside = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
@@ -213,12 +213,12 @@ async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bysta
 
 
 async def test_an_episode_that_swallows_its_end_once_is_told_again():
-    async with caged("misbehaves") as task:
+    async with caged("misbehaves", grace_s=1.5, cancel_again_s=0.2) as task:
         worker = await task.run(problem(how="pid"), FakeEngine().generate)
         stubborn = asyncio.create_task(task.run(problem(how="swallow once"), FakeEngine().generate))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         stubborn.cancel()
-        await asyncio.sleep(6)
+        await asyncio.sleep(1.8)
         assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
 
 

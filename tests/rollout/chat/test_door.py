@@ -243,12 +243,12 @@ async def test_openai_s_own_retry_is_told():
 
 
 async def test_the_clock_stands_during_model_calls_only():
-    async with served(own_s=2.0) as (_, door, session):
+    async with served(own_s=1.0) as (_, door, session):
         door.on_worker(True)
         session.gate.clear()
         posting = asyncio.create_task(post(door))
         await asyncio.wait_for(session.called.wait(), 120)
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(1.2)
         assert not door.over.done()
         session.gate.set()
         assert (await posting).status_code == 200
@@ -257,12 +257,12 @@ async def test_the_clock_stands_during_model_calls_only():
 
 
 async def test_the_clock_runs_while_a_worker_has_the_agent():
-    async with served(own_s=1.5) as (_, door, _):
-        await asyncio.sleep(1.7)
+    async with served(own_s=0.8) as (_, door, _):
+        await asyncio.sleep(1.0)
         door.on_worker(True)
         await asyncio.sleep(0.1)
         door.on_worker(False)
-        await asyncio.sleep(1.7)
+        await asyncio.sleep(1.0)
         door.on_worker(True)
         await asyncio.sleep(0.1)
         assert not door.over.done()

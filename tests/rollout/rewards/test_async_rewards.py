@@ -97,13 +97,13 @@ async def test_groups_and_objects_with_an_async_call(file: Path, name: str, expe
 
 async def test_each_failure_is_its_own(file: Path):
     """A call that raises, exits or waits too long fails alone, and its worker goes on."""
-    async with RewardPool(RewardConfig(function=f"{file}:score", timeout_s=6.0)) as pool:
+    async with RewardPool(RewardConfig(function=f"{file}:score", timeout_s=3.0)) as pool:
         cases = {
             "raise": r"raised KeyError: 'the row'",
             "exit": r"called sys.exit\(3\)",
-            "wait": r"took longer than reward.timeout_s \(6 s\)$",
+            "wait": r"took longer than reward.timeout_s \(3 s\)$",
         }
-        fine = asyncio.create_task(pool.score(answers("fine 2")))
+        fine = asyncio.create_task(pool.score(answers("fine 1")))
         failed = await asyncio.gather(*(pool.score(answers(what)) for what in cases), return_exceptions=True)
         for error, words in zip(failed, cases.values(), strict=True):
             assert isinstance(error, RewardError) and not error.returned

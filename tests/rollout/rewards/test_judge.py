@@ -21,7 +21,9 @@ TEMPLATE = "Question ({{ level }}): {{ problem }}\nRight: {{ ground_truth }}\nAn
 
 def judge(url: str, **kwargs: Any) -> Reward:
     kwargs = {"model": "judge-1", "template": TEMPLATE, "pattern": r"\[\[(.*?)\]\]", "retries": 0} | kwargs
-    return load_reward(RewardConfig(function="judge", kwargs={"url": url, **kwargs}, timeout_s=60.0))
+    reward = load_reward(RewardConfig(function="judge", kwargs={"url": url, **kwargs}, timeout_s=60.0))
+    reward.function._first_wait_s = 0.01
+    return reward
 
 
 async def ask(server: ModelServer, **kwargs: Any) -> float:
@@ -115,10 +117,10 @@ async def test_what_may_pass_is_tried_again():
 
 async def test_a_server_may_say_how_long_to_wait():
     replies = [(429, "slow down"), (200, says("[[1]]"))]
-    async with ModelServer(lambda body, number: replies[number], headers={"Retry-After": "2"}) as server:
+    async with ModelServer(lambda body, number: replies[number], headers={"Retry-After": "1"}) as server:
         began = time.monotonic()
         assert await ask(server, retries=1) == 1.0
-        assert 2.0 <= time.monotonic() - began < 60.0
+        assert 1.0 <= time.monotonic() - began < 60.0
 
 
 async def test_a_server_that_is_too_slow_or_not_there():

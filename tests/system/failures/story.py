@@ -73,7 +73,7 @@ def run_file(case: Case, folder: Path) -> Config:
     if case.task:
         sections["rollout"]["task"] = f"{folder / 'user.py'}:task"
     for section, values in case.settings.items():
-        sections[section] |= values
+        sections[section] = sections.get(section, {}) | values
     (folder / "run.yaml").write_text(json.dumps(sections))  # JSON is YAML
     return load([str(folder / "run.yaml")])
 

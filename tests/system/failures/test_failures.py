@@ -1,6 +1,12 @@
-"""Each case of the table: seen in every place, and the run ends as it should. The page has a row for each case."""
+"""Each case of the table: seen in every place, and the run ends as it should. The page has a row for each case.
+
+Every change is tested with ARCHETYPES, the other cases are in the long lane: a reward or task that harms its process
+in another way differs from an archetype inside the cage only (`tests/rollout/cage/`), and one that returns something
+else only where its result is judged (`tests/rollout/test_rewards.py`, `tests/rollout/episodes/`).
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +14,15 @@ from tests.system.failures.__main__ import HEAD, PAGE
 from tests.system.failures.cases import CASES, Case
 from tests.system.failures.story import tell
 
+ARCHETYPES = {
+    "a reward that always raises",  # the run is given up
+    "a reward that raises for a third of the rows, 40 problems for one epoch",  # the data ends early
+    "a reward that hangs",
+    "a task that calls os._exit",
+    "a flood of malformed messages at the buffer",  # the run ends well
+    "prompts that are all too long",  # no attempt is made
+}
+"""A case of each way in which failures reach a person and end a run."""
 LOGS_BYTES = 8 << 20
 """What all logs of a run may take, also of one whose reward prints for ever."""
 
@@ -17,8 +32,12 @@ def places(case: Case) -> set[str]:
     return {"terminal", "status", f"logs/{case.log}.log"} if case.says else set()
 
 
+def lane(case: Case) -> Any:
+    return pytest.param(case, id=case.name, marks=[] if case.name in ARCHETYPES else pytest.mark.long)
+
+
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [lane(case) for case in CASES])
 def test_a_failure_is_seen_everywhere_and_ends_as_it_should(case: Case, tmp_path: Path) -> None:
     story = tell(case, tmp_path)
     assert story.code == case.code, story.text[-3000:]
@@ -29,6 +48,10 @@ def test_a_failure_is_seen_everywhere_and_ends_as_it_should(case: Case, tmp_path
         assert case.ends in last.splitlines()[0]
         assert last.count("for example row") == (3 if case.code == 1 else 0)
         assert case.says in last
+
+
+def test_every_archetype_is_a_case() -> None:
+    assert {case.name for case in CASES} >= ARCHETYPES
 
 
 def test_the_page_is_that_of_these_cases() -> None:

@@ -31,6 +31,7 @@ def among_good_ones() -> Case:
     return Case("hostile rewards", "", 3, ends, reward + GOOD, rows=EVERY * len(HOSTILE), settings=settings)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_good_groups_are_scored_beside_hostile_ones_and_each_of_these_is_named(tmp_path: Path) -> None:
     assert len(HOSTILE) >= 20

@@ -1,0 +1,5 @@
+"""Stands for `verifiers.errors`."""
+
+
+class EmptyModelResponseError(Exception):
+    """An answer without a word."""
