@@ -201,6 +201,7 @@ def test_a_base_that_was_renamed_is_known_by_its_digest(tmp_path: Path):
         evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'nowhere'}"]), adapters)
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_base_and_its_adapter_answer_as_transformers_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
