@@ -89,14 +89,17 @@ def row_of(name):
 
 
 async def one_round(sampler, model):
-    """Each row answered three times at once and probed: the largest differences."""
-    found = {}
-    for name in ROWS:
-        problem = sampler.problem(row_of(name))
+    """Each row answered three times and probed, beside all others: the largest differences."""
+    problems = {name: sampler.problem(row_of(name)) for name in ROWS}
+
+    async def answered(problem):
         generate = sampler.generate_for(problem)
         completions = await asyncio.gather(*(generate(problem.prompt, max_tokens=12) for _ in range(3)))
+        return completions, await sampler.engine.probe(problem.prompt, problem.images)
+
+    answers, found = await asyncio.gather(*map(answered, problems.values())), {}
+    for (name, problem), (completions, probed) in zip(problems.items(), answers, strict=True):
         found[name] = [difference(c.logprobs, sampled_scores(model, problem, c.tokens)) for c in completions]
-        probed = await sampler.engine.probe(problem.prompt, problem.images)
         found[f"{name}, probed"] = [difference(probed, scores(model, problem.prompt, problem.images))]
     return found
 
@@ -121,8 +124,8 @@ async def apart(sampler, model):
 async def turns(sampler, model, seen):
     """A second and third turn with an image each, after image tokens that the policy sampled."""
     problem, token = sampler.problem(row_of("odd")), seen.form.image_token
-    found, seen.sampled_images = [], 0
-    for seed in range(4):
+
+    async def played(seed):
         generate, trajectory = sampler.generate_for(problem), Trajectory(problem.prompt)
         first = await generate(trajectory.tokens, max_tokens=60)
         trajectory.take(first)
@@ -132,6 +135,10 @@ async def turns(sampler, model, seen):
         trajectory.show(picture(30, 64, seed), problem)
         trajectory.take(await generate(trajectory.tokens, max_tokens=20, images=trajectory.images))
         sampler.check(problem, trajectory)
+        return trajectory
+
+    found, seen.sampled_images = [], 0
+    for trajectory in await asyncio.gather(*map(played, range(8))):
         seen.sampled_images += sum(s and t == token for s, t in zip(trajectory.sampled, trajectory.tokens, strict=True))
         mine = [place for place, own in enumerate(trajectory.sampled) if own]
         images = [*problem.images, *trajectory.images]

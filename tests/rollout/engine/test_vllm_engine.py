@@ -24,7 +24,7 @@ from tests.harness.engines import DENSE_VOCABULARY, dense_config, played
 from tests.harness.published import TorchPolicy, difference, scores, step, tiny_qwen2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-LENGTH, TEMPERATURE = 600, 0.7
+LENGTH, TEMPERATURE = 400, 0.7
 STOPS = list(range(10, 60, 2))
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 

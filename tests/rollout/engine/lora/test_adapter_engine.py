@@ -23,7 +23,9 @@ from tests.harness.engines import played
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
+LENGTH, TEMPERATURE, UPDATES, CLOSE = 400, 0.7, 5, 1e-4
+EACH = 20
+"""Tokens of each sequence that a version samples at least, before the next is published."""
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(4) for _ in range(2)]
 """Two of each: asked for at the same time, they are one message to vLLM's process."""
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
@@ -191,9 +193,10 @@ async def updates(seen, learner, engine, held):
 
 
 async def publish_all(seen, learner, engine, held):
-    """Each version once more tokens of the version before have been sampled."""
+    """Each version once enough tokens of the version before have been sampled."""
     for version in range(1, UPDATES + 1):
-        while engine.tokens < 45 * version * len(PROMPTS):
+        sampled = engine.tokens
+        while engine.tokens < sampled + EACH * len(PROMPTS):
             await asyncio.sleep(0.005)
         learner.publish(version)
         assert await held.get() == version
