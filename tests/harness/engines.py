@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from tests.harness.tiny_vlm import PATCH
 
 IDLE_S = 60
 DENSE_VOCABULARY = 320
@@ -102,6 +101,8 @@ def dense_config(folder: Path) -> Config:
 
 def vision_config(folder: Path, kind: str, **sections: Any) -> Config:
     """For a model of `tests/harness/tiny_vlm.py`, in float32; `sections` of the run file are added."""
+    from tests.harness.tiny_vlm import PATCH  # takes seconds to import
+
     given = {
         "model": {"path": str(folder), "dtype": "float32"},
         "data": {"train": "train.parquet", "max_prompt_tokens": 300, "max_pixels": 64 * (2 * PATCH[kind]) ** 2},
