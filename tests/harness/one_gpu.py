@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.weights.sharing import as_host
 from configs.schema import Config
-from rollout.engine.vllm_engine import Engine
 
 GPU_ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.3, "max_cudagraph_capture_size": 64}
 """vLLM wants so much of the GPU to be free, of which earlier tests have left it a part. Few graphs start sooner."""
@@ -46,8 +45,10 @@ def device_of(config: Config) -> torch.device:
     return torch.device("cpu") if config.rollout.device == "cpu" else torch.device("cuda", 0)
 
 
-async def start(config: Config) -> Engine:
+async def start(config: Config) -> Any:
     """`Engine.start`, on a GPU in processes that NCCL takes for another host's."""
+    from rollout.engine.vllm_engine import Engine  # vLLM takes seconds to import
+
     host = {} if config.rollout.device == "cpu" else as_host("server")
     with variables(**host):
         return await Engine.start(config, seed=1)

@@ -44,11 +44,11 @@ def difference(ours: list[float], theirs: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def tiny_qwen2(tied: bool = False, seed: int = 0, hidden: int = 64) -> Qwen2ForCausalLM:
+def tiny_qwen2(tied: bool = False, seed: int = 0, hidden: int = 64, vocabulary: int = VOCABULARY) -> Qwen2ForCausalLM:
     """A random model, in float32."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=128,
         num_hidden_layers=2,

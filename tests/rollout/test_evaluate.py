@@ -183,24 +183,36 @@ def test_the_base_is_known_by_where_it_is_or_by_its_name(tmp_path: Path):
         evaluate.served(config, [moved, tmp_path / "other"])
 
 
-def test_a_base_that_was_renamed_is_known_by_its_digest(tmp_path: Path):
-    make_base(base := tmp_path / "base")
+def adapter_of_a_checkpoint(folder: Path) -> tuple[Path, Path, str]:
+    """A base, an adapter of it in a checkpoint, and the digest of the base that the checkpoint's manifest has."""
+    make_base(base := folder / "base")
     model = ModelConfig(path=str(base), dtype="float32", lora=LoraConfig())
-    Adapted(base).save(tmp_path / "v000001.tmp" / "adapter", 1)
+    Adapted(base).save(folder / "v000001.tmp" / "adapter", 1)
     known = digest(plain(model).requires_grad_(False))
-    seal(tmp_path / "v000001.tmp", None, AdapterOf(model=model, base=known))
-    adapters, renamed = [tmp_path / "v000001" / "adapter"], base.rename(tmp_path / "renamed")
-    assert evaluate.served(load([str(RUN), f"--model.path={renamed}"]), adapters).model.lora
+    seal(folder / "v000001.tmp", None, AdapterOf(model=model, base=known))
+    return base, folder / "v000001" / "adapter", known
+
+
+def test_a_base_that_was_renamed_is_known_by_its_digest(tmp_path: Path):
+    base, adapter, _ = adapter_of_a_checkpoint(tmp_path)
+    renamed = base.rename(tmp_path / "renamed")
+    assert evaluate.served(load([str(RUN), f"--model.path={renamed}"]), [adapter]).model.lora
+
+
+@pytest.mark.long
+def test_a_base_with_another_digest_and_one_that_cannot_be_read_are_refused(tmp_path: Path):
+    base, adapter, known = adapter_of_a_checkpoint(tmp_path)
     make_base(tmp_path / "other", seed=1)
     line = (
         rf"adapter: an adapter of {base} \(digest {known}\), not of weights whose digest is (?!{known})\w{{16}}; model"
     )
     with pytest.raises(ConfigError, match=line):
-        evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'other'}"]), adapters)
+        evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'other'}"]), [adapter])
     with pytest.raises(ValueError, match=r"^python -m learner digest: .*nowhere"):
-        evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'nowhere'}"]), adapters)
+        evaluate.served(load([str(RUN), f"--model.path={tmp_path / 'nowhere'}"]), [adapter])
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_base_and_its_adapter_answer_as_transformers_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

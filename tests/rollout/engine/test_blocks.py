@@ -4,24 +4,23 @@ import random
 
 import pytest
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import Request, RequestStatus
 
-from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
+
+def setup_module():
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheManager, Request, RequestStatus
+    global SamplingParams, get_request_block_hasher, init_none_hash, sha256, touch_blocks_at_their_ends
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request, RequestStatus
+
+    from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
+
 
 BLOCK, BLOCKS, RUNNING, STEPS = 4, 17, 3, 200
-
-
-class CountedManager(KVCacheManager):
-    calls = 0
-
-    def allocate_slots(self, *args, **kwargs):
-        self.calls += 1
-        return super().allocate_slots(*args, **kwargs)
 
 
 def request(name, tokens):
@@ -31,6 +30,14 @@ def request(name, tokens):
 
 def play(quick, seed):
     """Sequences that are admitted, decode, end and are preempted as in vLLM's scheduler; what blocks each has when."""
+
+    class CountedManager(KVCacheManager):
+        calls = 0
+
+        def allocate_slots(self, *args, **kwargs):
+            self.calls += 1
+            return super().allocate_slots(*args, **kwargs)
+
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])

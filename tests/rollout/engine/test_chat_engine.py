@@ -3,40 +3,35 @@ loaded between two turns changes the versions, not the history in the prefix cac
 """
 
 import asyncio
-import gc
-import os
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from vllm import SamplingParams
 
 from configs.schema import Config
 from rollout.cage.user_task import UserTask
 from rollout.chat.session import ChatLimits, Session, Sessions, TextParser
 from rollout.chat.template import ChatTemplate
-from rollout.engine.vllm_engine import Engine
 from rollout.episodes.episode import Failure, Group
 from rollout.episodes.prompts import Prompts
 from rollout.episodes.sampler import Sampler
 from rollout.episodes.setup import RolloutSetup, open_sessions
 from rollout.tasks import Problem
 from rollout.tasks.trajectory import Trajectory
+from tests.harness.engines import DENSE_VOCABULARY, SharedEngine
 from tests.rollout.chat.chat_templates import chat_tokenizer
 from tests.rollout.chat.scripted import segments
 from tests.rollout.engine import adding
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-VOCABULARY = 320
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.xdist_group("vllm-dense")]
 
 
 def make_model(folder: Any) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=DENSE_VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=1024, initializer_range=0.2, bos_token_id=None,
         eos_token_id=None,
     )  # fmt: skip
@@ -53,8 +48,7 @@ def make_config(folder: Any, **rollout: Any) -> Config:
             "data": {"train": "train.parquet", "max_prompt_tokens": 100},
             "reward": {"function": "task"} if rollout else {"function": "countdown"},
             "sampling": {"max_tokens": 80 if rollout else 40},
-            "rollout": {"device": "cpu", "max_sample_tokens": 900, "engine": {"kv_cache_memory_bytes": 64 << 20}}
-            | rollout,
+            "rollout": {"device": "cpu", "max_sample_tokens": 900} | rollout,
         }
     )
 
@@ -77,8 +71,10 @@ def user(turn: int) -> dict[str, Any]:
     return {"role": "user", "content": f"{turn} What is 12 times {turn}? " * 3}
 
 
-async def cached(engine: Engine, tokens: list[int], salt: str) -> int:
+async def cached(engine: Any, tokens: list[int], salt: str) -> int:
     """How many of these tokens vLLM has in its prefix cache under this salt."""
+    from vllm import SamplingParams
+
     found = 0
     parameters = SamplingParams(max_tokens=1, detokenize=False)
     async for output in engine._llm.generate({"prompt_token_ids": tokens, "cache_salt": salt}, parameters, f"c{salt}"):
@@ -86,48 +82,45 @@ async def cached(engine: Engine, tokens: list[int], salt: str) -> int:
     return found
 
 
-async def play(folder: Any) -> SimpleNamespace:
+async def play(engine: Any, folder: Any) -> SimpleNamespace:
+    """The scenario; returns what happened."""
     seen, config, model = SimpleNamespace(), make_config(folder), make_model(folder)
-    engine = await Engine.start(config, seed=1)
-    try:
-        await load(engine, folder, 3)
-        prompts = Prompts(chat_tokenizer("chatml"), config)
-        template = ChatTemplate(prompts)
-        sampler = Sampler(engine, prompts, 1.0, 40, 900)
-        sessions = Sessions(template, TextParser(template), ChatLimits(900, 40, 64, 4000))
-        problem = Problem({}, [], prompts.tokenizer, 900)
-        salt = engine.salt
+    await load(engine, folder, 3)
+    prompts = Prompts(chat_tokenizer("chatml"), config)
+    template = ChatTemplate(prompts)
+    sampler = Sampler(engine, prompts, 1.0, 40, 900)
+    sessions = Sessions(template, TextParser(template), ChatLimits(900, 40, 64, 4000))
+    problem = Problem({}, [], prompts.tokenizer, 900)
+    salt = engine.salt
 
-        session = sessions.open(sampler.generate_for(problem, salt), problem)
-        messages = await talk(session, 4, [])
-        await asyncio.gather(*(session.chat([*messages[:2], user(9)]) for _ in range(2)))  # branches
-        seen.still = session.recorded(None).trajectory
-        seen.scores = [scores(model, [seen.still.tokens[at] for at in segment]) for segment in segments(seen.still)]
+    session = sessions.open(sampler.generate_for(problem, salt), problem)
+    messages = await talk(session, 4, [])
+    await asyncio.gather(*(session.chat([*messages[:2], user(9)]) for _ in range(2)))  # branches
+    seen.still = session.recorded(None).trajectory
+    seen.scores = [scores(model, [seen.still.tokens[at] for at in segment]) for segment in segments(seen.still)]
 
-        session = sessions.open(sampler.generate_for(problem, salt), problem)
-        messages = await talk(session, 2, [])
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape))
-        model.save_pretrained(folder / "next")
-        await load(engine, folder / "next", 4)
-        held = session.recorded(None).trajectory.tokens
-        await talk(session, 1, messages)
-        seen.swapped = session.recorded(None).trajectory
-        seen.cached = await cached(engine, held, salt), await cached(engine, held, engine.salt)
-        seen.held = len(held)
+    session = sessions.open(sampler.generate_for(problem, salt), problem)
+    messages = await talk(session, 2, [])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape))
+    model.save_pretrained(folder / "next")
+    await load(engine, folder / "next", 4)
+    held = session.recorded(None).trajectory.tokens
+    await talk(session, 1, messages)
+    seen.swapped = session.recorded(None).trajectory
+    seen.cached = await cached(engine, held, salt), await cached(engine, held, engine.salt)
+    seen.held = len(held)
 
-        session = sessions.open(sampler.generate_for(problem, engine.salt), problem)
-        await talk(session, 2, [])
-        seen.anew = session.recorded(None).trajectory
-        seen.anew_scores = scores(model, seen.anew.tokens)
-        seen.called = await call_tools(engine, model.config, folder / "adding")
-    finally:
-        await engine.close()
+    session = sessions.open(sampler.generate_for(problem, engine.salt), problem)
+    await talk(session, 2, [])
+    seen.anew = session.recorded(None).trajectory
+    seen.anew_scores = scores(model, seen.anew.tokens)
+    seen.called = await call_tools(engine, model.config, folder / "adding")
     return seen
 
 
-async def call_tools(engine: Engine, like: Any, folder: Any) -> list[Group | Failure]:
+async def call_tools(engine: Any, like: Any, folder: Any) -> list[Group | Failure]:
     """A group for each of the rows by the agent of adding.py, whose model calls a tool: two greedy samples each."""
     tokenizer = chat_tokenizer("qwen2.5")
     adding.teach(Qwen2Config(**like.to_dict() | {"initializer_range": 0.05}), tokenizer, folder)
@@ -140,7 +133,7 @@ async def call_tools(engine: Engine, like: Any, folder: Any) -> list[Group | Fai
         return list(await asyncio.gather(*(episodes.attempt(row) for row in adding.ROWS)))
 
 
-async def load(engine: Engine, folder: Any, version: int) -> None:
+async def load(engine: Any, folder: Any, version: int) -> None:
     """A policy from a folder, as the weights wire would load it."""
     await engine.load_folder(folder)
     await engine.collective("rl_stamp", version, timeout_s=60)
@@ -148,13 +141,9 @@ async def load(engine: Engine, folder: Any, version: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        happened = asyncio.run(play(tmp_path_factory.mktemp("model")))
-        gc.collect()
-    return happened
+def seen(dense_engine: SharedEngine, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    folder = tmp_path_factory.mktemp("model")
+    return dense_engine.play(lambda engine: play(engine, folder))
 
 
 def largest_difference(trajectory: Trajectory, segment: range, theirs: list[float]) -> float:

@@ -8,13 +8,18 @@ import pytest
 from configs.load import load
 from configs.schema import ChatConfig
 from rollout.engine.arguments import unknown_parsers
-from rollout.engine.chat_parser import VllmParser
 from rollout.errors import ChatRefused
 from tests.rollout.chat.chat_templates import chat_tokenizer
 
 RUN = "examples/countdown/quickstart.yaml"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "ok"}}\n</tool_call>'
+
+
+def setup_module() -> None:
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global VllmParser
+    from rollout.engine.chat_parser import VllmParser
 
 
 def read(text: str, tools: Any = None, **names: Any) -> tuple[dict[str, Any], int]:

@@ -5,20 +5,29 @@ from math import inf
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-from vllm.v1.request import RequestStatus
 
-from benchmarks.runs.played_model import PlayedModel, engine_config, scheduler_of
 from benchmarks.weights.shapes import folder_of
-from rollout.engine.scheduling import scheduler as scheduling
-from rollout.engine.scheduling.record import OTHERS
-from rollout.engine.scheduling.scheduler import END_WAITS, KeepingAsyncScheduler, KeepingScheduler
+
+
+def setup_module():
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global EMPTY_MODEL_RUNNER_OUTPUT, END_WAITS, KeepingAsyncScheduler, KeepingScheduler, OTHERS, PauseState
+    global PlayedModel, RequestStatus, engine_config, scheduler_of, scheduling
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+    from vllm.v1.request import RequestStatus
+
+    from benchmarks.runs.played_model import PlayedModel, engine_config, scheduler_of
+    from rollout.engine.scheduling import scheduler as scheduling
+    from rollout.engine.scheduling.record import OTHERS
+    from rollout.engine.scheduling.scheduler import END_WAITS, KeepingAsyncScheduler, KeepingScheduler
+
 
 LONG_AGO_S = 6000.0
 """Time that a sequence is said to have taken: its end may wait for a minute then."""
 STEP_S = 0.02
-KINDS = {KeepingScheduler: 1, KeepingAsyncScheduler: 2}
+KINDS = {"synchronous": 1, "asynchronous": 2}
+"""How many steps a model is ahead."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +38,9 @@ def config(tmp_path_factory):
 @pytest.fixture(params=KINDS)
 def model(request, config):
     """A scheduler that has told that it has work, and tells nothing more by itself."""
-    return PlayedModel(scheduler_of(request.param, config, 400), KINDS[request.param], lambda *_: (50, -1.0))
+    ahead = KINDS[request.param]
+    kind = KeepingScheduler if ahead == 1 else KeepingAsyncScheduler
+    return PlayedModel(scheduler_of(kind, config, 400), ahead, lambda *_: (50, -1.0))
 
 
 def add(model, ages=LONG_AGO_S, **lengths):

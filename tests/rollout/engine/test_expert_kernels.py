@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from rollout.engine.experts.expert_kernels import packed_anew, parameter_name, refusal
+
+def setup_module():
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global RoutedExperts, packed_anew, parameter_name, refusal
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from rollout.engine.experts.expert_kernels import packed_anew, parameter_name, refusal
+
 
 CPU = torch.device("cpu")
 
@@ -51,46 +57,50 @@ def vllm_config(is_moe: bool = True, lora: object = None, device: str = "cpu", *
     ("model", "config", "words"),
     [
         (
-            OlmoeForCausalLM(),
+            OlmoeForCausalLM,
             vllm_config(),
             "model.path: vLLM's OlmoeForCausalLM has experts, and policies",
         ),
-        (torch.nn.Linear(1, 1), vllm_config(), "model.path: vLLM's Linear has experts"),
+        (lambda: torch.nn.Linear(1, 1), vllm_config(), "model.path: vLLM's Linear has experts"),
         (
-            Qwen3MoeForCausalLM(Fp8MoEMethod()),
+            lambda: Qwen3MoeForCausalLM(Fp8MoEMethod()),
             vllm_config(),
             "rollout.engine.quantization: experts are held by vLLM's",
         ),
         (
-            Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("FLASHINFER_TRTLLM")),
+            lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("FLASHINFER_TRTLLM")),
             vllm_config(),
             "rollout.engine.moe_backend: vLLM chose FLASHINFER_TRTLLM for the experts",
         ),
-        (Qwen3MoeForCausalLM(), vllm_config(enable_eplb=True), "rollout.engine.enable_eplb: "),
-        (Qwen3MoeForCausalLM(), vllm_config(enable_expert_parallel=True), "rollout.engine.enable_expert_parallel: "),
+        (Qwen3MoeForCausalLM, vllm_config(enable_eplb=True), "rollout.engine.enable_eplb: "),
         (
-            Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")),
+            Qwen3MoeForCausalLM,
+            vllm_config(enable_expert_parallel=True),
+            "rollout.engine.enable_expert_parallel: ",
+        ),
+        (
+            lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")),
             vllm_config(lora=object()),
             "model.lora: beside adapters this vLLM computes experts on GPUs only",
         ),
     ],
 )
 def test_what_was_never_tried_is_refused(model, config, words):
-    assert refusal(model, config).startswith(words)
+    assert refusal(model(), config).startswith(words)
 
 
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (Qwen3MoeForCausalLM(), vllm_config()),
-        (Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
-        (torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
-        (OlmoeForCausalLM(), vllm_config(lora=object())),  # only an adapter is loaded
-        (OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
+        (Qwen3MoeForCausalLM, vllm_config()),
+        (lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
+        (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
+        (OlmoeForCausalLM, vllm_config(lora=object())),  # only an adapter is loaded
+        (lambda: OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
     ],
 )
 def test_what_was_is_not(model, config):
-    assert refusal(model, config) == ""
+    assert refusal(model(), config) == ""
 
 
 def test_only_a_cpu_has_its_kernels_made_anew_and_those_that_were_not_loaded_stay():

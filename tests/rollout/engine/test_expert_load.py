@@ -1,13 +1,10 @@
 """A tiny random Qwen3-MoE in the real vLLM: policies in every way in which they are loaded, against transformers.
 
-One engine runs the whole scenario; each test looks at one aspect.
+One engine plays the whole scenario, the only mixture in the fast lane; each test looks at one aspect.
 """
 
 import asyncio
 import copy
-import gc
-import os
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +18,8 @@ from configs.schema import Config
 from learner.weights.plan import Spec
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
-from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineError
+from tests.harness.engines import played
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 from tests.harness.published import TorchPolicy, difference, scores, step
 from tests.harness.tiny_experts import tiny_experts
@@ -131,12 +128,7 @@ async def pushed(seen, model, engine, config, staging, first):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
-    happened = asyncio.run(play(tmp_path_factory.mktemp("experts")))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        gc.collect()
-    return happened
+    return played(play(tmp_path_factory.mktemp("experts")))
 
 
 def test_each_policy_is_what_transformers_computes(seen):
@@ -155,13 +147,14 @@ def test_a_folder_has_its_experts_one_by_one_and_all_of_them_must_come(seen):
     assert "1 weights of vLLM's model were not received, model.layers.0.mlp.experts" in seen.incomplete
 
 
+@pytest.mark.long
 def test_experts_that_are_spread_are_refused_when_the_server_starts(tmp_path):
-    said = ""
-    try:
-        asyncio.run(Engine.start(make_config(tiny_experts(tmp_path), enable_expert_parallel=True), seed=1))
-    except ConfigError as error:  # it holds the engine's sockets, until vLLM's are garbage
-        said = str(error)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
-    assert "rollout.engine.enable_expert_parallel: policies cannot be loaded into experts that are spread" in said
+    async def said():
+        try:
+            await start(make_config(tiny_experts(tmp_path), enable_expert_parallel=True))
+        except ConfigError as error:  # it holds the engine's sockets, until vLLM's are garbage
+            return str(error)
+        return "it starts"
+
+    words = "rollout.engine.enable_expert_parallel: policies cannot be loaded into experts that are spread"
+    assert words in played(said())

@@ -1,12 +1,9 @@
 """The real vLLM on tiny models that see images: its log-probabilities against transformers' own forward pass.
 
-One engine per architecture runs the whole scenario once; each test looks at one aspect.
+The whole scenario is played once for each architecture; each test looks at one aspect.
 """
 
 import asyncio
-import gc
-import os
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +12,12 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from buffer.images import ImageFormat, decode
-from configs.schema import Config
-from rollout.engine.image_input import image_input
-from rollout.engine.scheduling.scheduler import Reports
-from rollout.engine.vllm_engine import Engine
 from rollout.episodes.prompts import Prompts, load_tokenizer
 from rollout.episodes.sampler import Sampler
 from rollout.tasks import Trajectory
 from rollout.tasks.trajectory import PlacedImage
-from tests.harness.tiny_vlm import KINDS, PATCH, encoded, picture, tiny_vlm
+from tests.harness.engines import vision_config
+from tests.harness.tiny_vlm import encoded, picture, tiny_vlm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 ROWS = {
@@ -35,18 +29,6 @@ ROWS = {
     "shrunk": {"problem": "<image>?", "images": [(900, 700)]},
     "long": {"problem": f"<image>{'what colours? ' * 12}", "images": [(100, 100)]},
 }
-
-
-def make_config(folder, kind):
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder), "dtype": "float32"},
-            "data": {"train": "train.parquet", "max_prompt_tokens": 300, "max_pixels": 64 * (2 * PATCH[kind]) ** 2},
-            "reward": {"function": "countdown"},
-            "sampling": {"max_tokens": 100},
-            "rollout": {"device": "cpu", "sequences": 16},
-        }
-    )
 
 
 def make_model(folder, kind, seed):
@@ -79,29 +61,25 @@ def difference(ours, theirs):
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-async def play(folder, kind):
+async def play(engine, folder, kind):
     """The scenario; returns what happened."""
     model = make_model(folder, kind, seed=0)
-    config = make_config(folder, kind)
+    config = vision_config(folder, kind)
     form = ImageFormat.of(str(folder), config.data)
     prompts = Prompts(load_tokenizer(config), config, form)
-    engine = await Engine.start(config, seed=1)
-    try:
-        sampler = Sampler(engine, prompts, 1.0, 100, 400, form, 8)
-        seen = SimpleNamespace(form=form)
-        await engine.load_folder(folder)
-        seen.first = await one_round(sampler, model)
-        seen.again = await one_round(sampler, model)
-        other = make_model(folder / "other", kind, seed=1)
-        await engine.load_folder(folder / "other")
-        seen.other = await one_round(sampler, other)
-        seen.apart = await apart(sampler, model)
-        await engine.load_folder(folder)
-        engine.version = 1
-        seen.back = await one_round(sampler, model)
-        seen.turns = await turns(sampler, model, seen)
-    finally:
-        await engine.close()
+    sampler = Sampler(engine, prompts, 1.0, 100, 400, form, 8)
+    seen = SimpleNamespace(form=form)
+    await engine.load_folder(folder)
+    seen.first = await one_round(sampler, model)
+    seen.again = await one_round(sampler, model)
+    other = make_model(folder / "other", kind, seed=1)
+    await engine.load_folder(folder / "other")
+    seen.other = await one_round(sampler, other)
+    seen.apart = await apart(sampler, model)
+    await engine.load_folder(folder)
+    engine.version = 1
+    seen.back = await one_round(sampler, model)
+    seen.turns = await turns(sampler, model, seen)
     return seen
 
 
@@ -111,14 +89,17 @@ def row_of(name):
 
 
 async def one_round(sampler, model):
-    """Each row answered three times at once and probed: the largest differences."""
-    found = {}
-    for name in ROWS:
-        problem = sampler.problem(row_of(name))
+    """Each row answered three times and probed, beside all others: the largest differences."""
+    problems = {name: sampler.problem(row_of(name)) for name in ROWS}
+
+    async def answered(problem):
         generate = sampler.generate_for(problem)
         completions = await asyncio.gather(*(generate(problem.prompt, max_tokens=12) for _ in range(3)))
+        return completions, await sampler.engine.probe(problem.prompt, problem.images)
+
+    answers, found = await asyncio.gather(*map(answered, problems.values())), {}
+    for (name, problem), (completions, probed) in zip(problems.items(), answers, strict=True):
         found[name] = [difference(c.logprobs, sampled_scores(model, problem, c.tokens)) for c in completions]
-        probed = await sampler.engine.probe(problem.prompt, problem.images)
         found[f"{name}, probed"] = [difference(probed, scores(model, problem.prompt, problem.images))]
     return found
 
@@ -143,8 +124,8 @@ async def apart(sampler, model):
 async def turns(sampler, model, seen):
     """A second and third turn with an image each, after image tokens that the policy sampled."""
     problem, token = sampler.problem(row_of("odd")), seen.form.image_token
-    found, seen.sampled_images = [], 0
-    for seed in range(4):
+
+    async def played(seed):
         generate, trajectory = sampler.generate_for(problem), Trajectory(problem.prompt)
         first = await generate(trajectory.tokens, max_tokens=60)
         trajectory.take(first)
@@ -154,6 +135,10 @@ async def turns(sampler, model, seen):
         trajectory.show(picture(30, 64, seed), problem)
         trajectory.take(await generate(trajectory.tokens, max_tokens=20, images=trajectory.images))
         sampler.check(problem, trajectory)
+        return trajectory
+
+    found, seen.sampled_images = [], 0
+    for trajectory in await asyncio.gather(*map(played, range(8))):
         seen.sampled_images += sum(s and t == token for s, t in zip(trajectory.sampled, trajectory.tokens, strict=True))
         mine = [place for place, own in enumerate(trajectory.sampled) if own]
         images = [*problem.images, *trajectory.images]
@@ -162,14 +147,10 @@ async def turns(sampler, model, seen):
     return found
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def seen(request, tmp_path_factory):
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        found = asyncio.run(play(tmp_path_factory.mktemp(request.param), request.param))
-        gc.collect()
-    return found
+@pytest.fixture(scope="module")
+def seen(vision_engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return vision_engine.play(lambda engine: play(engine, folder, vision_engine.kind))
 
 
 @pytest.mark.parametrize("loaded", ["first", "again", "other", "back"])
@@ -189,6 +170,8 @@ def test_images_in_later_turns_and_image_tokens_that_the_policy_sampled(seen):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_patches_are_in_the_tower_s_dtype_as_if_they_were_cast(dtype):
+    from rollout.engine.image_input import image_input
+
     form = ImageFormat("qwen2_5_vl", 14, 2, 2, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), 784, 78400, 5, 3, 4)
     shown = decode(encoded(picture(75, 131)), form)
     (made,) = image_input([1, 5, 6], [PlacedImage(1, shown)], "1", "1", dtype)["mm_kwargs"]["image"]
@@ -198,6 +181,9 @@ def test_patches_are_in_the_tower_s_dtype_as_if_they_were_cast(dtype):
 
 
 def test_what_the_tower_made_is_used_again_only_where_policies_leave_the_tower_as_it_is():
+    from rollout.engine.scheduling.scheduler import Reports
+    from rollout.engine.vllm_engine import Engine
+
     form = ImageFormat("qwen2_5_vl", 14, 2, 2, *[(0.5, 0.5, 0.5)] * 2, 784, 78400, 5, 3, 4)
     image = PlacedImage(1, decode(encoded(picture(56, 56)), form))
 

@@ -11,17 +11,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.request import Request
 
-from rollout.engine.joined_requests import JoinedRequests
-from rollout.engine.scheduling.record import OTHERS, SAME, alike
-from rollout.engine.scheduling.scheduler import Reports
-from rollout.engine.vllm_engine import ADAPTER, DEAD, Engine, VLLMValidationError
 from rollout.errors import EngineDead, EngineError, EpisodeError
+
+
+def setup_module():
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global ADAPTER, DEAD, Engine, EngineCoreOutput, FinishReason, JoinedRequests, OTHERS, Reports, Request, SAME
+    global SamplingParams, VLLMValidationError, alike, get_request_block_hasher, init_none_hash, sha256
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.request import Request
+
+    from rollout.engine.joined_requests import JoinedRequests
+    from rollout.engine.scheduling.record import OTHERS, SAME, alike
+    from rollout.engine.scheduling.scheduler import Reports
+    from rollout.engine.vllm_engine import ADAPTER, DEAD, Engine, VLLMValidationError
 
 
 class Front:
@@ -59,10 +66,13 @@ def engine_of(front, adapter=None):
     return Engine(front, Reports(), JoinedRequests(front, adapter))
 
 
-def end(name, tokens=(7, 8), reason=FinishReason.LENGTH, arrays=True):
+def end(name, tokens=(7, 8), reason=None, arrays=True):
+    """What vLLM says at the end of a request, by default that it has its length."""
     logprobs, versions = array("f", [-1.0] * len(tokens)), array("i", [3] * len(tokens))
     kept = {"logprobs": logprobs.tobytes(), "versions": versions.tobytes()} if arrays else None
-    return EngineCoreOutput(name, [*tokens], finish_reason=reason, kv_transfer_params=kept)
+    return EngineCoreOutput(
+        name, [*tokens], finish_reason=FinishReason.LENGTH if reason is None else reason, kv_transfer_params=kept
+    )
 
 
 async def asked(front, *calls):
@@ -198,8 +208,9 @@ async def test_a_caller_may_be_cancelled_in_the_moment_of_its_end(comes):
             await tasks[1]
 
 
-@pytest.mark.parametrize("refusal", [ValueError("no tokens"), VLLMValidationError("longer than max_model_len")])
-async def test_tokens_that_vllm_refuses_fail_their_requests(refusal):
+@pytest.mark.parametrize("kind", ["ValueError", "VLLMValidationError"])
+async def test_tokens_that_vllm_refuses_fail_their_requests(kind):
+    refusal = {"ValueError": ValueError, "VLLMValidationError": VLLMValidationError}[kind]("longer than max_model_len")
     engine = engine_of(Front(refusal))
     for asked in [asyncio.create_task(engine.generate([1, 2, 3], 9, 1.0)) for _ in range(2)]:
         with pytest.raises(EpisodeError, match=f"vLLM refuses 3 tokens: {refusal}") as caught:

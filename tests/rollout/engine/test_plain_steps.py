@@ -10,32 +10,43 @@ from functools import partialmethod
 
 import pytest
 import torch
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
-from vllm.v1.request import RequestStatus
 
-from benchmarks.runs.played_model import BLOCK, VERSION, PlayedModel, engine_config, scheduler_of
 from benchmarks.weights.shapes import folder_of
-from rollout.engine.scheduling.plain_steps import ABSENT, touch_blocks_at_their_ends
-from rollout.engine.scheduling.record import Record, unpack
-from rollout.engine.scheduling.scheduler import KeepingAsyncScheduler, KeepingScheduler
+
+
+def setup_module():
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global ABSENT, AsyncScheduler, BLOCK, EncoderCacheManager, KeepingAsyncScheduler, KeepingScheduler
+    global MultiModalFeatureSpec, PauseState, PlaceholderRange, PlayedModel, Record, RepetitionDetectionParams
+    global RequestStatus, SamplingParams, Scheduler, SlidingWindowSpec, VERSION, engine_config, scheduler_of
+    global touch_blocks_at_their_ends, unpack
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.request import RequestStatus
+
+    from benchmarks.runs.played_model import BLOCK, VERSION, PlayedModel, engine_config, scheduler_of
+    from rollout.engine.scheduling.plain_steps import ABSENT, touch_blocks_at_their_ends
+    from rollout.engine.scheduling.record import Record, unpack
+    from rollout.engine.scheduling.scheduler import KeepingAsyncScheduler, KeepingScheduler
+
 
 STEPS, STOP, END, LONGEST, IMAGE = 500, 7, 8, 96, 8
 KINDS = {
-    "synchronous": (Scheduler, KeepingScheduler, 1, False),
-    "asynchronous": (AsyncScheduler, KeepingAsyncScheduler, 2, False),
-    "second runner": (AsyncScheduler, KeepingAsyncScheduler, 2, True),
+    "synchronous": (1, False),
+    "asynchronous": (2, False),
+    "second runner": (2, True),
 }
-"""Both schedulers, how many steps a model is ahead, and whether it is that of vLLM's second model runner."""
+"""How many steps a model is ahead, and whether it is that of vLLM's second model runner."""
 OF_ITS_OWN = {"arrival_time", "_block_hasher", "mm_features", "next_decode_eligible_step"}
 """Attributes in which two requests may differ: the last one counts only with pipeline parallelism."""
 VIEWS = {"output_token_ids", "all_token_ids"}
 """Of lists that are attributes too."""
+NOT_COMPARED = OF_ITS_OWN | VIEWS
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +83,11 @@ def told(step):
 
 
 def state(scheduler):
-    """All that the scheduler knows of its requests, in which order, and which blocks are theirs, shared and free."""
+    """All that the scheduler knows of its requests, in which order, and which blocks are theirs, shared and free. The
+    values are the scheduler's own, to be compared before its next step: copies would take most of a test's time."""
     manager, encoder = scheduler.kv_cache_manager, scheduler.encoder_cache_manager
     requests = {
-        name: {key: copy(value) for key, value in vars(each).items() if key not in OF_ITS_OWN | VIEWS}
+        name: {key: value for key, value in vars(each).items() if key not in NOT_COMPARED}
         for name, each in scheduler.requests.items()
     }
     blocks = {name: manager.get_block_ids(name) for name in requests}
@@ -87,7 +99,8 @@ def state(scheduler):
 
 def play(kind, config, seed, blocks, kept=1.0, seen_share=0.0):
     """Both schedulers through the same events. How often what was to happen has happened."""
-    plain, ours, ahead, second = KINDS[kind]
+    ahead, second = KINDS[kind]
+    plain, ours = (Scheduler, KeepingScheduler) if ahead == 1 else (AsyncScheduler, KeepingAsyncScheduler)
     theirs, own = both = [PlayedModel(scheduler_of(each, config, blocks), ahead, sample) for each in (plain, ours)]
     theirs.scheduler.use_v2_model_runner = own.scheduler.use_v2_model_runner = second
     # it shares a block a step later, as `test_blocks.py` shows

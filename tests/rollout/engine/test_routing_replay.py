@@ -5,11 +5,7 @@ returns them on GPUs only, and says so.
 """
 
 import asyncio
-import gc
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu, vllm_fields
-from rollout.engine.vllm_engine import Engine
 from rollout.episodes.recorded_routes import RecordedRoutes
 from rollout.rewards.convention import Score
 from rollout.tasks import Trajectory
+from tests.harness.engines import played
 from tests.harness.tiny_experts import tiny_experts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -56,8 +52,10 @@ def make_config(folder, device="cpu", **changes: Any) -> Config:
     return Config.model_validate(values)
 
 
-async def launch(config: Config, told: bool = True) -> Engine:
+async def launch(config: Config, told: bool = True) -> Any:
     """An engine whose routes are told on a CPU; `Engine.start` would refuse that."""
+    from rollout.engine.vllm_engine import Engine
+
     cpu = config.rollout.device == "cpu"
     if cpu:
         os.environ["VLLM_CPU_CI_ENV"] = "1"
@@ -154,18 +152,10 @@ def in_flight(model, prompt, made, far) -> SimpleNamespace:
     )
 
 
-@contextmanager
-def nothing_left() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        yield
-        gc.collect()
-
-
-def refusal_of(config: Config) -> str:
+async def refusal_of(config: Config) -> str:
     """Why no engine starts; the exception, which holds what had been started, ends here."""
     try:
-        asyncio.run(launch(config, told=False))
+        await launch(config, told=False)
     except ValueError as error:
         return str(error)
     return "it starts"
@@ -173,8 +163,7 @@ def refusal_of(config: Config) -> str:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    with nothing_left():
-        return asyncio.run(play(tmp_path_factory.mktemp("routes")))
+    return played(play(tmp_path_factory.mktemp("routes")))
 
 
 def test_a_run_file_on_a_cpu_is_refused(tmp_path):
@@ -182,14 +171,15 @@ def test_a_run_file_on_a_cpu_is_refused(tmp_path):
         on_cpu(make_config(tiny_experts(tmp_path)))
 
 
+@pytest.mark.long
 def test_a_vllm_that_returns_no_routes_is_refused_before_anything_is_generated(tmp_path):
     """0.26 returns zeros without a word, later ones say that they cannot."""
     words = "rollout.routing_replay: vLLM returned zeros as the routes of token 0 of 4"
-    with nothing_left():
-        said = refusal_of(make_config(tiny_experts(tmp_path, **SHAPE)))
+    said = played(refusal_of(make_config(tiny_experts(tmp_path, **SHAPE))))
     assert (words if returns_routes() else "requires Model Runner V2") in said
 
 
+@pytest.mark.long
 @only_told
 def test_turns_have_the_routes_of_the_model_in_its_layers_with_experts(seen):
     for turn in seen.turns:
@@ -198,17 +188,20 @@ def test_turns_have_the_routes_of_the_model_in_its_layers_with_experts(seen):
         assert turn.alike > 0.99 and not turn.rest.any()
 
 
+@pytest.mark.long
 @only_told
 def test_preempted_sequences_keep_their_routes(seen):
     assert seen.preempted > 0 and min(seen.many) > 0.99
 
 
+@pytest.mark.long
 @only_told
 def test_each_token_of_a_sequence_in_flight_has_the_routes_of_the_policy_that_read_it(seen):
     assert seen.swapped.switch > 0
     assert seen.swapped.before > 0.99 and seen.swapped.behind < 0.9
 
 
+@pytest.mark.long
 @only_told
 def test_the_learner_differs_less_from_a_server_whose_routes_it_replays(tmp_path):
     """In bfloat16, where the two choose other experts here and there."""
@@ -239,8 +232,7 @@ def test_the_learner_differs_less_from_a_server_whose_routes_it_replays(tmp_path
             found.append(trajectory.sample(Score(1.0), ""))
         return found
 
-    with nothing_left():
-        made = asyncio.run(samples())
+    made = played(samples())
     off: dict[str, list[float]] = {"live": [], "replayed": []}
     with alone() as mesh:
         model, learner = ModelConfig(path=str(folder), dtype="bfloat16"), LearnerConfig(device="cpu")

@@ -14,13 +14,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.core.sched.interface import PauseState
 
-from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
-from rollout.engine.scheduling.record import Record, unpack
-from rollout.engine.scheduling.scheduler import KeepingScheduler, Reports
-from rollout.engine.vllm_engine import Engine
-from rollout.engine.worker import StampedOutput, WorkerExtension
+
+def setup_module():
+    """vLLM takes seconds to import, and each worker of pytest collects this file."""
+    global Engine, KeepingScheduler, PauseState, Record, Reports, StampedOutput, WorkerExtension
+    global touch_blocks_at_their_ends, unpack
+    from vllm.v1.core.sched.interface import PauseState
+
+    from rollout.engine.scheduling.plain_steps import touch_blocks_at_their_ends
+    from rollout.engine.scheduling.record import Record, unpack
+    from rollout.engine.scheduling.scheduler import KeepingScheduler, Reports
+    from rollout.engine.vllm_engine import Engine
+    from rollout.engine.worker import StampedOutput, WorkerExtension
+
 
 SCENE_S = 280
 ENOUGH = {"swaps": 60, "done": 50, "joined": 5, "crossed": 20, "aborted": 1, "stopped": 5, "preempted": 2}
@@ -44,30 +51,30 @@ def judge(found):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("scene", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("scene", ["asynchronous", pytest.param("synchronous", marks=pytest.mark.long)])
 def test_every_token_arrives_once_with_its_version_and_log_probability(scene, tmp_path):
     found = play(scene, tmp_path)
     assert found["asynchronous"] == (scene == "asynchronous")
     judge(found)
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_a_version_read_when_a_step_s_output_is_taken_would_be_seen(tmp_path):
     assert play("late", tmp_path)["wrong"] > 50
 
 
-class FakeOutput(StampedOutput):
-    """A step's output that is still on a GPU."""
-
-    def __init__(self, output):
-        self.output = output
-
-    def get_output(self):
-        return self.output
-
-
 def test_a_step_has_the_version_that_it_was_launched_with():
     from vllm.v1.outputs import ModelRunnerOutput
+
+    class FakeOutput(StampedOutput):
+        """A step's output that is still on a GPU."""
+
+        def __init__(self, output):
+            self.output = output
+
+        def get_output(self):
+            return self.output
 
     steps = [ModelRunnerOutput(req_ids=[], req_id_to_index={}) for _ in range(3)]
     outputs = iter([FakeOutput(steps[0]), steps[1], None, FakeOutput(steps[2])])

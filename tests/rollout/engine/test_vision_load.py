@@ -14,12 +14,13 @@ from tests.harness.tiny_vlm import tiny_vlm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 CPU = torch.device("cpu")
-CASES = {
-    "qwen2.5-tied": ("qwen2_5_vl", True),
-    "qwen2.5": ("qwen2_5_vl", False),
-    "qwen3-tied": ("qwen3_vl", True),
-    "qwen3": ("qwen3_vl", False),
-}
+CASES = [
+    pytest.param(("qwen2_5_vl", True), id="qwen2.5-tied"),
+    pytest.param(("qwen2_5_vl", False), id="qwen2.5", marks=pytest.mark.long),
+    pytest.param(("qwen3_vl", True), id="qwen3-tied", marks=pytest.mark.long),
+    pytest.param(("qwen3_vl", False), id="qwen3"),
+]
+"""Families, and whether the head is the embedding: pairs of them in the fast lane."""
 MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
 
 
@@ -48,7 +49,7 @@ def as_in_the_file(folder):
         return initialize_model(vllm_config), vllm_config
 
 
-@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
+@pytest.fixture(scope="module", params=CASES)
 def made(request, distributed, tmp_path_factory):
     """vLLM's model as a worker has it, the folder it is of, and the names and shapes that a learner publishes."""
     from vllm.config import set_current_vllm_config

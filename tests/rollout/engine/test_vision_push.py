@@ -1,12 +1,9 @@
 """Policies that see, from the learner over the weights wire into the real vLLM on a CPU; probes with a picture.
 
-One engine per architecture runs the whole scenario once; each test looks at one aspect.
+The whole scenario is played once for each architecture; each test looks at one aspect.
 """
 
 import asyncio
-import gc
-import os
-import warnings
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -15,7 +12,6 @@ import torch
 from transformers import AutoTokenizer
 
 from buffer.images import ImageFormat
-from configs.schema import Config
 from learner.__main__ import open_weights_wire
 from learner.model.policy import Policy
 from learner.saved import export
@@ -24,9 +20,9 @@ from learner.weights.probe import shown_tokens
 from learner.weights.protocol import Go
 from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
-from rollout.engine.vllm_engine import Engine
+from tests.harness.engines import played, vision_config
 from tests.harness.scenes import intercept
-from tests.harness.tiny_vlm import KINDS, PATCH, tiny_vlm
+from tests.harness.tiny_vlm import KINDS, tiny_vlm
 from tests.harness.world import LEARNER, alone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -34,16 +30,14 @@ TOWER = "model.visual.blocks.1.attn.proj.weight"
 
 
 def make_config(folder, kind, freeze=(), engine=None, **weights):
-    return Config.model_validate(
-        {
-            "run": {"folder": str(folder.parent), "name": folder.name},
-            "model": {"path": str(folder), "dtype": "float32", "freeze": list(freeze)},
-            "data": {"train": "train.parquet", "max_prompt_tokens": 300, "max_pixels": 64 * (2 * PATCH[kind]) ** 2},
-            "reward": {"function": "countdown"},
-            "sampling": {"max_tokens": 100},
-            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 60} | weights,
-            "rollout": {"device": "cpu", "sequences": 16, "engine": engine or {}},
-        }
+    wire = {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 60} | weights
+    return vision_config(
+        folder,
+        kind,
+        run={"folder": str(folder.parent), "name": folder.name},
+        model={"freeze": list(freeze)},
+        weights=wire,
+        rollout={"engine": engine or {}},
     )
 
 
@@ -148,32 +142,38 @@ async def unlike(engine, policy, config):
     return max(abs(a - b) for a, b in zip(want[behind:], got[behind:], strict=True))
 
 
-async def play(folder, kind, mesh):
+async def play(engine, folder, kind, mesh):
     """The scenario; returns what happened."""
+    exported(folder, kind, mesh)
+    seen, pushes = SimpleNamespace(probes={}, sent={}, errors={}), Pushes(folder, kind, engine, mesh)
+    for name, keys in CASES.items():
+        async with pushes.learner(**keys) as learner:
+            seen.probes[name] = [await learner.push(version) for version in (1, 2, 3)]
+            seen.sent[name] = learner.sent
+    async with pushes.learner(sees=False) as learner:
+        seen.text_only = await learner.push(1, Corrupting(learner.policy))
+    for name, keys in {"frozen": {"freeze": ["vision"]}, "trained": {}}.items():
+        async with pushes.learner(**keys) as learner:
+            with pytest.raises(WeightsError) as error:
+                await learner.push(1, Corrupting(learner.policy))
+            seen.errors[name] = str(error.value)
+    async with pushes.learner(freeze=["vision"]) as learner:
+        seen.again = await learner.push(1)
+    return seen
+
+
+async def play_export(folder, kind, mesh):
+    """Differences from the policy that was exported, and from another, of an engine that has read the export itself."""
+    from rollout.engine.vllm_engine import Engine
+
     policy, config = exported(folder, kind, mesh), make_config(folder, kind, engine={"load_format": "auto"})
-    seen = SimpleNamespace(probes={}, sent={}, errors={})
     engine = await Engine.start(config, seed=1)
-    pushes = Pushes(folder, kind, engine, mesh)
     try:
-        seen.loaded = await unlike(engine, policy, config)
+        loaded = await unlike(engine, policy, config)
         change(policy, 2)
-        seen.of_another = await unlike(engine, policy, config)
-        for name, keys in CASES.items():
-            async with pushes.learner(**keys) as learner:
-                seen.probes[name] = [await learner.push(version) for version in (1, 2, 3)]
-                seen.sent[name] = learner.sent
-        async with pushes.learner(sees=False) as learner:
-            seen.text_only = await learner.push(1, Corrupting(learner.policy))
-        for name, keys in {"frozen": {"freeze": ["vision"]}, "trained": {}}.items():
-            async with pushes.learner(**keys) as learner:
-                with pytest.raises(WeightsError) as error:
-                    await learner.push(1, Corrupting(learner.policy))
-                seen.errors[name] = str(error.value)
-        async with pushes.learner(freeze=["vision"]) as learner:
-            seen.again = await learner.push(1)
+        return loaded, await unlike(engine, policy, config)
     finally:
         await engine.close()
-    return seen
 
 
 CASES = {
@@ -186,22 +186,22 @@ CASES = {
 """Each with a learner of its own, whose versions have the same numbers as those of the one before."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def seen(request, tmp_path_factory):
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
+@pytest.fixture(scope="module")
+def seen(vision_engine, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder, kind = tmp_path_factory.mktemp("run") / vision_engine.kind, vision_engine.kind
+    with alone() as mesh:
+        return vision_engine.play(lambda engine: play(engine, folder, kind, mesh))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_s_own_loader_reads_an_export(kind, tmp_path):
+    """As `vllm serve` does, before anything is pushed; the control is another policy."""
     torch.set_num_threads(1)
     with alone() as mesh:
-        found = asyncio.run(play(tmp_path_factory.mktemp("run") / request.param, request.param, mesh))
-    gc.unfreeze()  # `Engine.launch` froze what it found
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        gc.collect()
-    return found
-
-
-def test_vllm_s_own_loader_reads_an_export(seen):
-    """As `vllm serve` does, before anything is pushed; the control is another policy."""
-    assert seen.loaded < 1e-4 and seen.of_another > 0.1
+        loaded, of_another = played(play_export(tmp_path / kind, kind, mesh))
+    assert loaded < 1e-4 and of_another > 0.1
 
 
 def test_the_probe_with_a_picture_agrees_after_every_push(seen):

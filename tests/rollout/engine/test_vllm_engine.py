@@ -1,14 +1,11 @@
 """The real vLLM on a tiny random model: in-flight updates over the weights wire, compared with transformers.
 
-One engine per variant (tied and untied embeddings) runs the whole scenario once; each test looks at one aspect.
+The whole scenario is played once with tied and once with untied embeddings; each test looks at one aspect.
 """
 
 import asyncio
-import gc
 import logging
-import os
 import time
-import warnings
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
@@ -19,48 +16,32 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from configs.schema import Config
 from learner.weights.plan import Spec
 from learner.weights.receiver.follow import Receiver
 from learner.weights.sender.publish import Sender
-from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead, EngineError, EpisodeError
-from tests.harness.published import VOCABULARY, TorchPolicy, difference, scores, step, tiny_qwen2
+from tests.harness.engines import DENSE_VOCABULARY, dense_config, played
+from tests.harness.published import TorchPolicy, difference, scores, step, tiny_qwen2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-LENGTH, TEMPERATURE = 600, 0.7
+LENGTH, TEMPERATURE = 400, 0.7
 STOPS = list(range(10, 60, 2))
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(8)]
 
 
 def make_model(folder, tied):
-    model = tiny_qwen2(tied)
+    model = tiny_qwen2(tied, vocabulary=DENSE_VOCABULARY)
     model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(DENSE_VOCABULARY)}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")), bos_token="w0", eos_token="w1", unk_token="w2"
     ).save_pretrained(folder)
     return model.eval()
 
 
-def make_config(folder):
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder), "dtype": "float32"},
-            "data": {"train": "train.parquet", "max_prompt_tokens": 100},
-            "reward": {"function": "countdown"},
-            "sampling": {"max_tokens": 800},
-            "weights": {"bucket_mib": 1, "probe_every": 1, "probe_tolerance": 1e-3, "timeout_s": 120},
-            "rollout": {"device": "cpu"},
-        }
-    )
-
-
-async def play(folder, tied):
+async def play(folder, engine, config, model):
     """The scenario; returns what happened."""
-    seen = SimpleNamespace(config=make_config(folder))
-    model = make_model(folder, tied)
-    engine = await Engine.start(seen.config, seed=1)
+    seen = SimpleNamespace(config=config)
     specs = [Spec(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
     sender = Sender(specs, seen.config.weights, 0, torch.device("cpu"))
     held = asyncio.Queue()
@@ -75,8 +56,21 @@ async def play(folder, tied):
     finally:
         follow.cancel()
         sender.close()
-        await engine.close()
         await asyncio.wait([follow])
+    return seen
+
+
+async def play_to_the_death(folder):
+    """The scenario with tied embeddings, on an engine of its own that is killed in the end."""
+    from rollout.engine.vllm_engine import Engine
+
+    model, config, others = make_model(folder, True), dense_config(folder), psutil.Process().children(recursive=True)
+    engine = await Engine.start(config, seed=1)
+    try:
+        seen = await play(folder, engine, config, model)
+        await death(seen, engine, others)
+    finally:
+        await engine.close()
     return seen
 
 
@@ -99,8 +93,9 @@ async def updates(seen, model, engine, sender, held):
     sender.publish(TorchPolicy(model), 0)
     assert await held.get() == 0
     seen.before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sampled = engine.tokens
     running = [asyncio.create_task(engine.generate(p, LENGTH, TEMPERATURE)) for p in PROMPTS]
-    while engine.tokens < 60 * len(PROMPTS):
+    while engine.tokens < sampled + 60 * len(PROMPTS):
         await asyncio.sleep(0.005)
     seen.stats_running = engine.stats()
     step(model, 1)
@@ -149,13 +144,18 @@ async def failures(seen, engine):
     while engine.stats()["running"]:
         await asyncio.sleep(0.01)  # until vLLM's process has reported the abort
     seen.idle = engine.stats()
+
+
+async def death(seen, engine, others):
+    """All processes of vLLM are killed; `others` ran before."""
     died = asyncio.create_task(engine.died())
     stack = AsyncExitStack()
     await stack.enter_async_context(engine.paused())
     waiting = asyncio.create_task(engine.generate(PROMPTS[0], 400, 1.0))
     await asyncio.sleep(0.1)
     for process in psutil.Process().children(recursive=True):
-        if "EngineCore" in " ".join(process.cmdline()) or "spawn_main" in " ".join(process.cmdline()):
+        command = " ".join(process.cmdline()) if process not in others else ""
+        if "EngineCore" in command or "spawn_main" in command:
             process.kill()
     started = time.monotonic()
     seen.deaths = []
@@ -167,17 +167,26 @@ async def failures(seen, engine):
     seen.death_s = time.monotonic() - started
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def seen(request, tmp_path_factory):
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
-    logging.getLogger(
-        "vllm.v1.engine.async_llm"
-    ).disabled = True  # its death is part of the scenario; pytest keeps records
-    happened = asyncio.run(play(tmp_path_factory.mktemp("model"), request.param))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        gc.collect()
-    return happened
+@pytest.fixture(scope="module")
+def untied(dense_engine, tmp_path_factory):
+    model = make_model(folder := tmp_path_factory.mktemp("untied"), False)
+    return dense_engine.play(lambda engine: play(folder, engine, dense_engine.config, model))
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    logging.getLogger("vllm.v1.engine.async_llm").disabled = True  # its death is part of this; pytest keeps records
+    return played(play_to_the_death(tmp_path_factory.mktemp("tied")))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("untied", marks=pytest.mark.xdist_group("vllm-dense")),
+        pytest.param("tied", marks=pytest.mark.long),
+    ]
+)
+def seen(request):
+    return request.getfixturevalue(request.param)
 
 
 def test_unfinished_sequences_go_on_to_their_full_length(seen):
@@ -229,8 +238,9 @@ def test_the_stats_count_sequences_and_tokens(seen):
 
 def test_a_prompt_longer_than_the_engine_holds_fails_one_request(seen):
     assert seen.refused.startswith("vLLM refuses 950 tokens: ") and "900" in seen.refused
-    assert seen.vocabulary == VOCABULARY
+    assert seen.vocabulary == DENSE_VOCABULARY
 
 
-def test_the_engine_s_death_is_raised_in_all_pending_calls(seen):
-    assert len(seen.deaths) == 5 and seen.death_s < 60  # of the 120 s the probe would take
+@pytest.mark.long
+def test_the_engine_s_death_is_raised_in_all_pending_calls(tied):
+    assert len(tied.deaths) == 5 and tied.death_s < 60  # of the 120 s the probe would take

@@ -68,6 +68,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
             process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 async def test_its_logits_are_those_of_transformers(server: tuple[str, psutil.Popen], model: Path):
     """Raw logits, with their scale, of chats by the model's own template, and of texts by a template of ours."""
@@ -81,6 +82,7 @@ async def test_its_logits_are_those_of_transformers(server: tuple[str, psutil.Po
     await reward.function.close()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 async def test_a_template_of_ours_makes_the_same_text(server: tuple[str, psutil.Popen], model: Path):
     template = "<user>{{ problem }}\n<assistant>{{ answer }}\n"
@@ -95,6 +97,7 @@ async def test_a_template_of_ours_makes_the_same_text(server: tuple[str, psutil.
         await reward.function.close()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 async def test_the_pool_finds_the_runs_own_server(server: tuple[str, psutil.Popen], model: Path):
     config = load(settings(model, int(server[0].rpartition(":")[2])))
@@ -105,6 +108,7 @@ async def test_the_pool_finds_the_runs_own_server(server: tuple[str, psutil.Pope
         assert [score.reward for score in group] == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_what_it_started_dies_with_it(server: tuple[str, psutil.Popen]):
     """The last test on this server."""
@@ -164,14 +168,14 @@ def ones(body: dict[str, Any], number: int) -> tuple[int, Any]:
 async def test_a_call_waits_for_the_runs_own_server_as_long_as_it_takes():
     """Longer than `reward.timeout_s`, which is of the function: at the start, and after the server was lost."""
     port = free_port()
-    async with RewardPool(own(port, timeout_s=3.0)) as pool:
+    async with RewardPool(own(port, timeout_s=1.5)) as pool:
         early = asyncio.create_task(pool.score(answers({}, "a", "b")))
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(1.8)
         assert not early.done()
         async with ModelServer(ones, port=port):
             assert [score.reward for score in await asyncio.wait_for(early, 120)] == [1.0, 1.0]
         late = asyncio.create_task(pool.score(answers({}, "a")))
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(1.8)
         assert not late.done()
         async with ModelServer(lambda body, number: ones(body, number) if number else (0, ""), port=port) as server:
             assert [score.reward for score in await asyncio.wait_for(late, 120)] == [1.0]

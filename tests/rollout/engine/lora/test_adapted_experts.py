@@ -4,22 +4,23 @@ peft's. Newer vLLMs are given the kernel that a CPU has for experts (`tests/harn
 
 import pytest
 
-from rollout.engine import vllm_engine
 from tests.harness.adapted import ATTENTION, make_experts
+from tests.harness.engines import played
 from tests.rollout.engine.lora.test_adapter_engine import (
     CLOSE,
     ON_CPU,
     TEMPERATURE,
     UPDATES,
     play_updates,
-    played,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 EXTENSION = {"worker_extension_cls": "tests.harness.cpu_experts.CpuExpertsWorker"}
 
 
 def test_adapters_change_under_sequences_of_a_mixture_of_experts(tmp_path, monkeypatch):
+    from rollout.engine import vllm_engine
+
     arguments = vllm_engine.engine_arguments
     monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *given: arguments(*given) | EXTENSION)
     seen = played(play_updates(tmp_path, ON_CPU, make_experts, ATTENTION))

@@ -1,21 +1,17 @@
 """The real vLLM beside a learner that publishes adapters of a tiny model: compared with transformers and peft.
 
-One engine runs the whole scenario: updates over the wire under running sequences, then folders; each test looks at one
-aspect. Servers that start later, or on another base, have engines of their own.
+One engine plays the whole scenario, the only one with adapters in the fast lane: updates over the wire under running
+sequences, then folders; each test looks at one aspect. Servers that start later, or on another base, have engines of
+their own.
 """
 
 import asyncio
-import gc
-import os
-import warnings
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
 from configs.schema import Config
 from learner.weights.receiver.follow import Receiver
@@ -23,10 +19,13 @@ from learner.weights.sender.publish import Sender
 from rollout.errors import EngineError
 from tests.harness.adapted import LINEAR, Adapted, make_base
 from tests.harness.adapters import saved_by_learner
+from tests.harness.engines import played
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-LENGTH, TEMPERATURE, UPDATES, CLOSE = 600, 0.7, 5, 1e-4
+LENGTH, TEMPERATURE, UPDATES, CLOSE = 400, 0.7, 5, 1e-4
+EACH = 20
+"""Tokens of each sequence that a version samples at least, before the next is published."""
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(4) for _ in range(2)]
 """Two of each: asked for at the same time, they are one message to vLLM's process."""
 TEXT = [3 + (7 * i) % 50 for i in range(64)]
@@ -194,9 +193,10 @@ async def updates(seen, learner, engine, held):
 
 
 async def publish_all(seen, learner, engine, held):
-    """Each version once more tokens of the version before have been sampled."""
+    """Each version once enough tokens of the version before have been sampled."""
     for version in range(1, UPDATES + 1):
-        while engine.tokens < 45 * version * len(PROMPTS):
+        sampled = engine.tokens
+        while engine.tokens < sampled + EACH * len(PROMPTS):
             await asyncio.sleep(0.005)
         learner.publish(version)
         assert await held.get() == version
@@ -206,6 +206,9 @@ async def publish_all(seen, learner, engine, held):
 
 
 async def folders(seen, engine, folder):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
     seen.adapted.save(folder / "seven", 7)
     await engine.load_folder(folder / "seven")
     seen.folder = await engine.probe(TEXT)
@@ -225,16 +228,6 @@ async def folders(seen, engine, folder):
                                  lora_request=theirs)  # fmt: skip
     found = [output.prompt_logprobs async for output in asked][-1]
     seen.theirs = [places[token].logprob for token, places in zip(TEXT[1:], found[1:], strict=True)]
-
-
-def played(scene):
-    os.environ["VLLM_CPU_CI_ENV"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
-        happened = asyncio.run(scene)
-        gc.unfreeze()  # `Engine.launch` froze what it found
-        gc.collect()
-    return happened
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +277,7 @@ def test_vllm_s_own_loader_and_ours_make_the_learner_s_adapter_of_what_it_saved(
     assert worst(seen.theirs, seen.base) > 0.1
 
 
+@pytest.mark.long
 def test_a_newcomer_has_the_base_from_disk_and_the_adapter_from_the_wire(tmp_path):
     found = played(play_newcomer(tmp_path))
     assert worst(found.merged, found.saved) < CLOSE, "whole weights of an adapter are what the learner computed"

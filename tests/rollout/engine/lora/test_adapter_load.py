@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from learner.weights.buckets import Buckets
 from learner.weights.plan import LORA_A, LORA_B, Plan, Spec
 from rollout.engine.lora.adapter_folder import NUMBER
-from rollout.engine.lora.adapter_load import AdapterLoad
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 CPU, RANK, SLOT_RANK, BLOCK = torch.device("cpu"), 6, 8, "model.layers.{}."
@@ -92,6 +91,8 @@ def made(request, distributed, tmp_path_factory):
 
 @pytest.fixture
 def load(made):
+    from rollout.engine.lora.adapter_load import AdapterLoad
+
     manager = made.manager
     manager.remove_all_adapters()
     loader = AdapterLoad(manager, str(made.folder), CPU)

@@ -23,7 +23,7 @@ from tests.harness.toy import ROOT
 from tests.harness.world import plain
 from tests.rollout.engine.lora.test_adapter_engine import TEXT, make_config, worst
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 RUN = """
 import os, runpy, sys
 os.environ.update({environment})
