@@ -12,6 +12,7 @@ from learner.watchdog import verdict
 from tests.harness.world import ROOT, outcome
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
     ended = outcome("late", 3, tmp_path, timeout_s=2.0)
@@ -25,6 +26,7 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     assert accounts and json.loads(accounts[0].read_text())["entries"]
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(900)
 def test_ranks_end_though_their_store_hangs(tmp_path: Path) -> None:
     """As where the network to the first node is cut: calls to the store that it holds would last for ever."""
@@ -69,6 +71,7 @@ def test_verdicts() -> None:
     assert "their store at the first node does not answer" in said(note(9))
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(900)  # starts of several ranks
 def test_a_rank_of_another_group_is_not_blamed(tmp_path: Path) -> None:
     """As between copies of the model, of which the first alone gathers weights: rank 1 is missing, rank 2 is behind."""

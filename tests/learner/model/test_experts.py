@@ -230,6 +230,7 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
     assert counts["selective"] == counts["none"] == 8 and counts["block"] > 8
 
 
+@pytest.mark.long
 def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
     """In bfloat16, whose products of experts the compiler takes: rows of several lengths with routes, blocks
     recomputed; the tallies too are those of the policy that is not compiled."""

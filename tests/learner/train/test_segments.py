@@ -105,6 +105,7 @@ def parted(entry: world.Entry) -> list[world.Entry]:
     ]
 
 
+@pytest.mark.xdist_group("ranks")
 def test_two_ranks_are_one(tmp_path: Path, mesh) -> None:
     """Over gloo, also where a rank has nothing, and where samples are spread over microbatches."""
     model = tiny_model(tmp_path / "model")
