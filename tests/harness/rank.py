@@ -340,6 +340,14 @@ def absent(folder: Path, timeout_s: float) -> None:
         sleep_in_here()
 
 
+def failing(folder: Path) -> None:
+    """Rank 1 fails where the others reduce."""
+    collectives.all_reduce_max(1.0)
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 of this case fails")
+    collectives.all_reduce_max(2.0)
+
+
 def sleep_in_here() -> None:
     threading.Event().wait(110)
 
@@ -360,6 +368,7 @@ CASES: dict[str, Callable[..., None]] = {
         late,
         cut,
         absent,
+        failing,
     )
 }
 
