@@ -280,7 +280,7 @@ def run(
     given = LoraConfig.model_validate(lora) if lora else None
     model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=given)
     policy = world.policy_of(model, mesh)
-    algorithm = world.algorithm_of(policy, 64)
+    algorithm = world.algorithm_of(policy, 200)
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
     where, shared_by = (seen or folder) / "checkpoints", shards(mesh)
     checkpoints = Checkpoints(where, model, learner, algorithm.optimizer, versions=100, shards=shared_by)
