@@ -162,7 +162,16 @@ def test_what_is_recomputed_is_what_it_was(seeing: ModelConfig, mesh) -> None:
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
-    ("seeing", "freeze"), covered(KINDS, [[], ["vision", "projector"]], strength=1), indirect=["seeing"], scope="module"
+    ("seeing", "freeze"),
+    [
+        pytest.param(
+            kind, parts, id=f"{kind}-{parts}", marks=() if (kind, parts) == ("qwen2_5_vl", []) else pytest.mark.long
+        )
+        for kind in KINDS
+        for parts in ([], ["vision", "projector"])
+    ],
+    indirect=["seeing"],
+    scope="module",
 )
 def test_ranks_change_no_gradient(seeing: ModelConfig, mesh, tmp_path: Path, freeze: list[str]) -> None:
     """Two processes over gloo against this one: a rank without any sample, with [12, 3] one without images."""
@@ -230,6 +239,12 @@ def test_the_tower_s_attention_is_asked_for_all_images_at_once(name: str) -> Non
     assert "flash" in attention.of_tower(name) and attention.of_tower(name) in ALL_ATTENTION_FUNCTIONS
 
 
+@pytest.mark.parametrize(
+    "seeing",
+    [pytest.param(kind, marks=pytest.mark.long if kind == "qwen2_5_vl" else ()) for kind in KINDS],
+    indirect=True,
+    scope="module",
+)
 def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None:
     """With a GPU's attention, on the meta device: forward and backward, whatever the number of patches."""
     torch._dynamo.reset()

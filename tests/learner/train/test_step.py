@@ -186,11 +186,11 @@ def test_ranks_change_nothing_of_what_is_counted_over_the_batch(tmp_path: Path, 
     model = tiny_model(tmp_path / "model", tied=True)
     algorithms = [ALGORITHM.model_copy(update=options) for options in ON_RANKS]
     configs = [algorithm.model_dump(mode="json") for algorithm in algorithms]
-    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=configs)
+    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[120], algorithms=configs)
     found, wanted = torch.load(tmp_path / "gradients.pt"), []
     for got, algorithm in zip(found.values(), algorithms, strict=True):
         policy = policy_of(model, mesh, entropy_gradient=algorithm.entropy_bonus > 0)
-        want, _ = gradient(policy, 64, algorithm)
+        want, _ = gradient(policy, 10**6, algorithm)
         close(got, want)
         wanted.append(torch.cat([part.flatten() for part in want.values()]))
     assert all((one - other).norm() > 1e-3 * one.norm() for one, other in combinations(wanted, 2))
