@@ -317,6 +317,7 @@ def late(folder: Path, timeout_s: float) -> None:
 
 def cut(folder: Path, timeout_s: float, holder: int) -> None:
     """The process that holds the ranks' store stops; then each rank waits for the other in a collective of its own."""
+    watchdog.ANSWER_S = 2.0  # of this process alone, which the case has to itself
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     with Watchdog(timeout_s, folder / "logs"):
         for group in groups:
