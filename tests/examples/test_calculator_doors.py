@@ -113,7 +113,7 @@ def test_the_policy_does_all_that_matters(by_chat: list[Group]):
         assert set(sample.versions.numpy()[own]) == {0} and set(sample.versions.numpy()[~own]) == {-1}
 
 
-@pytest.mark.parametrize("how", ["function", "command"])
+@pytest.mark.parametrize("how", ["function", pytest.param("command", marks=pytest.mark.long)])
 def test_the_agent_by_url_is_the_same(how: str, by_chat: list[Group], tmp_path: Path):
     settings, rows = [str(FOLDER / "agent.yaml")], ROWS
     if how == "command":  # a Python program for each episode
