@@ -33,7 +33,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.harness.rank", "tests.harness.forked_learner"])
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs the usual way forbids that it forks
 ALGORITHM = AlgorithmConfig(is_cap=1.5)
-LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=13, max_grad_norm=0.1)
+LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_grad_norm=0.1)
 
 
 def tiny_model(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -> ModelConfig:

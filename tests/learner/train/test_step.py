@@ -109,7 +109,7 @@ BY_CHUNK = [BONUS, {"aggregation": "prompt"}, {"loss": "ppo", "aggregation": "se
 
 @pytest.mark.parametrize(("tied", "options"), covered([False, True], BY_CHUNK, strength=1))
 def test_by_chunk_is_as_at_once(tmp_path: Path, mesh, tied: bool, options: dict) -> None:
-    """Gradients to rounding, metrics to the bit; chunks of 13 tokens, blocks recomputed, a temperature."""
+    """Gradients to rounding, metrics to the bit; chunks of 7 tokens, blocks recomputed, a temperature."""
     algorithm = AlgorithmConfig(**options)
     bonus = algorithm.entropy_bonus > 0
     policy = policy_of(tiny_model(tmp_path, tied), mesh, temperature=0.7, entropy_gradient=bonus)
