@@ -1,21 +1,22 @@
 """`benchmarks/runs/switched.py`: a scheduler whose places are switched while sequences run. vLLM's part of a step is
-played."""
+played; vLLM itself is imported as the tests run, not as they are collected."""
 
 import json
 from math import inf
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
-from benchmarks.admission import rows_of, say
-from benchmarks.runs.switched import Switched
-from rollout.engine.scheduling.scheduler import KeepingScheduler
+pytestmark = pytest.mark.long  # the import of vLLM takes longer than all other tests of benchmarks
 
 
 @pytest.fixture
 def scheduler(monkeypatch):
     """Eight places, of which sequences take as many as vLLM admits."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from benchmarks.runs.switched import Switched
+
     made = Switched.__new__(Switched)
     made.running, made.places, made._look_at, made.rl_decode = [], 8, inf, lambda: None
 
@@ -48,6 +49,8 @@ def window(rate, room):
 
 @pytest.mark.parametrize("gain", [1.0, 1.1, 0.9])
 def test_a_speed_that_rises_steadily_is_no_gain(gain):
+    from benchmarks.admission import rows_of
+
     windows = [window(1000.0 * 1.1**at * (gain if at % 2 else 1.0), 16.0 * (at % 2)) for at in range(8)]
     found = {row.what: row for row in rows_of("speck", windows)}
     ratio = found["  ratio to the windows around it, median"]
@@ -55,6 +58,9 @@ def test_a_speed_that_rises_steadily_is_no_gain(gain):
 
 
 def test_steps_are_counted_by_kind_and_what_the_file_says_is_followed(scheduler, monkeypatch, tmp_path):
+    from benchmarks.admission import say
+    from rollout.engine.scheduling.scheduler import KeepingScheduler
+
     scheduler._file, scheduler._look_at, scheduler._ended_at = tmp_path / "admission", 0.0, 1.0
     scheduler._counts = {"pure": [0, 0.0, 0], "mixed": [0, 0.0, 0]}
     monkeypatch.setattr(KeepingScheduler, "update_from_output", lambda self, *outputs: "results")

@@ -19,6 +19,7 @@ from tests.harness.buffer_process import buffer, group, in_loop, make_requests, 
 FIGURES = ("groups", "tokens", "Put, p50", "Put, p99", "Put during a Take", "heartbeat", "memory", "open files")
 
 
+@pytest.mark.long
 def test_the_benchmark_of_many_clients_works(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.capacity", "--small", "--share-prompts", "--write"]
     done = subprocess.run([*command, str(tmp_path / "capacity.json")], capture_output=True, text=True, timeout=300)

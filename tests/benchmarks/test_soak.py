@@ -93,6 +93,7 @@ def test_the_observer_counts_a_version_that_a_learner_repeats_once(tmp_path: Pat
     assert [version for _, version in observer.seen.repeated] == [3, 4]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_run_with_a_kill_of_each_process_loses_nothing(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"

@@ -4,6 +4,8 @@ real stand-in, and a server of the test that stores groups."""
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from benchmarks.runs.processes import Processes, run_file
 from buffer.wire.client import RolloutClient
 from buffer.wire.connection import Connection
@@ -25,6 +27,7 @@ async def serve_groups(run: Processes) -> None:
                 left -= 1
 
 
+@pytest.mark.long
 def test_batches_that_the_stand_in_takes_are_seen(tmp_path: Path) -> None:
     batch = {"groups": GROUPS, "samples": SAMPLES, "max_staleness": 1000}
     run = Processes(run_file(tmp_path, "run", "speck", batch=batch, learner={"threads": 1, "device": "cpu"}), {})

@@ -113,7 +113,7 @@ def test_the_policy_does_all_that_matters(by_chat: list[Group]):
         assert set(sample.versions.numpy()[own]) == {0} and set(sample.versions.numpy()[~own]) == {-1}
 
 
-@pytest.mark.parametrize("how", ["function", "command"])
+@pytest.mark.parametrize("how", ["function", pytest.param("command", marks=pytest.mark.long)])
 def test_the_agent_by_url_is_the_same(how: str, by_chat: list[Group], tmp_path: Path):
     settings, rows = [str(FOLDER / "agent.yaml")], ROWS
     if how == "command":  # a Python program for each episode
@@ -122,6 +122,7 @@ def test_the_agent_by_url_is_the_same(how: str, by_chat: list[Group], tmp_path: 
     assert told(asyncio.run(played(tmp_path, rows, *settings))) == told(by_chat)[: len(rows)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", RELEASES)
 def test_the_environment_is_the_same(name: str, python: Callable[[str], Path], by_chat: list[Group], tmp_path: Path):

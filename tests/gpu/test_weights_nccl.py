@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.fork_server import Cluster, ForkServer
 from tests.harness.scenes import SCENES
+from tests.harness.server_process import Cluster
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,18 +18,16 @@ pytestmark = [
 TIMEOUT_S = 10.0
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
+@pytest.fixture(scope="module", autouse=True)
+def ready() -> Iterator[None]:
     torch.zeros(1, device="cuda:0")  # takes seconds the first time
-    fork_server = ForkServer()
-    yield fork_server
-    fork_server.close()
+    yield
     for thread in threading.enumerate():  # a thread inside torch when Python exits would crash the process
         if thread.name.startswith("weights"):
             thread.join(TIMEOUT_S + 5)
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_scene(scene: str, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_scene(scene: str, tmp_path: Path) -> None:
     servers = [f"cuda:{number}" for number in range(1, min(torch.cuda.device_count(), 4))]
-    SCENES[scene](Cluster(fork_server, "cuda:0", servers, timeout_s=TIMEOUT_S), tmp_path)
+    SCENES[scene](Cluster("cuda:0", servers, timeout_s=TIMEOUT_S), tmp_path)

@@ -1,9 +1,9 @@
 """Learners without GPUs or buffer, two of three killed while they write a checkpoint; run by `test_kills.py`.
 
-`python -m tests.harness.nursery FOLDER KILLS SEED`: one process imports everything and forks the learners, so that each
-starts in milliseconds. Each restores the newest checkpoint, writes one checkpoint per version, and appends each
-version's loss to `FOLDER/losses.jsonl`; the last one runs to the end. `FOLDER/kills.json` says what each kill
-interrupted.
+`run` is a process that has imported everything and forks the learners, so that each starts in milliseconds;
+`python -m tests.harness.nursery FOLDER KILLS SEED` is the same by hand. Each learner restores the newest checkpoint,
+writes one checkpoint per version, and appends each version's loss to `FOLDER/losses.jsonl`; the last one runs to the
+end. `FOLDER/kills.json` says what each kill interrupted.
 """
 
 import json
@@ -90,9 +90,10 @@ def stop_while_writing(folder: Path, process: int, after_s: float, aimed: bool) 
         after_s /= 2
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int, first: int = 0) -> None:
+    """`first`: the number of the first kill, of which every third comes at a random moment."""
     draw, kills_made, reached = random.Random(seed), [], 0
-    for number in range(kills):
+    for number in range(first, first + kills):
         for left in (folder / "checkpoints").glob("v*.tmp"):
             left.rename(left.with_suffix(".left"))  # so that the next learner's is noticed
             left.with_suffix(".left").rename(left.with_suffix(".old"))  # which learners remove
@@ -109,6 +110,13 @@ def main(folder: Path, kills: int, seed: int) -> None:
     stop = reached + 2
     assert os.waitstatus_to_exitcode(os.waitpid(fork(folder, stop), 0)[1]) == 0
     (folder / "kills.json").write_text(json.dumps({"stop": stop, "kills": kills_made}))
+
+
+def run(folder: Path, kills: int, seed: int, log: Path) -> None:
+    """The forked process, whose learners write what they say to the file `log`; its first kill is an aimed one."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    main(folder, kills, seed, first=1)
 
 
 if __name__ == "__main__":

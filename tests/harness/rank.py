@@ -126,7 +126,7 @@ def refused(folder: Path) -> None:
     rank, mesh, said = dist.get_rank(), make_mesh("cpu", 2), []
     for number, options in ((rank // 2, {}), (1 - rank // 2, {"checkpoint_on": "first_node"})):
         try:
-            run(folder, mesh, rank, 6, 6, [], folder / f"node{number}", options)
+            run(folder, mesh, rank, 0, 0, [], folder / f"node{number}", options)
         except ConfigError as error:
             said.append(str(error))
     (folder / f"refused-{rank}.json").write_text(json.dumps(said))
@@ -280,7 +280,7 @@ def run(
     given = LoraConfig.model_validate(lora) if lora else None
     model = ModelConfig(path=str(folder / "model"), dtype="float32", lora=given)
     policy = world.policy_of(model, mesh)
-    algorithm = world.algorithm_of(policy, 64)
+    algorithm = world.algorithm_of(policy, 200)
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 2} | (options or {}))
     where, shared_by = (seen or folder) / "checkpoints", shards(mesh)
     checkpoints = Checkpoints(where, model, learner, algorithm.optimizer, versions=100, shards=shared_by)
@@ -317,6 +317,7 @@ def late(folder: Path, timeout_s: float) -> None:
 
 def cut(folder: Path, timeout_s: float, holder: int) -> None:
     """The process that holds the ranks' store stops; then each rank waits for the other in a collective of its own."""
+    watchdog.ANSWER_S = 2.0  # of this process alone, which the case has to itself
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     with Watchdog(timeout_s, folder / "logs"):
         for group in groups:
@@ -340,6 +341,14 @@ def absent(folder: Path, timeout_s: float) -> None:
         sleep_in_here()
 
 
+def failing(folder: Path) -> None:
+    """Rank 1 fails where the others reduce."""
+    collectives.all_reduce_max(1.0)
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 of this case fails")
+    collectives.all_reduce_max(2.0)
+
+
 def sleep_in_here() -> None:
     threading.Event().wait(110)
 
@@ -360,6 +369,7 @@ CASES: dict[str, Callable[..., None]] = {
         late,
         cut,
         absent,
+        failing,
     )
 }
 

@@ -16,7 +16,7 @@ from buffer.wire.message import Message
 from learner.weights.protocol import Checksums
 from learner.weights.sender.members import Member
 from learner.weights.sender.publish import Sender
-from tests.harness.fork_server import START_S, Cluster, ServerProcess
+from tests.harness.server_process import START_S, Cluster, ServerProcess
 from tests.harness.weights_server import VersionedPolicy
 
 GRACE_S = 15.0

@@ -1,12 +1,10 @@
-"""Stand-ins for both ends of the weights wire: a policy whose weights tell its version, an engine without vLLM, and a
-rollout server as a process, `python -m tests.harness.weights_server ADDRESS NAME MODE`, that can be killed at a chosen
-moment.
+"""Stand-ins for both ends of the weights wire: a policy whose weights tell its version, an engine without vLLM, and
+what a rollout server does (`serve`) in a process that can be killed at a chosen moment (`server_process.py`).
 
-The process prints one line for each thing that happens to it.
+It prints one line for each thing that happens to it.
 """
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -289,8 +287,3 @@ async def serve(address: str, name: str, mode: str, device: str = "cpu", staging
         engine.version = policy.version
         print(f"version {policy.version} {'right' if engine.holds(policy.version) else 'wrong'}", flush=True)
         await policy.loaded()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asyncio.run(serve(*sys.argv[1:]))

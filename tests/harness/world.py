@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = 64
 FORKS = multiprocessing.get_context("forkserver")
 """Of one process that imports all that ranks need, once, and forks each of them."""
-FORKS.set_forkserver_preload(["tests.harness.rank"])
+FORKS.set_forkserver_preload(["tests.harness.rank", "tests.harness.forked_learner"])
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs the usual way forbids that it forks
 ALGORITHM = AlgorithmConfig(is_cap=1.5)
 LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_grad_norm=0.1)

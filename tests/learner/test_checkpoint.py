@@ -72,6 +72,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
     assert same(whole["weights"], again["weights"])
 
 
+@pytest.mark.xdist_group("ranks")
 def test_across_numbers_of_ranks(tmp_path: Path, mesh) -> None:
     """Two ranks write, one goes on; one writes, two go on: as one rank alone would have."""
     tiny_model(tmp_path / "a" / "model", tied=True)

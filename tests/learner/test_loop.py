@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from configs.entrypoint import StopSignals
 from learner import loop
 from learner.drain import Draining
 from learner.train import collectives
-from tests.harness.world import ROOT
+from tests.harness.world import FORKS, ROOT
 
 POLICY = object()
 
@@ -179,22 +178,24 @@ def test_a_signal_while_the_ranks_agree_is_not_forgotten(mesh, monkeypatch: pyte
     ]
 
 
-TWICE = """
-import os, signal, threading
-from configs.entrypoint import StopSignals
-from learner.drain import Draining
-from tests.learner.test_loop import Parts
-with StopSignals(Draining(Parts()).begin):
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(120)
-"""
+def get_two_signals(log: Path) -> None:
+    """A process that is signalled twice. What it writes to stderr goes to the file `log`."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    with StopSignals(Draining(Parts()).begin):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(120)
 
 
-def test_the_second_signal_forces() -> None:
-    ended = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM: finishing this version and its checkpoint; once more ends at once" in ended.stderr
+@pytest.mark.xdist_group("ranks")
+def test_the_second_signal_forces(tmp_path: Path) -> None:
+    process = FORKS.Process(target=get_two_signals, args=(tmp_path / "log",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM
+    says = "SIGTERM: finishing this version and its checkpoint; once more ends at once"
+    assert says in (tmp_path / "log").read_text()
 
 
 def test_the_loop_is_one_screen() -> None:

@@ -1,4 +1,6 @@
-"""`python -m learner` as a process with a canned buffer: ranks, signals, killed processes, refused run files."""
+"""The learner's command with a canned buffer: one rank and two, signals, killed processes, refused run files.
+
+Ranks are forked with everything imported; `python -m learner`, which starts its ranks itself, is in the long tests."""
 
 import json
 import os
@@ -12,14 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from buffer.wire.protocol import Finished, Hello, Rewind, Trained
 from configs.load import ConfigError
 from configs.schema import Config
-from learner.__main__ import image_format, max_sample_patches
+from learner.__main__ import image_format, main, max_sample_patches
 from learner.record.metrics import read
 from learner.saved.manifest import complete
 from tests.harness.canned import Canned
+from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
 from tests.harness.pictured import seeing_model
 from tests.harness.world import ROOT, tiny_model
 
@@ -40,6 +44,68 @@ def command(tmp_path: Path, address: str, **learner) -> list[str]:
 
 
 @pytest.fixture
+def fork(tmp_path: Path) -> Iterator[Callable[[list[str], int], list[ForkedLearner]]]:
+    """Starts the ranks of a command; they do not outlive the test."""
+    with ExitStack() as stack:
+
+        def begin(line: list[str], ranks: int = 1) -> list[ForkedLearner]:
+            meeting: list[dict[str, str]] = [{}]
+            if ranks > 1:
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                stack.callback(lambda: store)  # lives as long
+                meeting = ranks_meeting_in(store, ranks)
+            started = []
+            for rank, environment in enumerate(meeting):
+                started.append(ForkedLearner(line[3:], tmp_path / f"rank{rank}.log", environment))
+                stack.callback(started[-1].kill)
+            return started
+
+        yield begin
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
+    with Canned(batches=3) as buffer:
+        (rank,) = fork(command(tmp_path, buffer.address))
+        code, errors = rank.ended()
+    assert code == 0, errors
+    assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert complete(tmp_path / "run" / "checkpoints") == [2, 3]
+    assert (tmp_path / "run" / "checkpoints" / "v000003" / "huggingface" / "model.safetensors").exists()
+    assert [(m.version, m.oldest_kept) for m in buffer.requests if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
+    assert next(m for m in buffer.requests if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, fork) -> None:
+    """Two ranks, of which the first says why; the last version is saved before."""
+    with Canned(batches=1, finished=Finished(outcome="data", why="the data ended after version 1 of 3")) as buffer:
+        ranks = fork(command(tmp_path, buffer.address, ranks=2), 2)
+        ended = [rank.ended() for rank in ranks]
+    assert [code for code, _ in ended] == [3, 3], ended
+    why = "python -m learner: the data ended after version 1 of 3\n"
+    assert [errors.count(why) for _, errors in ended] == [1, 0]
+    assert complete(tmp_path / "run" / "checkpoints") == [1]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
+    """Drained while they wait for batch 1; the next start goes on from the checkpoint."""
+    for start, batches in enumerate((1, 2)):
+        with Canned(batches=batches) as buffer:
+            ranks = fork(command(tmp_path, buffer.address, ranks=2), 2)
+            assert buffer.waiting.wait(300)
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+            ended = [rank.ended() for rank in ranks]
+        assert [code for code, _ in ended] == [0, 0], ended
+        assert [errors.count("finishing this version") for _, errors in ended] == [1, 1]
+        assert complete(tmp_path / "run" / "checkpoints") == [1, 2][: start + 1]
+        assert next(m for m in buffer.requests if isinstance(m, Rewind)).version == start
+    assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.fixture
 def start() -> Iterator[Callable[[list[str]], subprocess.Popen]]:
     """Starts processes that do not outlive the test."""
     with ExitStack() as stack:
@@ -57,19 +123,9 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_run_of_one_rank(tmp_path: Path, start) -> None:
-    with Canned(batches=3) as buffer:
-        code, errors = ended(start(command(tmp_path, buffer.address)))
-    assert code == 0, errors
-    assert [record["version"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert complete(tmp_path / "run" / "checkpoints") == [2, 3]
-    assert (tmp_path / "run" / "checkpoints" / "v000003" / "huggingface" / "model.safetensors").exists()
-    assert [(m.version, m.oldest_kept) for m in buffer.requests if isinstance(m, Trained)] == [(0, 0), (1, 0), (2, 2)]
-    assert next(m for m in buffer.requests if isinstance(m, Hello)).serves.startswith("tcp://127.0.0.1:")
-
-
-def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, start) -> None:
-    """Two ranks, of which the first says why; the last version is saved before."""
+@pytest.mark.long
+def test_ranks_of_the_command_say_how_the_run_ended(tmp_path: Path, start) -> None:
+    """The command starts its two ranks itself."""
     with Canned(batches=1, finished=Finished(outcome="data", why="the data ended after version 1 of 3")) as buffer:
         code, errors = ended(start(command(tmp_path, buffer.address, ranks=2)))
     assert code == 3, errors
@@ -77,6 +133,7 @@ def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, start) -> None:
     assert "failed first" not in errors and complete(tmp_path / "run" / "checkpoints") == [1]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # three starts of two ranks
 def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
     """Drained while it waits for batch 1; then a rank is killed, then the parent."""
@@ -114,27 +171,41 @@ def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
         ({"lrr": 1}, "learner.lrr"),
     ],
 )
-def test_refused_run_files(tmp_path: Path, learner: dict, problem: str, start) -> None:
-    code, errors = ended(start(command(tmp_path, "tcp://127.0.0.1:9", **learner)))
+def test_refused_run_files(tmp_path: Path, learner: dict, problem: str, capsys) -> None:
+    assert problem in refused(command(tmp_path, "tcp://127.0.0.1:9", **learner), capsys)
+
+
+@pytest.mark.long
+def test_the_command_ends_with_2_where_it_refuses(tmp_path: Path, start) -> None:
+    code, errors = ended(start(command(tmp_path, "tcp://127.0.0.1:9", lrr=1)))
     assert code == 2
-    assert problem in errors and "Traceback" not in errors
+    assert "learner.lrr" in errors and "Traceback" not in errors
 
 
-def test_an_unknown_model_is_refused(tmp_path: Path, start) -> None:
+def refused(line: list[str], capsys) -> str:
+    """The line that `main` prints for a command that it refuses, in this process."""
+    try:
+        code: int | str | None = main(line[3:])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    problem = capsys.readouterr().err
+    assert "Traceback" not in problem
+    return problem
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path, capsys) -> None:
     line = command(tmp_path, "tcp://127.0.0.1:9")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
-    code, errors = ended(start(line))
-    assert code == 2
-    assert "model.path" in errors and "Traceback" not in errors
+    assert "model.path" in refused(line, capsys)
 
 
-def test_another_architecture_that_sees_is_refused(tmp_path: Path, start) -> None:
+def test_another_architecture_that_sees_is_refused(tmp_path: Path, capsys) -> None:
     """By name, before anything starts."""
     line = command(tmp_path, "tcp://127.0.0.1:9")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))
-    code, errors = ended(start(line))
-    assert code == 2
-    assert "model.path" in errors and "llava" in errors and "qwen2_5_vl" in errors and "Traceback" not in errors
+    problem = refused(line, capsys)
+    assert "model.path" in problem and "llava" in problem and "qwen2_5_vl" in problem
 
 
 def test_a_text_model_has_nothing_to_freeze(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A learner on several nodes, started by hand: here two processes of two ranks each, which share no folder."""
+"""A learner on several nodes, started by hand; in the long tests two processes of two ranks each, which share no
+folder."""
 
 import os
 import signal
@@ -54,6 +55,7 @@ class Nodes(ExitStack):
         return [process.wait(300) for process in self.processes], [log.read_text() for log in self.logs]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # two starts of four ranks
 def test_two_nodes_drain_die_and_resume(tmp_path: Path) -> None:
     """A signal to one node drains both, a rank killed on one ends both. The first alone has checkpoints and metrics."""

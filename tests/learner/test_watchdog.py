@@ -1,17 +1,19 @@
 """A rank that misses a collective: one line says which, where and for how long, and all ranks exit."""
 
 import json
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from learner.watchdog import verdict
-from tests.harness.world import ROOT, outcome
+from tests.harness.world import FORKS, outcome
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
     ended = outcome("late", 3, tmp_path, timeout_s=2.0)
@@ -25,29 +27,30 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     assert accounts and json.loads(accounts[0].read_text())["entries"]
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(900)
 def test_ranks_end_though_their_store_hangs(tmp_path: Path) -> None:
     """As where the network to the first node is cut: calls to the store that it holds would last for ever."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    ours, theirs = FORKS.Pipe(duplex=False)
+    holder = FORKS.Process(target=hold_a_store, args=(theirs,))
+    holder.start()
     try:
-        port = int(holder.stdout.readline())
-        ended = outcome("cut", 2, tmp_path, port=port, timeout_s=2.0, holder=holder.pid)
+        ended = outcome("cut", 2, tmp_path, port=ours.recv(), timeout_s=2.0, holder=holder.pid)
     finally:
         holder.kill()
-        holder.wait()
-        holder.stdout.close()
+        holder.join()
+        for end in (ours, theirs):
+            end.close()
     assert [code for code, _ in ended] == [1, 1]
     lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout:" in line]
     assert len(lines) == 2 and all("their store at the first node does not answer" in line for line in lines), ended
 
 
-HOLDER = """
-import threading
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-threading.Event().wait()
-"""
+def hold_a_store(pipe: Any) -> None:
+    """A process that holds the ranks' store, whose port it sends."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    threading.Event().wait()
 
 
 def note(begun: int, age: float = 0.0) -> dict:
@@ -69,6 +72,7 @@ def test_verdicts() -> None:
     assert "their store at the first node does not answer" in said(note(9))
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(900)  # starts of several ranks
 def test_a_rank_of_another_group_is_not_blamed(tmp_path: Path) -> None:
     """As between copies of the model, of which the first alone gathers weights: rank 1 is missing, rank 2 is behind."""

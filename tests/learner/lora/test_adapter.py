@@ -117,6 +117,7 @@ def test_packing_changes_nothing_and_a_dummy_reaches_the_adapter(tmp_path: Path,
     close(one, gradient(policy, 64, algorithm, make_samples()[::-1])[0])
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
     """Two processes against this one: gradients, the adapter of version 0, the digest of the base, its scores."""
     model = adapted_model(tmp_path / "model", tied=True)

@@ -58,6 +58,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
     assert all(torch.equal(x, again["weights"][name]) for name, x in whole["weights"].items())
 
 
+@pytest.mark.xdist_group("ranks")
 def test_across_numbers_of_ranks(tmp_path: Path, mesh) -> None:
     """Two ranks write, one goes on; the head is tied, and is not written."""
     tiny_model(tmp_path / "a" / "model", tied=True)
@@ -105,6 +106,7 @@ def test_another_base_is_refused(tmp_path: Path, mesh) -> None:
     other.close()
 
 
+@pytest.mark.xdist_group("ranks")
 def test_another_base_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
     """Also by those that read nothing, which would wait for what the others restore."""
     model, checkpoint, _ = saved(tmp_path, mesh)
@@ -117,6 +119,7 @@ def test_another_base_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
     assert len(said) == 1 and f"has other weights, or model.dtype is another, than when {checkpoint}" in said.pop()
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_manifest_of_another_release_is_refused_by_all_nodes(tmp_path: Path, mesh) -> None:
     """Rank 0 alone reads it, and its files are all there."""
     _, checkpoint, _ = saved(tmp_path, mesh)

@@ -1,6 +1,7 @@
 """Mixtures of experts in the policy: our router against transformers' and against arithmetic, FLOPs and memory of the
 active experts, what is refused, one graph for a compiled block."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from learner.model.loading import build_on_meta
 from learner.model.memory import GIB, META_ATTENTION, estimate
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
-from tests.harness.expert_batches import SIZES, expert_model, routed
+from tests.harness.expert_batches import SIZES, expert_model, random_routes, routed
 from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, plain, policy_of
 from tests.learner.model.test_memory import kept_of
 
@@ -230,6 +231,25 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
     assert counts["selective"] == counts["none"] == 8 and counts["block"] > 8
 
 
+def test_a_block_is_captured_as_one_graph(tmp_path: Path, mesh) -> None:
+    """In bfloat16, with routes to replay, for rows of several lengths; what the graph computes is for the long test."""
+    model, sizes = expert_model(tmp_path, dtype="bfloat16", num_hidden_layers=1), Experts(1, 8, 2)
+    entries = routed(make_groups(), partial(random_routes, sizes=sizes))
+    policy = policy_of(model, mesh, replay=True)
+    torch._dynamo.reset()
+    counters.clear()
+    (layer,) = policy.model.model.layers
+    layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend="eager")
+    part = cut(entries, 3, [len(entries)], 0)
+    batch = Batch.from_part(part, 150, policy.attention_cost, True, replayed=sizes)
+    assert len(batch.microbatches) > 2
+    for row in batch.microbatches:
+        assert policy.score(policy.place(row)).isfinite().all()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2, "one more for the first row, whose routes begin a storage"
+
+
+@pytest.mark.long
 def test_a_compiled_block_is_one_graph_and_does_as_not_compiled(tmp_path: Path, mesh) -> None:
     """In bfloat16, whose products of experts the compiler takes: rows of several lengths with routes, blocks
     recomputed; the tallies too are those of the policy that is not compiled."""

@@ -27,6 +27,7 @@ from learner.train.pictures import one_shown
 from learner.weights.buckets import DoubleBuffer
 from learner.weights.plan import Plan
 from tests.harness.adapters import adapted_model
+from tests.harness.covered import covered
 from tests.harness.pictured import form_of, seeing_model
 from tests.harness.tiny_vlm import KINDS
 from tests.harness.world import LEARNER, policy_of, tiny_model
@@ -105,9 +106,10 @@ def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
     return sum(x.untyped_storage().nbytes() for place, x in seen.items() if place not in weights)
 
 
-@pytest.mark.parametrize("parts", [[], ["vision"], ["vision", "projector"]], ids=str)
-@pytest.mark.parametrize("saving", ["none", "block"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "saving", "parts"),
+    covered(KINDS, ["none", "block"], [[], ["vision"], ["vision", "projector"]], strength=1),
+)
 def test_the_tower_keeps_what_autograd_keeps(tmp_path: Path, mesh, kind: str, saving: str, parts: list[str]) -> None:
     model = seeing_model(tmp_path, kind).model_copy(update={"freeze": parts})
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})

@@ -259,6 +259,7 @@ def test_compiled_blocks_are_one_graph(tmp_path: Path, form: str) -> None:
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.long
 def test_a_block_has_no_more_graphs_than_the_compiler_may_keep(tmp_path: Path, mesh) -> None:
     """The most kinds of graphs: an adapter, its base, recomputed blocks, three ways to see a prompt. They are counted
     as they are captured: what makes them run would take three times as long."""

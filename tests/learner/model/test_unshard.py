@@ -21,6 +21,7 @@ GATHERS = {1 << 20: 1, 2 * 60: 3}
 """All-gathers for all of them, by bytes together: with those of the first in bfloat16 it goes alone, the last too."""
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("ranks", "on"), [(1, 1), (2, 2), (3, 3), (4, 2)])
 def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int) -> None:
     """Exactly, in order, scaled before it is rounded. (4, 2): two copies, of which one gathers."""

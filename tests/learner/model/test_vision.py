@@ -18,6 +18,7 @@ from learner.model.microbatch import one_document
 from learner.train.batch import Batch
 from learner.train.pictures import one_shown
 from tests.harness import world
+from tests.harness.covered import covered
 from tests.harness.pictured import SIZES, form_of, make_pictured, own_logprobs, own_model, seeing_model
 from tests.harness.tiny_vlm import KINDS, encoded, picture
 from tests.harness.world import LEARNER, algorithm_of, policy_of
@@ -56,8 +57,9 @@ def rope_of(seeing):
     return of
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("budget", [60, 10**6])
+@pytest.mark.parametrize(
+    ("seeing", "budget", "share"), covered(KINDS, [60, 10**6], [False, True]), indirect=["seeing"], scope="module"
+)
 def test_packed_rows_are_transformers_own(seeing: ModelConfig, mesh, budget: int, share: bool) -> None:
     """Odd sizes, several images, an image in a later turn, text mixed in, sampled placeholders."""
     form, policy = form_of(seeing), policy_of(seeing, mesh)
@@ -132,7 +134,12 @@ def close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> Non
         assert (gradient - theirs[name]).norm() <= 2e-5 * theirs[name].norm() + 1e-9, name
 
 
-@pytest.mark.parametrize("saving", ["none", "selective", "block"])
+@pytest.mark.parametrize(
+    ("seeing", "saving"),
+    covered(KINDS, ["none", "selective", "block"], strength=1),
+    indirect=["seeing"],
+    scope="module",
+)
 def test_packing_and_sharing_change_no_gradient(seeing: ModelConfig, mesh, saving: str) -> None:
     form = form_of(seeing)
     policy = policy_of(seeing, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
@@ -153,7 +160,19 @@ def test_what_is_recomputed_is_what_it_was(seeing: ModelConfig, mesh) -> None:
     assert [name for name, gradient in kept.items() if not torch.equal(gradient, again[name])] == []
 
 
-@pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=str)
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("seeing", "freeze"),
+    [
+        pytest.param(
+            kind, parts, id=f"{kind}-{parts}", marks=() if (kind, parts) == ("qwen2_5_vl", []) else pytest.mark.long
+        )
+        for kind in KINDS
+        for parts in ([], ["vision", "projector"])
+    ],
+    indirect=["seeing"],
+    scope="module",
+)
 def test_ranks_change_no_gradient(seeing: ModelConfig, mesh, tmp_path: Path, freeze: list[str]) -> None:
     """Two processes over gloo against this one: a rank without any sample, with [12, 3] one without images."""
     model, form, cuts = seeing.model_copy(update={"freeze": freeze}), form_of(seeing), [[15, 0], [6, 9], [12, 3]]
@@ -173,7 +192,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("case", FROZEN)
+@pytest.mark.parametrize(("seeing", "case"), covered(KINDS, [*FROZEN], strength=1), indirect=["seeing"], scope="module")
 def test_freezing(seeing: ModelConfig, mesh, case: str) -> None:
     """What is frozen has no gradient and no optimizer state and stays as it is; the rest moves."""
     form, (parts, modules) = form_of(seeing), FROZEN[case]
@@ -220,6 +239,12 @@ def test_the_tower_s_attention_is_asked_for_all_images_at_once(name: str) -> Non
     assert "flash" in attention.of_tower(name) and attention.of_tower(name) in ALL_ATTENTION_FUNCTIONS
 
 
+@pytest.mark.parametrize(
+    "seeing",
+    [pytest.param(kind, marks=pytest.mark.long if kind == "qwen2_5_vl" else ()) for kind in KINDS],
+    indirect=True,
+    scope="module",
+)
 def test_a_block_of_the_tower_compiles_in_one_piece(seeing: ModelConfig) -> None:
     """With a GPU's attention, on the meta device: forward and backward, whatever the number of patches."""
     torch._dynamo.reset()

@@ -1,6 +1,6 @@
 """`learner.gather: batch` takes the step that `pass` takes, with fewer collectives, and leaves shards alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,17 @@ CASES = {
     "frozen": GatherCase("seeing", freeze=["vision", "projector"]),
     "experts": GatherCase("experts"),
 }
+FAST = (
+    "text",
+    "first pass",
+    "selective",
+    "adapter's base",
+    "reference",
+    "frozen tower",
+    "experts",
+    "adapter, bfloat16",
+)
+"""Those that are not left to the long tests."""
 HALF = ("adapter", "adapter's base", "frozen tower", "frozen", "experts")
 CASES |= {f"{name}, bfloat16": replace(CASES[name], dtype=torch.bfloat16) for name in HALF}
 
@@ -117,7 +128,7 @@ def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.long) for name in CASES])
 def test_a_step_is_the_same(tmp_path: Path, mesh, name: str) -> None:
     case = CASES[name]
     model = case.model(tmp_path)
@@ -133,6 +144,7 @@ def test_a_step_is_the_same(tmp_path: Path, mesh, name: str) -> None:
         close(first, {key: each[key] for key in first}, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gather", WAYS)
 def test_compiled_blocks_stay_gathered_too(tmp_path: Path, mesh, gather: str) -> None:
     """One backend of the compiler, without code generation: what it compiled holds for weights gathered anew."""
@@ -201,22 +213,30 @@ SHARDS = {"text": 2, "first pass": 2, "adapter's base": 2, "frozen tower": 2, "e
           "bfloat16": 2, "adapter's base, bfloat16": 2, "experts, bfloat16": 2}  # fmt: skip
 
 
-def cases_on_ranks(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the ranks are told of each of SHARDS."""
-    for name, shards in SHARDS.items():
+def cases_on_ranks(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What the ranks need of each of `names`, of SHARDS."""
+    for name in names:
         case = CASES.get(name, CASES["text"])
         model = case.model(folder / name)
         algorithm = AlgorithmConfig.model_validate(ALGORITHM.model_dump() | case.algorithm).model_dump(mode="json")
-        yield {"model": model.model_dump(mode="json"), "algorithm": algorithm, "shards": shards}
+        yield {"model": model.model_dump(mode="json"), "algorithm": algorithm, "shards": SHARDS[name]}
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(600)
-def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("first pass", "adapter's base", "copies", "experts, bfloat16"), id="few"),
+        pytest.param([*SHARDS], id="all", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh, names: Sequence[str]) -> None:
     """Two ranks: gradients are those of `pass`; a block's weights are gathered and its gradients reduced once a batch,
     however many microbatches and passes there are."""
-    world.together("gathers", 2, tmp_path, cases=list(cases_on_ranks(tmp_path)), cuts=[17, 7], budget=60)
+    world.together("gathers", 2, tmp_path, cases=list(cases_on_ranks(tmp_path, names)), cuts=[17, 7], budget=60)
     every = torch.load(tmp_path / "gathers.pt")
-    for name, found in zip(SHARDS, every, strict=True):
+    for name, found in zip(names, every, strict=True):
         (each, each_grads), (once, once_grads) = (found[gather] for gather in WAYS)
         close(once_grads, each_grads, 1e-5)
         groups, trained, microbatches = (once[name] for name in ("groups", "trained groups", "microbatches"))
@@ -232,6 +252,7 @@ def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh) -> None:
         )
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_decide_alike(tmp_path: Path, mesh) -> None:
     """A rank without room for `batch` has all take `pass`."""
     tiny_model(tmp_path / "model")

@@ -22,6 +22,7 @@ from learner.train import collectives
 from learner.train.batch import Batch, documents_of, first_fit, shared_units
 from learner.train.pictures import PictureMismatch, num_patches, open_images
 from tests.harness import world
+from tests.harness.covered import covered
 from tests.harness.pictured import form_of, make_pictured, own_logprobs, seeing_model
 from tests.harness.tiny_vlm import encoded, picture
 from tests.harness.world import LEARNER, algorithm_of, policy_of
@@ -162,7 +163,14 @@ def test_text_models_have_no_metrics_of_images(tmp_path: Path, mesh) -> None:
     assert not {"images", "patches"} & figures.keys()
 
 
-@pytest.mark.parametrize("parts", [[], ["vision"], ["vision", "projector"]], ids=str)
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [pytest.param([], marks=LONG), ["vision"], pytest.param(["vision", "projector"], marks=LONG)],
+    ids=str,
+)
 def test_resumed_is_uninterrupted(seeing: ModelConfig, mesh, tmp_path: Path, parts: list[str]) -> None:
     """Bit for bit, with frozen parts too, which have no optimizer state."""
     model = seeing.model_copy(update={"freeze": parts})
@@ -184,9 +192,8 @@ def trained(folder: Path, model: ModelConfig, mesh, start: int, stop: int) -> di
     return world.weights(policy)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_export_loads(tmp_path: Path, mesh, kind: str, tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "kind"), covered([False, True], ["qwen2_5_vl", "qwen3_vl"], strength=1))
+def test_export_loads(tmp_path: Path, mesh, tied: bool, kind: str) -> None:
     """In transformers, with equal log-probabilities, and with all that a processor needs."""
     model = seeing_model(tmp_path / "model", kind, tied=tied)
     form, policy = form_of(model), policy_of(model, mesh)

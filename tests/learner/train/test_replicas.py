@@ -16,32 +16,47 @@ CUTS = [3, 9, 12, 0]
 """Samples of each of 4 ranks: the last has nothing."""
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(1200)  # four ranks
-def test_copies_change_nothing(tmp_path: Path, mesh) -> None:
-    """Gradients and a step as 1 x 4, 2 x 2 and 4 x 1. Then 6 versions in three stages, on a shared folder as 2 x 2,
-    1 x 4 and 4 x 1; and as 2 x 2, 4 x 1 and 2 x 2 on two nodes that share none: only the first has checkpoints."""
+@pytest.mark.parametrize(
+    ("copies", "on_shared", "on_nodes"),
+    [
+        pytest.param([2], (), (2, 1), id="few"),
+        pytest.param([4, 2, 1], (2, 4, 1), (2, 1, 2), id="all", marks=pytest.mark.long),
+    ],
+)
+def test_copies_change_nothing(
+    tmp_path: Path, mesh, copies: list[int], on_shared: tuple[int, ...], on_nodes: tuple[int, ...]
+) -> None:
+    """Gradients and a step with copies over so many ranks each, of four. Then two versions in each of two or three
+    stages, with copies over `on_nodes` ranks on two nodes that share no folder: only the first has checkpoints; and
+    over `on_shared` ranks on a shared one."""
     tiny_model(tmp_path / "model", tied=True)
-    stages = [{"start": 2 * stage, "stop": 2 * stage + 2, "cuts": CUTS} for stage in range(3)]
-    shared = [stage | {"shards": number} for stage, number in zip(stages, (2, 4, 1), strict=True)]
-    apart = [stage | {"shards": number, "node_ranks": 2} for stage, number in zip(stages, (2, 1, 2), strict=True)]
-    world.together("replicas", 4, tmp_path, copies=[4, 2, 1], cuts=CUTS, budget=40, moves=[shared, apart])
-    a_step_is_that_of_one_rank(tmp_path, mesh)
+    stages = [{"start": 2 * stage, "stop": 2 * stage + 2, "cuts": CUTS} for stage in range(len(on_nodes))]
+    shared = [stage | {"shards": number} for stage, number in zip(stages, on_shared, strict=False)]
+    apart = [stage | {"shards": number, "node_ranks": 2} for stage, number in zip(stages, on_nodes, strict=True)]
+    world.together(
+        "replicas", 4, tmp_path, copies=copies, cuts=CUTS, budget=40, moves=[apart, shared] if shared else [apart]
+    )
+    a_step_is_that_of_one_rank(tmp_path, mesh, copies)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "model").symlink_to(tmp_path / "model")
-    whole = rank.run(tmp_path / "alone", mesh, 0, 0, 6, [24])
-    for number in range(2):
+    last = stages[-1]["stop"]
+    whole = rank.run(tmp_path / "alone", mesh, 0, 0, last, [24])
+    for number in range(1 + bool(shared)):
         stages_are_one_run(torch.load(tmp_path / f"moved{number}.pt"), whole)
-    assert complete(tmp_path / "checkpoints") == complete(tmp_path / "node0" / "checkpoints") == [4, 6]
+    assert complete(tmp_path / "node0" / "checkpoints") == [last - 2, last]
+    assert complete(tmp_path / "checkpoints") == ([last - 2, last] if shared else [])
     assert not any((tmp_path / "node1").iterdir())
     for number in range(4):
         shared, newer = json.loads((tmp_path / f"refused-{number}.json").read_text())
         assert "learner.checkpoint_on: shared, but rank 3 does not see what rank 0 writes into" in shared
         assert "first_node" in shared
-        assert "learner.checkpoint_on: first_node, but the node of rank 2 has checkpoint 6" in newer
+        assert f"learner.checkpoint_on: first_node, but the node of rank 2 has checkpoint {last}" in newer
         assert "that of rank 0 has 0; start that machine as the first node" in newer
 
 
-def a_step_is_that_of_one_rank(folder: Path, mesh) -> None:
+def a_step_is_that_of_one_rank(folder: Path, mesh, copies: list[int]) -> None:
     policy = policy_of(world.ModelConfig(path=str(folder / "model"), dtype="float32"), mesh)
     algorithm = algorithm_of(policy, 10**6)
     algorithm.backward(policy, Batch.from_part(cut(make_samples(), 3, [24], 0), 10**6, policy.attention_cost))
@@ -55,10 +70,9 @@ def a_step_is_that_of_one_rank(folder: Path, mesh) -> None:
         close(weights, after, 1e-4)
         assert metrics["gradient/norm"] == pytest.approx(norm, rel=1e-5)
     # one for each of two blocks and one for the rest, whatever the number of microbatches, with either `learner.gather`
-    assert all([number for number, _ in rank] == [0, 0, 3, 3, 3, 3] for rank in every)
-    assert [[copy for _, copy in rank] for rank in every] == [
-        [0, 0, rank // 2, rank // 2, rank, rank] for rank in range(4)
-    ]
+    layouts = [number for number in copies for _ in ("pass", "batch")]
+    assert all([number for number, _ in rank] == [0 if on == 4 else 3 for on in layouts] for rank in every)
+    assert [[copy for _, copy in rank] for rank in every] == [[rank // on for on in layouts] for rank in range(4)]
 
 
 def stages_are_one_run(moved: dict, whole: dict) -> None:

@@ -140,6 +140,7 @@ def test_packing_changes_nothing(tmp_path: Path, mesh, batch) -> None:
         assert (fewer["moe"][:, -1] < sums["moe"][:, -1]).all()
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
     """Seven experts on two ranks: even parts, and a rank with nothing but dummies, which are not counted."""
     model = expert_model(tmp_path / "model", num_experts=7)
@@ -198,6 +199,7 @@ def test_routes_that_cannot_be_replayed_are_never_trained(mesh, damage, problem:
         Batch.from_part(part, 64, replayed=SIZES)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_all_ranks_end_where_one_has_no_routes(tmp_path: Path) -> None:
     world.together("unrouted", 2, tmp_path)
     said = [(tmp_path / f"unrouted-{number}.txt").read_text() for number in (0, 1)]
@@ -213,6 +215,7 @@ def test_routes_of_many_experts_fit(mesh) -> None:
     assert set(row.routes.unique().tolist()) == {0, *range(300, 308)}
 
 
+@pytest.mark.xdist_group("ranks")
 def test_resumed_is_uninterrupted(tmp_path: Path, mesh) -> None:
     """One rank writes, two go on, with seven experts: as one rank alone would have."""
     for name in ("a", "b"):

@@ -66,7 +66,17 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     )
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+LONG = (1, 3, 5, 7)
+"""Cases that are left to the long tests: others have the same loss, aggregation and advantage."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(case, id=str(case), marks=pytest.mark.long if number in LONG else ())
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_each_segment_alone_and_the_sample_the_unit(tmp_path: Path, mesh, options: dict) -> None:
     config = AlgorithmConfig(is_cap=1.5, **options)
     model = tiny_model(tmp_path)
@@ -105,15 +115,17 @@ def parted(entry: world.Entry) -> list[world.Entry]:
     ]
 
 
-def test_two_ranks_are_one(tmp_path: Path, mesh) -> None:
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("numbers", [(8,), pytest.param((1, 4, 8), marks=pytest.mark.long)], ids=str)
+def test_two_ranks_are_one(tmp_path: Path, mesh, numbers: tuple[int, ...]) -> None:
     """Over gloo, also where a rank has nothing, and where samples are spread over microbatches."""
     model = tiny_model(tmp_path / "model")
-    configs = [AlgorithmConfig(is_cap=1.5, **CASES[number]) for number in (1, 4, 8)]
+    configs = [AlgorithmConfig(is_cap=1.5, **CASES[number]) for number in numbers]
     dumped = [config.model_dump(mode="json") for config in configs]
     arguments = {"cuts": [[9, 15], [24, 0]], "budgets": [60], "share": True, "episodes": True}
     world.together("gradients", 2, tmp_path, algorithms=dumped, **arguments)
     found = torch.load(tmp_path / "gradients.pt")
-    assert len(found) == 6
+    assert len(found) == 2 * len(numbers)
     expected = [naive(model, config)[0] for config in configs]
     for name, gradients in found.items():
         assert difference(gradients, expected[int(name.split()[-1])]) < TOLERANCE, name

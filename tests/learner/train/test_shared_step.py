@@ -17,6 +17,7 @@ from configs.schema import AlgorithmConfig
 from learner.model.microbatch import CopiedPrompts, SharedPrompts
 from learner.train.batch import LEAST_SAVED, Batch, alone, documents_of, pack, shared_units
 from tests.harness import world
+from tests.harness.covered import covered
 from tests.harness.world import (
     LEARNER,
     algorithm_of,
@@ -80,9 +81,13 @@ def differences(ours: Found, theirs: Found) -> tuple[float, float]:
     return float((ours.logprobs - theirs.logprobs).abs().max()), max(relative)
 
 
-@pytest.mark.parametrize("options", LOSSES, ids=lambda options: options["loss"])
-@pytest.mark.parametrize("saving", ["none", "selective", "block"])
-def test_sharing_changes_nothing(tmp_path: Path, mesh, options: dict, saving: str) -> None:
+@pytest.mark.parametrize(
+    ("saving", "options"),
+    covered(
+        ["none", "selective", "block"], LOSSES, strength=1, ids=lambda it: it if isinstance(it, str) else it["loss"]
+    ),
+)
+def test_sharing_changes_nothing(tmp_path: Path, mesh, saving: str, options: dict) -> None:
     algorithm = AlgorithmConfig(**options)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
     model, bonus = tiny_model(tmp_path, tied=saving == "block"), algorithm.entropy_bonus > 0
@@ -100,6 +105,7 @@ def test_sharing_changes_nothing(tmp_path: Path, mesh, options: dict, saving: st
             torch.testing.assert_close(shared.sums[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
     """Two processes over gloo, also where the cut goes through a group, against one process without sharing."""
     policy = policy_of(tiny_model(tmp_path / "model", tied=True), mesh)

@@ -14,6 +14,7 @@ from learner.model.microbatch import one_document
 from learner.train.batch import Batch, pack
 from learner.train.optimizer import Optimizer
 from tests.harness import world
+from tests.harness.covered import covered
 from tests.harness.world import (
     ALGORITHM,
     LEARNER,
@@ -106,8 +107,7 @@ BONUS = {"entropy_bonus": 0.1, "behaviour_kl": 0.1}
 BY_CHUNK = [BONUS, {"aggregation": "prompt"}, {"loss": "ppo", "aggregation": "sequence"}, {"loss": "m2po"}]
 
 
-@pytest.mark.parametrize("options", BY_CHUNK, ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "options"), covered([False, True], BY_CHUNK, strength=1))
 def test_by_chunk_is_as_at_once(tmp_path: Path, mesh, tied: bool, options: dict) -> None:
     """Gradients to rounding, metrics to the bit; chunks of 7 tokens, blocks recomputed, a temperature."""
     algorithm = AlgorithmConfig(**options)
@@ -150,14 +150,22 @@ def test_a_dummy_reaches_every_parameter_with_zeros(tmp_path: Path, mesh, option
     assert not any(gradient.any() for gradient in found.values())
 
 
-def test_ranks_change_nothing(tmp_path: Path, mesh) -> None:
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("cuts", "budgets"),
+    [
+        pytest.param([[20, 4], [0, 24]], [30], id="few"),
+        pytest.param([[12, 12], [20, 4], [24, 0], [0, 24]], [30, 10**6], id="many", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_change_nothing(tmp_path: Path, mesh, cuts: list[list[int]], budgets: list[int]) -> None:
     """Two processes over gloo against this one: even parts, uneven ones, and a rank without any sample."""
     model = tiny_model(tmp_path / "model", tied=True)
     want, _ = gradient(policy_of(model, mesh), 64)
-    cuts, algorithms = [[12, 12], [20, 4], [24, 0], [0, 24]], [ALGORITHM.model_dump(mode="json")]
-    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=[30, 10**6], algorithms=algorithms)
+    algorithms = [ALGORITHM.model_dump(mode="json")]
+    world.together("gradients", 2, tmp_path, cuts=cuts, budgets=budgets, algorithms=algorithms)
     found = torch.load(tmp_path / "gradients.pt")
-    assert len(found) == 8
+    assert len(found) == len(cuts) * len(budgets)
     for got in found.values():
         close(got, want)
 
@@ -172,16 +180,17 @@ ON_RANKS: list[dict] = [
 ]
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_change_nothing_of_what_is_counted_over_the_batch(tmp_path: Path, mesh) -> None:
     """Deviations, penalties, limits and counts are of all ranks' samples; each option moves the gradient."""
     model = tiny_model(tmp_path / "model", tied=True)
     algorithms = [ALGORITHM.model_copy(update=options) for options in ON_RANKS]
     configs = [algorithm.model_dump(mode="json") for algorithm in algorithms]
-    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[40], algorithms=configs)
+    world.together("gradients", 2, tmp_path, cuts=[[17, 7]], budgets=[120], algorithms=configs)
     found, wanted = torch.load(tmp_path / "gradients.pt"), []
     for got, algorithm in zip(found.values(), algorithms, strict=True):
         policy = policy_of(model, mesh, entropy_gradient=algorithm.entropy_bonus > 0)
-        want, _ = gradient(policy, 64, algorithm)
+        want, _ = gradient(policy, 10**6, algorithm)
         close(got, want)
         wanted.append(torch.cat([part.flatten() for part in want.values()]))
     assert all((one - other).norm() > 1e-3 * one.norm() for one, other in combinations(wanted, 2))

@@ -131,6 +131,7 @@ def test_a_newcomer_and_a_member_that_lack_one_version_get_it_in_two_rounds():
     run(test())
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_server_killed_between_everything_and_the_next_version_gets_everything_again():
     async def test():
         with a_learner() as learner:

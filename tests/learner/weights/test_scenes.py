@@ -1,22 +1,32 @@
 """The scenes of the weights wire over gloo: servers are processes that die, hang, join and leave."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.fork_server import Cluster, ForkServer
 from tests.harness.scenes import SCENES
+from tests.harness.server_process import Cluster
+
+CASES: list[tuple[int, tuple[str, ...]]] = [(1, ()), (3, ()), (3, ("embed", "layer.1", "norm"))]
+"""Servers, and weights that are never trained."""
+FAST = {scene: CASES[2 if scene in ("a_newcomer_in_mid_run", "through_files", "bucket_by_bucket") else 1]
+        for scene in SCENES}  # fmt: skip
+"""The one case of each scene that is not left to the long tests."""
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    fork_server = ForkServer()
-    yield fork_server
-    fork_server.close()
-
-
-@pytest.mark.parametrize(("servers", "frozen"), [(1, ()), (3, ()), (3, ("embed", "layer.1", "norm"))])
-@pytest.mark.parametrize("scene", SCENES)
-def test_scene(scene: str, servers: int, frozen: tuple[str, ...], fork_server: ForkServer, tmp_path: Path) -> None:
-    SCENES[scene](Cluster(fork_server, "cpu", ["cpu"] * servers, timeout_s=4.0, frozen=frozen), tmp_path)
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("scene", "servers", "frozen"),
+    [
+        pytest.param(
+            scene,
+            *case,
+            id=f"{scene}-{case[0]}-frozen{number}",
+            marks=() if case == FAST[scene] else pytest.mark.long,
+        )
+        for scene in SCENES
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_scene(scene: str, servers: int, frozen: tuple[str, ...], tmp_path: Path) -> None:
+    SCENES[scene](Cluster("cpu", ["cpu"] * servers, timeout_s=4.0, frozen=frozen), tmp_path)

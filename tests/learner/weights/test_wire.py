@@ -3,7 +3,6 @@ their own."""
 
 import asyncio
 import signal
-import sys
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from learner.weights.protocol import Checksums, Probe
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
 from tests.harness.scenes import GRACE_S, intercept
+from tests.harness.server_process import ServerProcess
 from tests.harness.tiny_vlm import tiny_tokenizer
 from tests.harness.weights_server import (
     HEARTBEAT_S,
@@ -44,20 +44,15 @@ def a_sender(heartbeat_s=HEARTBEAT_S, **keys):
 
 @asynccontextmanager
 async def a_process(address, name, mode):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.harness.weights_server", address, name, mode, stdout=asyncio.subprocess.PIPE
-    )
+    process = await asyncio.to_thread(ServerProcess, address, name, mode, "cpu", "auto")
     try:
         yield process
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        await asyncio.to_thread(process.kill)
 
 
 async def line(process):
-    async with asyncio.timeout(WAIT_S + 15):
-        return (await process.stdout.readline()).decode().strip()
+    return await asyncio.to_thread(process.next_line, WAIT_S + 15)
 
 
 async def until_stat(sender, key, value):
@@ -131,6 +126,7 @@ def test_a_slow_server_skips_to_the_newest():
     run(test())
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("mode", ["go", "half"])
 def test_a_server_killed_between_ready_and_the_last_bucket_costs_the_others_no_version(mode):
     async def test():
@@ -154,6 +150,7 @@ def test_a_server_killed_between_ready_and_the_last_bucket_costs_the_others_no_v
     run(test())
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_server_that_hangs_costs_one_timeout():
     async def test():
         with a_sender() as sender:
@@ -218,6 +215,7 @@ def test_a_learner_that_dies_between_the_broadcast_and_what_verifies_it(kind):
     run(test())
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_learner_and_a_server_that_are_killed_are_missed_long_before_their_silence_tells():
     hours_s = 10_000.0
 

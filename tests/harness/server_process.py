@@ -1,8 +1,7 @@
 """Rollout servers as processes that tests can kill, on CPUs or GPUs, and the learner's sender that serves them.
 
-`python -m tests.harness.fork_server` imports everything once, reads lines `ADDRESS NAME MODE DEVICE STAGING` and forks
-a server (`weights_server.serve`) for each, so that a server starts in milliseconds. It forwards what a server prints
-under the server's name. `Cluster` is the tests' side: which devices there are, and how long each wait may take.
+A `ServerProcess` is forked with everything imported and runs `weights_server.serve`, so it starts in milliseconds.
+`Cluster` is the tests' side: which devices there are, and how long each wait may take.
 """
 
 import asyncio
@@ -10,13 +9,11 @@ import faulthandler
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,60 +21,43 @@ import torch
 from configs.entrypoint import PARENT, die_with_parent
 from learner.weights.sender.publish import Sender
 from tests.harness.weights_server import HEARTBEAT_S, SCALE, VersionedPolicy, config, serve, specs
+from tests.harness.world import FORKS
 
 START_S = 180.0
 """Longest wait from the fork of a server to its first line: it may have to initialise a GPU."""
 
 
-class ForkServer:
-    """The forking process, and what its children print. `fork` asks it for one."""
+class ServerProcess:
+    """One rollout server, forked of the process that has imported everything; `words`: ADDRESS NAME MODE DEVICE
+    STAGING."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.fork_server"],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # counting GPUs the usual way forbids a fork
-            stdin=-1,
-            stdout=-1,
-            text=True,
-        )
-        self._lines: dict[str, queue.Queue[str]] = {}
-        self._listening = threading.Thread(target=self._listen, daemon=True)
+    def __init__(self, *words: str) -> None:
+        ours, theirs = FORKS.Pipe(duplex=False)
+        self._process: Any = FORKS.Process(target=run_server, args=([*words], theirs))
+        self._process.start()
+        theirs.close()
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._listening = threading.Thread(target=self._listen, args=(ours,), daemon=True)
         self._listening.start()
 
-    def fork(self, *words: str) -> "ServerProcess":
-        """`words`: ADDRESS NAME MODE DEVICE STAGING."""
-        assert self._process.stdin
-        lines = self._lines[words[1]] = queue.Queue[str]()  # before the child can print
-        print(*words, file=self._process.stdin, flush=True)
-        return ServerProcess(int(lines.get(timeout=START_S)), lines)
+    @property
+    def pid(self) -> int:
+        pid: int = self._process.pid
+        return pid
 
-    def _listen(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            name, _, text = line.strip().partition(" ")
-            self._lines[name].put(text)
+    def _listen(self, pipe: Any) -> None:
+        with os.fdopen(os.dup(pipe.fileno())) as lines, pipe:
+            for line in lines:
+                self._lines.put(line.strip())
 
-    def close(self) -> None:
-        """Kill the process; its children die with it."""
-        assert self._process.stdin and self._process.stdout
-        self._process.kill()
-        self._process.wait()
-        self._listening.join()
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-
-class ServerProcess:
-    """One rollout server."""
-
-    def __init__(self, pid: int, lines: "queue.Queue[str]") -> None:
-        self.pid, self._lines = pid, lines
+    def next_line(self, within_s: float) -> str:
+        """What it prints next. Raises queue.Empty if that takes longer."""
+        return self._lines.get(timeout=within_s)
 
     def expect(self, text: str, within_s: float) -> None:
         """Assert that its next line is `text`. If none comes, all threads of both processes are dumped to stderr."""
         try:
-            assert self._lines.get(timeout=within_s) == text
+            assert self.next_line(within_s) == text
         except queue.Empty:
             faulthandler.dump_traceback(2, all_threads=True)
             with suppress(ProcessLookupError):
@@ -89,20 +69,22 @@ class ServerProcess:
         """Whether it has printed nothing that was not expected."""
         return self._lines.empty()
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
     def kill(self) -> None:
         """With SIGKILL, if it still lives."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._listening.join()
 
 
 class Cluster:
     """A learner on `device`, whose weights named `frozen` are never trained, and a server on each of the devices
     `servers`."""
 
-    def __init__(
-        self, fork_server: ForkServer, device: str, servers: list[str], timeout_s: float, frozen: Sequence[str] = ()
-    ) -> None:
-        self._fork_server, self.device, self.servers, self.frozen = fork_server, torch.device(device), servers, frozen
+    def __init__(self, device: str, servers: list[str], timeout_s: float, frozen: Sequence[str] = ()) -> None:
+        self.device, self.servers, self.frozen = torch.device(device), servers, frozen
         self.timeout_s, self.scale = timeout_s, SCALE[self.device.type]
         self.specs = specs(self.scale)
         self._running: list[ServerProcess] = []
@@ -126,7 +108,7 @@ class Cluster:
     def start(self, device: int, mode: str = "none", staging: str = "auto") -> ServerProcess:
         """Start a server on device number `device` and wait until it is a member."""
         name = f"rollout-{next(self._numbers)}-{time.monotonic_ns()}"
-        server = self._fork_server.fork(self._sender.address, name, mode, self.servers[device], staging)
+        server = ServerProcess(self._sender.address, name, mode, self.servers[device], staging)
         self._running.append(server)
         self.until(lambda: name in {member.name for member in self._sender._distributor.members}, START_S)
         return server
@@ -143,9 +125,9 @@ class Cluster:
 
     def kill(self, server: ServerProcess) -> None:
         """Kill `server` and wait until the learner has noticed."""
+        before = len(list(self._sender._distributor.members))
         server.kill()
         self._running.remove(server)
-        before = len(list(self._sender._distributor.members))
         self.until(lambda: len(list(self._sender._distributor.members)) < before, self.timeout_s + 5)
 
     def until(self, true: Any, within_s: float) -> None:
@@ -156,31 +138,14 @@ class Cluster:
             time.sleep(0.02)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    os.environ[PARENT] = str(os.getpid())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
-    for line in sys.stdin:
-        words = line.split()
-        if os.fork() == 0:
-            run_server(words)
-
-
-def run_server(words: list[str]) -> None:
-    """The forked process: serve, and print everything under the server's name."""
+def run_server(words: list[str], pipe: Any) -> None:
+    """The forked process: serve, and print into `pipe`."""
+    os.environ[PARENT] = str(os.getppid())
     die_with_parent()
+    torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    name, out = words[1], os.dup(1)
-    read, write = os.pipe()
-    os.dup2(write, 1)
-
-    def forward() -> None:
-        with os.fdopen(read) as lines:
-            for text in lines:
-                os.write(out, f"{name} {text}".encode())
-
-    threading.Thread(target=forward, daemon=True).start()
-    os.write(out, f"{name} {os.getpid()}\n".encode())
+    os.dup2(pipe.fileno(), 1)
+    pipe.close()
     code = 1
     try:
         if words[3].startswith("cuda"):
@@ -190,7 +155,3 @@ def run_server(words: list[str]) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main()
