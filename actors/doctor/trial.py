@@ -68,12 +68,15 @@ class Judgement:
 
 
 def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None = None) -> Judgement:
-    """Try `parts`, of PARTS, all at once; what they found together. `rows` are some of `number`. Raises TypeError for
-    rows that cannot be sent."""
+    """Try `parts`, of PARTS, all at once, each reward function in a process of its own; what they found together.
+    `rows` are some of `number`. Raises TypeError for rows that cannot be sent."""
     given = msgpack.packb({"config": config.model_dump_json(), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
-        for trial in [running.enter_context(started(part, given)) for part in parts]:
+        split = [
+            [f"reward {n}" for n in range(len(config.reward.parts))] if part == "reward" else [part] for part in parts
+        ]
+        for trial in [running.enter_context(started(part, given)) for each in split for part in each]:
             together.add(trial(START_S + 2 * import_s(config)))
     return together
 
@@ -101,7 +104,7 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
             if file.exists():
                 return Judgement(**json.loads(file.read_text()))
             remedy = "see what it does when it is imported"
-            return Judgement([f"{PARTS[part][0]}: the process that tried it {how}; {remedy}"])
+            return Judgement([f"{PARTS[part.partition(' ')[0]][0]}: the process that tried it {how}; {remedy}"])
 
         try:
             yield judgement
@@ -165,20 +168,20 @@ class Trial:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Try part `argv[0]` of what is given in folder `argv[1]`."""
-    part, folder = argv
+    """Try part `argv[0]`, `reward 1` for the second reward function, of what is given in folder `argv[1]`."""
+    (part, _, which), folder = argv[0].partition(" "), argv[1]
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
     trial.found.rows = given["number"]
     key, attempt = PARTS[part]
     try:
-        attempt(trial, Config.model_validate_json(given["config"]), given["rows"])
+        attempt(trial, Config.model_validate_json(given["config"]), given["rows"], int(which or 0))
     except Exception as error:  # the outermost boundary of the process
         trial.found.warnings.append(f"{key}: not judged: {named(error)}")
     trial.end()
 
 
-def prompts(trial: Trial, config: Config, rows: Rows) -> None:
+def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
     if not config.model.trust_remote_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
@@ -266,17 +269,52 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
         found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
 
 
-def reward(trial: Trial, config: Config, rows: Rows) -> None:
-    """Import the rewards and call each with an empty answer to three rows."""
+def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
+    """Import the reward function with this number and call it with an empty answer to three rows."""
     from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
 
-    plain = [(number, without_images(row)) for number, row in rows[:3]]
-    for number, part in enumerate(config.reward.parts):
-        with trial.importing("reward.function", part.function, import_s(config)):
-            function = load_reward(config.reward, number)
-        if try_question(trial, function, plain) and not part.uses_servers:  # they are not there yet
-            try_reward(trial, config, function, plain)
+    plain, part = [(row, without_images(values)) for row, values in rows], config.reward.parts[number]
+    with trial.importing("reward.function", part.function, import_s(config)):
+        function = load_reward(config.reward, number)
+    if not try_question(trial, function, plain[:3]) or part.uses_servers:  # they are not there yet
+        return
+    if judge_truths(trial.found, config, function, plain):
+        try_reward(trial, config, function, plain[:3])
+
+
+def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> bool:
+    """Whether a built-in reward can use the ground truth of any row, of those looked at in ROWS_S: refused if none."""
+    from buffer.data.entry_maker import EntryError
+    from rollout.errors import TruthError
+    from rollout.rewards import REWARDS
+    from rollout.rewards.convention import Answer
+    from rollout.rewards.models.http_model import HttpModel
+
+    made: object = function.function
+    if function.name not in REWARDS or isinstance(made, HttpModel):
+        return True
+    unusable: dict[int, str] = {}
+    end, looked_at = time.monotonic() + ROWS_S, 0
+    for number, row in rows:
+        try:
+            function.score([Answer(text="", num_tokens=0, row=row)])
+        except TruthError as error:
+            unusable[number] = one_line(error)
+        except EntryError:  # `try_reward` says so
+            break
+        looked_at += 1
+        if time.monotonic() > end:
+            break
+    where, name = f"data.train: {told(config.data.train)}", function.name
+    for number, why in list(unusable.items())[:1]:
+        if len(unusable) < looked_at:
+            share = f"{len(unusable):,} of {looked_at:,} rows looked at have no ground truth that {name} can use"
+            found.warnings.append(f"{where}: {share} and are dropped, such as row {number}: {why}")
+        else:
+            none = f"no row has a ground truth that {name} can use, row {number}: {why}"
+            found.refused.append(f"{where}: {none}; correct it, or name another column in data.columns")
+    return len(unusable) < looked_at or not rows
 
 
 def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
@@ -335,7 +373,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
         trial.found.facts.append(f"reward: {name} gives {given} for empty answers to {len(scores)} rows")
 
 
-def task(trial: Trial, config: Config, rows: Rows) -> None:
+def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Import the task and look at its signature: calling it takes an engine. Or have an environment loaded."""
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
@@ -354,7 +392,7 @@ def task(trial: Trial, config: Config, rows: Rows) -> None:
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 
-PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows], None]]] = {
+PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "prompts": ("model.path", prompts),
     "reward": ("reward.function", reward),
     "task": ("rollout.task", task),

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 
 from configs.schema import Section
-from rollout.errors import RewardError
+from rollout.errors import RewardError, TruthError
 
 
 class Turn(TypedDict):
@@ -64,8 +64,13 @@ class Answer:
         return "none" if truth is None else repr(truth)
 
     def truth(self) -> Any:
-        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's."""
-        return self.row["reward_model"]["ground_truth"] if "reward_model" in self.row else self.row.get("answer")
+        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's. Raises TruthError."""
+        if "reward_model" not in self.row:
+            return self.row.get("answer")
+        model = self.row["reward_model"]
+        if not isinstance(model, Mapping) or "ground_truth" not in model:
+            raise TruthError(f"the row's reward_model is {model!r:.80}, without a ground_truth")
+        return model["ground_truth"]
 
 
 @dataclass(frozen=True)
