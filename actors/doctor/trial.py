@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -206,6 +207,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     lengths: dict[int, int] = {}
     failed: dict[int, str] = {}
     shown: set[bool] = set()
+    first = ""
     end = time.monotonic() + ROWS_S
     for number, row in rows:
         try:
@@ -216,8 +218,10 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
         else:
             if bool(pictures) not in shown:  # the first with images, and the first without
                 shown.add(bool(pictures))
-                text = shortened(repr(made.shown(tokens)))
-                trial.found.facts.append(f"prompts: that of row {number} has {len(tokens)} tokens: {text}")
+                text = made.shown(tokens)
+                first = first or text
+                line = f"prompts: that of row {number} has {len(tokens)} tokens: {both_ends(repr(text))}"
+                trial.found.facts.append(line)
             lengths[number] = len(tokens)
         if time.monotonic() > end:
             break
@@ -226,6 +230,25 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     if lengths:
         judge_lengths(trial.found, config, lengths)
     judge_ends(trial.found, config, made)
+    judge_template(trial.found, config, made, first)
+
+
+def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:
+    """Arguments that the chat template does not know, and what it writes at the end of the `first` prompt, which
+    rewards do not see."""
+    for name in config.rollout.chat.template_kwargs:
+        if made.plain or name not in made.template_text:
+            found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
+    opened = re.search(r"<(\w+)>\s*$", first)
+    if opened is None:
+        return
+    tag = f"<{opened[1]}>"
+    found.facts.append(f"note: prompts end with {tag}: an answer begins behind it, and rewards do not see it")
+    for part in config.reward.parts:
+        pattern = str(part.kwargs.get("pattern", "")) if part.function in ("regex", "exact_match") else ""
+        if tag in pattern and not re.search(rf"\((\?:)?{tag}\)\?", pattern):
+            never = f"needs {tag} in an answer, and prompts end with it already"
+            found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
 
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
@@ -259,6 +282,7 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
     """What ends an answer, which a base model seldom does by itself."""
+    closing = made.closing()
     ends, most = made.tokenizer.convert_ids_to_tokens(made.stops), f"sampling.max_tokens {config.sampling.max_tokens}"
     if not ends:
         found.warnings.append(f"sampling.stop: []: nothing ends an answer but {most}; name a token of the tokenizer")
@@ -267,6 +291,10 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
         found.facts.append(f"note: {where}; a base model may go on for ever: name its end in sampling.stop")
     else:
         found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
+    if closing is not None and closing not in made.stops:
+        token = made.tokenizer.convert_ids_to_tokens(closing)
+        problem = f"the chat template closes an answer with {token}, and answers do not end at it"
+        found.warnings.append(f"sampling.stop: {config.sampling.stop}: {problem}; add it")
 
 
 def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
@@ -279,12 +307,13 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
         function = load_reward(config.reward, number)
     if not try_question(trial, function, plain[:3]) or part.uses_servers:  # they are not there yet
         return
-    if judge_truths(trial.found, config, function, plain):
-        try_reward(trial, config, function, plain[:3])
+    usable = judge_truths(trial.found, config, function, plain)
+    if usable or not plain:
+        try_reward(trial, config, function, usable[:3])
 
 
-def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> bool:
-    """Whether a built-in reward can use the ground truth of any row, of those looked at in ROWS_S: refused if none."""
+def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
+    """The rows whose ground truth a built-in reward can use, as far as ROWS_S reach: refused if there are none."""
     from buffer.data.entry_maker import EntryError
     from rollout.errors import TruthError
     from rollout.rewards import REWARDS
@@ -293,7 +322,7 @@ def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Row
 
     made: object = function.function
     if function.name not in REWARDS or isinstance(made, HttpModel):
-        return True
+        return rows
     unusable: dict[int, str] = {}
     end, looked_at = time.monotonic() + ROWS_S, 0
     for number, row in rows:
@@ -314,7 +343,7 @@ def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Row
         else:
             none = f"no row has a ground truth that {name} can use, row {number}: {why}"
             found.refused.append(f"{where}: {none}; correct it, or name another column in data.columns")
-    return len(unusable) < looked_at or not rows
+    return [(number, row) for number, row in rows if number not in unusable]
 
 
 def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
@@ -411,6 +440,11 @@ def named(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def both_ends(text: str) -> str:
+    """Of a prompt the end matters as well: an answer follows it."""
+    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 
 if __name__ == "__main__":

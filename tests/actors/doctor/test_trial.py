@@ -114,7 +114,7 @@ def test_ground_truths_that_a_built_in_reward_cannot_use_are_found_before_the_st
 ) -> None:
     run, bad = config(tmp_path, f"reward.function={function}"), {"problem": "1+1", "answer": {"value": 2}}
     good = {"answer": {"target": 1, "numbers": [1]}} if function == "countdown" else ROW
-    (line,) = try_out(["reward"], run, [(0, ROW if function == "countdown" else bad)] * 3).refused
+    (line,) = try_out(["reward"], run, [(n, ROW if function == "countdown" else bad) for n in range(3)]).refused
     assert line.startswith(f"data.train: d.jsonl: no row has a ground truth that {function} can use, row 0: ")
     if function == "reasoning_gym":
         assert "the row is of no set of reasoning-gym: its extra_info.reasoning_gym names no entry" in line
