@@ -96,7 +96,9 @@ def test_what_nobody_meant_is_refused_by_message(row: Row, words: str, template:
 
 def test_what_a_template_refuses_or_leaves_out_is_refused():
     twice = chat(("system", "Be brief."), ("user", "hi"), ("system", "Be very brief."))
-    with pytest.raises(PromptError, match="the chat template leaves out message 2, of role 'system'; give it another"):
+    with pytest.raises(
+        PromptError, match="the chat template leaves out message 2, of role 'system'; correct the template or"
+    ):
         shown("qwen2.5", twice)
     with pytest.raises(PromptError, match="the chat template leaves out message 0, of role 'developer'"):
         shown("qwen3", chat(("developer", "Be brief."), ("user", "hi")))
@@ -152,6 +154,13 @@ def test_a_pattern_that_can_never_match_is_warned_of(pattern: str, warned: bool)
     assert judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]").warnings == []
 
 
-def test_the_pattern_of_the_page_fits_both():
-    page = (Path(__file__).parents[3] / "docs/rewards.md").read_text(encoding="utf-8")
-    assert 'pattern: "(?s)^(<think>)?.*</think>"' in page
+def page(name: str) -> str:
+    return " ".join((Path(__file__).parents[3] / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def test_the_pages_quote_what_is_said():
+    assert 'pattern: "(?s)^(<think>)?.*</think>"' in page("rewards.md")
+    assert "`message 1, of role 'assistant', has the content None; a text or a list of parts is needed`" in page(
+        "data.md"
+    )
+    assert f"(`{judged('base').warnings[0]}`)" in page("data.md")
