@@ -85,7 +85,5 @@ def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
             squeezed = squeezed or "".join(text.split())
             wanted = "".join(piece.split())
             if wanted[:ENDS] not in squeezed and wanted[-ENDS:] not in squeezed:
-                return (
-                    f"the chat template leaves out message {number}, of role {role!r}; correct the template or the row"
-                )
+                return f"the chat template leaves out message {number}, of role {role!r}; correct it or the row"
     return ""

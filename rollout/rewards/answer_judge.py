@@ -5,6 +5,7 @@ Used by built-in rewards whose time depends on the answer (`math.py`, `text_matc
 reward worker, serves one call after another and is replaced when an answer ends it. It ends with the worker.
 """
 
+import atexit
 import os
 import resource
 import signal
@@ -38,7 +39,7 @@ class JudgeLimits:
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
         """One answer never reaches the limits of a whole worker, `reward.timeout_s` and `reward.memory_gib`."""
-        self.processor_s, self.clock_s = min(2.0, timeout_s / 5), 0.7 * timeout_s
+        self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
         self.memory_bytes = min(2**30, int((memory_gib or 8) * 2**28))
 
 
@@ -61,6 +62,7 @@ class AnswerJudge:
         self._had_s = 0.0
         """Processor time of the process before this call."""
         self._socket: socket.socket | None = None
+        atexit.register(self.close)
 
     def __call__(self, *arguments: Any) -> Any:
         """What the function returns."""

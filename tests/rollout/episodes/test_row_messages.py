@@ -96,9 +96,7 @@ def test_what_nobody_meant_is_refused_by_message(row: Row, words: str, template:
 
 def test_what_a_template_refuses_or_leaves_out_is_refused():
     twice = chat(("system", "Be brief."), ("user", "hi"), ("system", "Be very brief."))
-    with pytest.raises(
-        PromptError, match="the chat template leaves out message 2, of role 'system'; correct the template or"
-    ):
+    with pytest.raises(PromptError, match="the chat template leaves out message 2, of role 'system'; correct it or"):
         shown("qwen2.5", twice)
     with pytest.raises(PromptError, match="the chat template leaves out message 0, of role 'developer'"):
         shown("qwen3", chat(("developer", "Be brief."), ("user", "hi")))

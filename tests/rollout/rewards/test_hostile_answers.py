@@ -171,7 +171,7 @@ def test_a_pattern_that_backtracks_for_ever_gives_the_lower_reward():
     text = "a" * 50 + "b"
     kwargs = {"pattern": "(a+)+$", "score": -1.0, "match": "full"}
     reward = load_reward(RewardConfig(function="regex", kwargs=kwargs, timeout_s=1.5))
-    assert LIMITS.processor_s == pytest.approx(0.3)
+    assert LIMITS.processor_s == pytest.approx(0.75)
     assert reward.score([Answer(text, 1, {}), Answer("a", 1, {})]) == [
         Score(-1.0, {"gave_up": 1.0}),
         Score(-1.0, {"gave_up": 0.0}),
