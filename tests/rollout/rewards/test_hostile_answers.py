@@ -13,7 +13,7 @@ from configs.schema import RewardConfig
 from rollout.cage.failure_text import describe_error
 from rollout.errors import RewardError, TruthError
 from rollout.rewards import load_reward
-from rollout.rewards.answer_judge import LIMITS, AnswerJudge, GaveUpError
+from rollout.rewards.answer_judge import LIMITS, AnswerJudge, GaveUpError, JudgeLimits
 from rollout.rewards.convention import Answer, Score
 from rollout.rewards.math import _judge, compute_score, digits_of_power, hopeless
 from rollout.rewards.math import start as math_start
@@ -28,6 +28,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     math_start()
     monkeypatch.setattr(LIMITS, "processor_s", 0.3)
     monkeypatch.setattr(LIMITS, "clock_s", 120.0)
+    monkeypatch.setattr(LIMITS, "memory_bytes", 2**30)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,9 @@ def test_the_digits_of_a_power_of_powers():
         (0.5, r"\frac{1}{2}", "5"),
     ],
 )
-def test_a_truth_is_read_whole(truth: object, right: str, wrong: str):
+def test_a_truth_is_read_whole(truth: object, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
     """LaTeX without a dollar was taken for a text with a number in it: right answers got 0."""
+    monkeypatch.setattr(LIMITS, "processor_s", 2.0)
     assert compute_score(rf"\boxed{{{right}}}", truth) == RIGHT
     assert compute_score(rf"\boxed{{{wrong}}}", truth)["score"] == 0.0
 
@@ -170,13 +172,15 @@ def test_a_machine_that_gives_no_time_is_no_fault_of_the_answer(judge: AnswerJud
 def test_a_pattern_that_backtracks_for_ever_gives_the_lower_reward():
     text = "a" * 50 + "b"
     kwargs = {"pattern": "(a+)+$", "score": -1.0, "match": "full"}
-    reward = load_reward(RewardConfig(function="regex", kwargs=kwargs, timeout_s=1.5))
-    assert LIMITS.processor_s == pytest.approx(0.75)
+    reward = load_reward(RewardConfig(function="regex", kwargs=kwargs, timeout_s=1.5, memory_gib=1))
+    assert JudgeLimits(0.75, 1.5 * 0.7, 2**28) == LIMITS
+    LIMITS.clock_s = 120.0
     assert reward.score([Answer(text, 1, {}), Answer("a", 1, {})]) == [
         Score(-1.0, {"gave_up": 1.0}),
         Score(-1.0, {"gave_up": 0.0}),
     ]
     reward = load_reward(RewardConfig(function="exact_match", kwargs={"pattern": "(a+)+$"}, timeout_s=1.5))
+    LIMITS.clock_s = 120.0
     first, second = reward.score([Answer(text, 1, {"answer": "a"}), Answer("a", 1, {"answer": "a"})])
     assert (first.reward, first.metrics["gave_up"]) == (0.0, 1.0) and second.reward == 1.0
 
@@ -201,7 +205,7 @@ UNREADABLE = [None, "", "  ", [], ["7"], {}, {"value": 7}, True, float("nan"), f
 
 @pytest.mark.parametrize("truth", UNREADABLE, ids=repr)
 def test_a_truth_that_math_cannot_read_is_an_error_of_its_row(truth: object):
-    reward = load_reward(RewardConfig(function="math_verify", timeout_s=1.5))
+    reward = load_reward(RewardConfig(function="math_verify", timeout_s=120))
     with pytest.raises(TruthError, match="ground truth") as caught:
         reward.score([Answer(r"\boxed{7}", 1, {"answer": truth})])
     assert caught.value.permanent and describe_error("math_verify", caught.value)[1].startswith("ground truth")
