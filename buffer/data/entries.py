@@ -90,7 +90,7 @@ def row(name: str, config: str, index: int) -> dict[str, Any]:
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
 
 
-def score(name: str, config: str, index: int, question: str, text: str, longest_s: float) -> dict[str, Any]:
+def score(name: str, config: str, index: int, question: str, text: str, longest_s: float = ENTRY_S) -> dict[str, Any]:
     """The set's own score of an answer; one at which its code raises counts as none, and one that takes more than
     `longest_s` of processor time ends this process by SIGPROF, in the middle of any computation. Raises RequestError if
     the entry's question has not the SHA-256 `question`, and what the set raises without an answer too."""
