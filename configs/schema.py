@@ -391,7 +391,8 @@ class ChatConfig(Section):
     reasoning_parser: str | None = None
     """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
+    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task: those that send
+    messages, and those that get the prompt of a row, as `single_turn` does."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None

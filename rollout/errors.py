@@ -43,6 +43,12 @@ class RewardError(EpisodeError):
     kind = "reward"
 
 
+class TruthError(ValueError):
+    """The ground truth of a row cannot be used by its reward, whatever the answer: an error of the data."""
+
+    permanent = True
+
+
 class EngineError(EpisodeError, RuntimeError):
     """A call to vLLM failed, and vLLM lives on."""
 

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,12 +69,15 @@ class Judgement:
 
 
 def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None = None) -> Judgement:
-    """Try `parts`, of PARTS, all at once; what they found together. `rows` are some of `number`. Raises TypeError for
-    rows that cannot be sent."""
+    """Try `parts`, of PARTS, all at once, each reward function in a process of its own; what they found together.
+    `rows` are some of `number`. Raises TypeError for rows that cannot be sent."""
     given = msgpack.packb({"config": config.model_dump_json(), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
-        for trial in [running.enter_context(started(part, given)) for part in parts]:
+        split = [
+            [f"reward {n}" for n in range(len(config.reward.parts))] if part == "reward" else [part] for part in parts
+        ]
+        for trial in [running.enter_context(started(part, given)) for each in split for part in each]:
             together.add(trial(START_S + 2 * import_s(config)))
     return together
 
@@ -101,7 +105,7 @@ def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
             if file.exists():
                 return Judgement(**json.loads(file.read_text()))
             remedy = "see what it does when it is imported"
-            return Judgement([f"{PARTS[part][0]}: the process that tried it {how}; {remedy}"])
+            return Judgement([f"{PARTS[part.partition(' ')[0]][0]}: the process that tried it {how}; {remedy}"])
 
         try:
             yield judgement
@@ -165,20 +169,20 @@ class Trial:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Try part `argv[0]` of what is given in folder `argv[1]`."""
-    part, folder = argv
+    """Try part `argv[0]`, `reward 1` for the second reward function, of what is given in folder `argv[1]`."""
+    (part, _, which), folder = argv[0].partition(" "), argv[1]
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
     trial.found.rows = given["number"]
     key, attempt = PARTS[part]
     try:
-        attempt(trial, Config.model_validate_json(given["config"]), given["rows"])
+        attempt(trial, Config.model_validate_json(given["config"]), given["rows"], int(which or 0))
     except Exception as error:  # the outermost boundary of the process
         trial.found.warnings.append(f"{key}: not judged: {named(error)}")
     trial.end()
 
 
-def prompts(trial: Trial, config: Config, rows: Rows) -> None:
+def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Load the tokenizer, and make prompts of rows until ROWS_S are over."""
     if not config.model.trust_remote_code:
         sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers do not need it, and it is 5 s of imports
@@ -203,6 +207,7 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
     lengths: dict[int, int] = {}
     failed: dict[int, str] = {}
     shown: set[bool] = set()
+    first = ""
     end = time.monotonic() + ROWS_S
     for number, row in rows:
         try:
@@ -213,8 +218,10 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
         else:
             if bool(pictures) not in shown:  # the first with images, and the first without
                 shown.add(bool(pictures))
-                text = shortened(repr(made.shown(tokens)))
-                trial.found.facts.append(f"prompts: that of row {number} has {len(tokens)} tokens: {text}")
+                text = made.shown(tokens)
+                first = first or text
+                line = f"prompts: that of row {number} has {len(tokens)} tokens: {both_ends(repr(text))}"
+                trial.found.facts.append(line)
             lengths[number] = len(tokens)
         if time.monotonic() > end:
             break
@@ -223,6 +230,25 @@ def prompts(trial: Trial, config: Config, rows: Rows) -> None:
     if lengths:
         judge_lengths(trial.found, config, lengths)
     judge_ends(trial.found, config, made)
+    judge_template(trial.found, config, made, first)
+
+
+def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:
+    """Arguments that the chat template does not know, and what it writes at the end of the `first` prompt, which
+    rewards do not see."""
+    for name in config.rollout.chat.template_kwargs:
+        if made.plain or name not in made.template_text:
+            found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
+    opened = re.search(r"<(\w+)>\s*$", first)
+    if opened is None:
+        return
+    tag = f"<{opened[1]}>"
+    found.facts.append(f"note: prompts end with {tag}: an answer begins behind it, and rewards do not see it")
+    for part in config.reward.parts:
+        pattern = str(part.kwargs.get("pattern", "")) if part.function in ("regex", "exact_match") else ""
+        if tag in pattern and not re.search(rf"\((\?:)?{tag}\)\?", pattern):
+            never = f"needs {tag} in an answer, and prompts end with it already"
+            found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
 
 
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
@@ -256,6 +282,7 @@ def judge_lengths(found: Judgement, config: Config, lengths: dict[int, int]) -> 
 
 def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
     """What ends an answer, which a base model seldom does by itself."""
+    closing = made.closing()
     ends, most = made.tokenizer.convert_ids_to_tokens(made.stops), f"sampling.max_tokens {config.sampling.max_tokens}"
     if not ends:
         found.warnings.append(f"sampling.stop: []: nothing ends an answer but {most}; name a token of the tokenizer")
@@ -264,19 +291,59 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
         found.facts.append(f"note: {where}; a base model may go on for ever: name its end in sampling.stop")
     else:
         found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
+    if closing is not None and closing not in made.stops:
+        token = made.tokenizer.convert_ids_to_tokens(closing)
+        problem = f"the chat template closes an answer with {token}, and answers do not end at it"
+        found.warnings.append(f"sampling.stop: {config.sampling.stop}: {problem}; add it")
 
 
-def reward(trial: Trial, config: Config, rows: Rows) -> None:
-    """Import the rewards and call each with an empty answer to three rows."""
+def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
+    """Import the reward function with this number and call it with an empty answer to three rows."""
     from rollout.episodes.prompts import without_images
     from rollout.rewards import load_reward
 
-    plain = [(number, without_images(row)) for number, row in rows[:3]]
-    for number, part in enumerate(config.reward.parts):
-        with trial.importing("reward.function", part.function, import_s(config)):
-            function = load_reward(config.reward, number)
-        if try_question(trial, function, plain) and not part.uses_servers:  # they are not there yet
-            try_reward(trial, config, function, plain)
+    plain, part = [(row, without_images(values)) for row, values in rows], config.reward.parts[number]
+    with trial.importing("reward.function", part.function, import_s(config)):
+        function = load_reward(config.reward, number)
+    if not try_question(trial, function, plain[:3]) or part.uses_servers:  # they are not there yet
+        return
+    usable = judge_truths(trial.found, config, function, plain)
+    if usable or not plain:
+        try_reward(trial, config, function, usable[:3])
+
+
+def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
+    """The rows whose ground truth a built-in reward can use, as far as ROWS_S reach: refused if there are none."""
+    from buffer.data.entry_maker import EntryError
+    from rollout.errors import TruthError
+    from rollout.rewards import REWARDS
+    from rollout.rewards.convention import Answer
+    from rollout.rewards.models.http_model import HttpModel
+
+    made: object = function.function
+    if function.name not in REWARDS or isinstance(made, HttpModel):
+        return rows
+    unusable: dict[int, str] = {}
+    end, looked_at = time.monotonic() + ROWS_S, 0
+    for number, row in rows:
+        try:
+            function.score([Answer(text="", num_tokens=0, row=row)])
+        except TruthError as error:
+            unusable[number] = one_line(error)
+        except EntryError:  # `try_reward` says so
+            break
+        looked_at += 1
+        if time.monotonic() > end:
+            break
+    where, name = f"data.train: {told(config.data.train)}", function.name
+    for number, why in list(unusable.items())[:1]:
+        if len(unusable) < looked_at:
+            share = f"{len(unusable):,} of {looked_at:,} rows looked at have no ground truth that {name} can use"
+            found.warnings.append(f"{where}: {share} and are dropped, such as row {number}: {why}")
+        else:
+            none = f"no row has a ground truth that {name} can use, row {number}: {why}"
+            found.refused.append(f"{where}: {none}; correct it, or name another column in data.columns")
+    return [(number, row) for number, row in rows if number not in unusable]
 
 
 def try_question(trial: Trial, function: "Reward", rows: Rows) -> bool:
@@ -335,7 +402,7 @@ def try_reward(trial: Trial, config: Config, function: "Reward", rows: Rows) -> 
         trial.found.facts.append(f"reward: {name} gives {given} for empty answers to {len(scores)} rows")
 
 
-def task(trial: Trial, config: Config, rows: Rows) -> None:
+def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Import the task and look at its signature: calling it takes an engine. Or have an environment loaded."""
     from rollout.tasks import load_task
     from rollout.tasks.environment import start_host
@@ -354,7 +421,7 @@ def task(trial: Trial, config: Config, rows: Rows) -> None:
         trial.found.warnings.append(f"rollout.task: {name} is no `async def`; it must return an awaitable")
 
 
-PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows], None]]] = {
+PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "prompts": ("model.path", prompts),
     "reward": ("reward.function", reward),
     "task": ("rollout.task", task),
@@ -373,6 +440,11 @@ def named(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def both_ends(text: str) -> str:
+    """Of a prompt the end matters as well: an answer follows it."""
+    return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 
 if __name__ == "__main__":

@@ -90,21 +90,25 @@ def row(name: str, config: str, index: int) -> dict[str, Any]:
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
 
 
-def score(name: str, config: str, index: int, question: str, text: str) -> dict[str, Any]:
-    """The set's own score of an answer; one at which its code raises counts as none. Raises RequestError if the entry's
-    question has not the SHA-256 `question`, and what the set raises without an answer too."""
+def score(name: str, config: str, index: int, question: str, text: str, longest_s: float = ENTRY_S) -> dict[str, Any]:
+    """The set's own score of an answer; one at which its code raises counts as none, and one that takes more than
+    `longest_s` of processor time ends this process by SIGPROF, in the middle of any computation. Raises RequestError if
+    the entry's question has not the SHA-256 `question`, and what the set raises without an answer too."""
     from reasoning_gym.utils import extract_answer
 
     made = entry(name, config, index)
     if sha256(made["question"]) != question:
         here = f"with reasoning-gym {version('reasoning-gym')} entry {index} of {name} is another than in the row"
         raise RequestError(f"{here}; install the version that made the rows")
-    answer = extract_answer(text)
-    of_set = data_set(name, config).score_answer
+    of_set, answer = data_set(name, config).score_answer, None
+    signal.setitimer(signal.ITIMER_PROF, longest_s)
     try:
+        answer = extract_answer(text)
         reward = float(of_set(answer, copy.deepcopy(made)))
     except Exception:  # some sets parse an answer without care: the policy's fault, not the run's
         reward, answer = float(of_set(None, copy.deepcopy(made))), None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return {"score": reward, "formed": float(answer is not None)}
 
 

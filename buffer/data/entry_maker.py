@@ -31,7 +31,11 @@ class EntryError(ValueError):
 
 
 class MakerEnded(EntryError):
-    """The process ended before it answered."""
+    """The process ended before it answered, with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the process that makes entries ended with exit code {code}")
+        self.code = code
 
 
 class EntryMaker:
@@ -94,7 +98,7 @@ class EntryMaker:
         with self._lock:  # nothing is added any more
             left = list(waiting.values())
         for future in left:
-            future.set_exception(MakerEnded(f"the process that makes entries ended with exit code {code}"))
+            future.set_exception(MakerEnded(code))
 
 
 @cache

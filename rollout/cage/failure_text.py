@@ -3,6 +3,8 @@
 import traceback
 from typing import Any
 
+from rollout.user_file import PREFIX
+
 TRACEBACK_CHARS = 16 * 2**10
 """Most characters of a traceback."""
 REASON_CHARS = 500
@@ -23,11 +25,17 @@ def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
         how = f"{name} called sys.exit({_text(error.code, repr)})"
-    elif type(error).__module__.startswith("rollout."):  # Headrace's own error says what is wrong by itself
+    elif is_ours(error):  # it says what is wrong by itself
         how = _text(error)
     else:
         how = f"{name} raised {exception_text(error)}"
     return type(error).__name__, one_line(how), user_frames(error)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether it is an exception of Headrace's own, and not of a user's file."""
+    module = type(error).__module__
+    return module.startswith("rollout.") and not module.startswith(PREFIX)
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:

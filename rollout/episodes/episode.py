@@ -163,7 +163,10 @@ class Episodes:
             edges = np.flatnonzero(np.diff(sampled)) + 1
             for stretch, own in zip(np.split(tokens, edges), sampled[[0, *edges]], strict=True):
                 turns.append({"text": self.prompts.text(stretch), "sampled": bool(own)})
-        return Answer(self.prompts.text(tokens), len(tokens), row, turns or None)
+        asks = self.rewards.asks if self.rewards else ()
+        raw = self.prompts.text(tokens, special=True) if "raw" in asks else None
+        prompt = self.prompts.text(columns["tokens"][: firsts[0]], special=True) if "prompt" in asks else None
+        return Answer(self.prompts.text(tokens), len(tokens), row, turns or None, raw, prompt)
 
     async def _play_once(self, problem: Problem, salt: str) -> Recorded:
         """One sample, tried anew from its beginning where its task has failed: one failure need not fail the group."""

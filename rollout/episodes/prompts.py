@@ -17,10 +17,14 @@ from buffer.image_rows import IMAGES, MARK
 from buffer.images import ImageError, ImageFormat, Picture, counted, decode
 from configs.load import ConfigError
 from configs.schema import Config
+from rollout.episodes.row_messages import left_out, messages_of
 from rollout.errors import PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ANSWER = "Zq7AnswerZq7"
+"""Stands for an answer, to find what a template writes behind one."""
 
 
 class Prompts:
@@ -32,6 +36,7 @@ class Prompts:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
         self.form = form
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
+        self.template_kwargs = config.rollout.chat.template_kwargs
         problems: list[str] = []
         given = config.data.chat_template
         self.plain = given == "none"
@@ -40,6 +45,7 @@ class Prompts:
         if given is None and not tokenizer.chat_template:
             remedy = "set data.chat_template: none for plain text, or name a Jinja file"
             problems.append(f"model.path: the tokenizer in {config.model.path} has no chat template; {remedy}")
+        self.template_text = self.chat_template or str(tokenizer.chat_template or "")
         self.template: jinja2.Template | None = None
         if config.data.format_prompt:
             source = config.data.format_prompt.read_text(encoding="utf-8").strip()
@@ -81,14 +87,55 @@ class Prompts:
             messages = self.messages(row)
             if self.plain:  # the special tokens are those that the tokenizer puts before any text
                 return self._expanded(self._open(self.tokenizer.encode(self._joined(messages))), pictures)
-            text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, add_generation_prompt=True, tokenize=False
-            )
+            text = self._rendered(messages)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except jinja2.TemplateError as error:
             raise PromptError(f"the chat template refuses the row: {error}") from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PromptError(f"the row cannot be made a chat: {type(error).__name__}: {error}") from error
-        return self._expanded(self.tokenizer.encode(text, add_special_tokens=False), pictures)
+        tokens = self._expanded(tokens, pictures)
+        if problem := left_out([each | {"content": flat(each["content"])} for each in messages], text):
+            raise PromptError(problem)
+        return tokens
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        """The template's text up to where an answer begins. A last message of the assistant is the beginning of the
+        answer, which goes on behind it."""
+        last = messages[-1]
+        continued = last["role"] == "assistant"
+        if continued and last.get("tool_calls"):
+            raise PromptError("its last message calls a tool; what the tool said must follow")
+        if continued and not last["content"].strip():
+            messages, continued = messages[:-1], False
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=self.chat_template,
+                    add_generation_prompt=not continued,
+                    continue_final_message=continued,
+                    tokenize=False,
+                    **self.template_kwargs,
+                )
+            )
+        except ValueError as error:
+            if continued and "continue_final_message" in str(error):
+                raise PromptError("the chat template changes its last message, which an answer continues") from None
+            raise
+
+    def closing(self) -> int | None:
+        """The token of its own with which the chat template closes an answer; None if there is none."""
+        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
+        if self.plain:
+            return None
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat, chat_template=self.chat_template, tokenize=False, **self.template_kwargs
+            )
+        except (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError):
+            return None  # rows have other chats
+        behind = self.tokenizer.encode(str(text).partition(ANSWER)[2].lstrip(), add_special_tokens=False)
+        return behind[0] if behind and behind[0] in self.tokenizer.added_tokens_decoder else None
 
     def _open(self, tokens: list[int]) -> list[int]:
         """`tokens` of a plain text without the end that some tokenizers put after any text: an answer follows."""
@@ -116,10 +163,10 @@ class Prompts:
             found += [token] * next(left).num_tokens if each == token else [each]
         return found
 
-    def text(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of these tokens, without the special ones."""
+    def text(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
+        """The text of these tokens, with the special ones or without."""
         numbers = np.array(tokens, np.int64)  # a list would be walked through, number by number
-        return str(self.tokenizer.decode(numbers, skip_special_tokens=True))
+        return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 
     def shown(self, tokens: list[int]) -> str:
         """The tokens as a person reads a prompt: the special ones too, and the placeholders of an image counted."""
@@ -139,13 +186,7 @@ class Prompts:
             raise PromptError("the row has images, and the model of model.path sees none")
         if unmade := row.get("unmade"):
             raise PromptError(str(unmade))
-        prompt = row.get("prompt") or row.get("problem")
-        if not prompt:
-            raise PromptError(f"the row has neither prompt nor problem, but {', '.join(row)}")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        chat = [dict(message) for message in messages]
-        if images:
-            chat = [message | {"content": flat(message["content"])} for message in chat]
+        chat = messages_of(row, self.template_text)
         if self.template and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self.template.render(content=chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):

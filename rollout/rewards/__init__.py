@@ -2,20 +2,18 @@
 starts anything, and by its reward workers (`workers.py`); imports neither torch nor vllm.
 """
 
-import importlib.util
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from configs.schema import RewardConfig
 from rollout.rewards import countdown, math, reasoning
+from rollout.rewards.answer_judge import LIMITS
 from rollout.rewards.convention import Reward
 from rollout.rewards.models.http_model import HttpModel
 from rollout.rewards.models.judge import Judge
 from rollout.rewards.models.reward_model import RewardModel
 from rollout.rewards.text_match import ExactMatch, LengthPenalty, RegexFormat
+from rollout.user_file import module_of
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "countdown": countdown.compute_score,
@@ -29,6 +27,9 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "reward_model": RewardModel,
 }
 
+STARTS = {reasoning.compute_score: reasoning.start, math.compute_score: math.start}
+"""What is loaded before the first call."""
+
 
 def load_reward(config: RewardConfig, number: int = 0) -> Reward:
     """The reward of the run, or the one with this number of several. Raises ValueError, in one line, for a wrong name,
@@ -37,8 +38,9 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
     several = not isinstance(config.function, str)
     key, name = f"reward.function.{number}" if several else "reward", part.function
     function = REWARDS[name] if name in REWARDS else load_function(key if several else f"{key}.function", name)
-    if function is reasoning.compute_score:
-        reasoning.start()
+    LIMITS.stay_below(config.timeout_s, config.memory_gib)
+    if starts := STARTS.get(function):
+        starts()
     own = {"url": config.urls, "model": config.model} if part.uses_servers else {}
     reward = Reward(name, function, own | part.kwargs, key)
     made: object = reward.function
@@ -55,16 +57,11 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
 def load_function(key: str, name: str) -> Callable[..., Any]:
     """The user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError in one line.
 
-    The file's folder comes first in `sys.path`, so that it can import its neighbours.
+    The file is imported as Python would (`rollout/user_file.py`), so that it can import its neighbours.
     """
     path, _, attribute = name.rpartition(":")
-    if (folder := os.path.dirname(os.path.abspath(path))) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None, f"configs.checks lets no {name} through"
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        module = module_of(path)
     except (Exception, SystemExit) as error:  # the user's file may raise anything: one line that names it
         raise ValueError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     function: Callable[..., Any] | None = getattr(module, attribute, None)

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 
 from configs.schema import Section
-from rollout.errors import RewardError
+from rollout.errors import RewardError, TruthError
 
 
 class Turn(TypedDict):
@@ -36,6 +36,10 @@ class Answer:
     row: dict[str, Any]
     turns: list[Turn] | None = None
     """The same text in order, cut where what was sampled and what was given meet; None: all of it was sampled."""
+    raw: str | None = None
+    """The text with special tokens, for a function that asks for it."""
+    prompt: str | None = None
+    """The prompt as the model read it, special tokens included, for a function that asks for it."""
 
     def verl(self) -> dict[str, Any]:
         """Keyword arguments as verl and TinyZero name them."""
@@ -46,6 +50,8 @@ class Answer:
             "extra_info": self.row.get("extra_info") or {},
             TURNS: self.all_turns(),
             "row": self.row,
+            "raw_str": self.text if self.raw is None else self.raw,
+            "prompt_str": self.prompt or "",
         }
 
     def easyr1(self) -> dict[str, Any]:
@@ -64,8 +70,13 @@ class Answer:
         return "none" if truth is None else repr(truth)
 
     def truth(self) -> Any:
-        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's."""
-        return self.row["reward_model"]["ground_truth"] if "reward_model" in self.row else self.row.get("answer")
+        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's. Raises TruthError."""
+        if "reward_model" not in self.row:
+            return self.row.get("answer")
+        model = self.row["reward_model"]
+        if not isinstance(model, Mapping) or "ground_truth" not in model:
+            raise TruthError(f"the row's reward_model is {model!r:.80}, without a ground_truth")
+        return model["ground_truth"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,10 @@ class Score:
 
 
 TURNS = "turns"
-OURS = {TURNS, "row", "rows"}
+ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
+"""Fields of an answer that are made and sent only where a function names one of these parameters."""
+ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
+OURS = {TURNS, *ROWS}
 """Our additions to verl's and EasyR1's words: a function gets them if it names them, not if it takes `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
@@ -115,6 +129,8 @@ class Reward:
         """Whether one call scores a whole group."""
         self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         """Whether it is scored by `score_async`, many calls at a time."""
+        self.asks = [field for field, names in ASKED.items() if names & self.accepted]
+        """Fields of an answer that it names, of ASKED."""
         self._check_arguments(parameters)
 
     def _check_arguments(self, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -124,7 +140,7 @@ class Reward:
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
             problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
             raise ValueError(f"{self.key}.kwargs.{unknown[0]}: {problem}")
-        if twice := sorted(given & offered - {"row", "rows"}):  # functions of before may have these as their own
+        if twice := sorted(given & offered - ROWS):  # functions of before may have these as their own
             raise ValueError(f"{self.key}.kwargs.{twice[0]}: this argument comes from the data; remove the key")
         if absent := sorted(needed - offered - given):
             problem = f"nothing gives its argument {absent[0]}; add {self.key}.kwargs.{absent[0]}"

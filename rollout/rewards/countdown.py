@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from rollout.errors import TruthError
+
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 ARITHMETIC = re.compile(r"[-+*/()\s\d]*")
 LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
@@ -32,8 +34,13 @@ class Expression:
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:
-    """`score` for a right answer, `format_score` for arithmetic inside `<answer>` that is not right, else 0."""
-    given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
+    """`score` for a right answer, `format_score` for arithmetic inside `<answer>` that is not right, else 0. Raises
+    TruthError."""
+    try:
+        given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        needed = "countdown needs numbers and a target, as {'numbers': [4, 6], 'target': 24}"
+        raise TruthError(f"ground truth is {ground_truth!r:.80}; {needed}") from None
     answers = ANSWER.findall(solution_str)
     try:
         expression = evaluate(answers[-1].partition("=")[0] if answers else "")

@@ -6,9 +6,12 @@ scores by need not survive a message: after MessagePack a tuple is a list. That 
 """
 
 import json
+import signal
 from typing import Any
 
-from buffer.data.entry_maker import entry_maker
+from buffer.data.entry_maker import MakerEnded, entry_maker
+from rollout.errors import TruthError
+from rollout.rewards.answer_judge import GAVE_UP, LIMITS, TRIES
 
 
 def start() -> None:
@@ -18,11 +21,25 @@ def start() -> None:
 
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
     """The set's score of the text in the last `<answer>`, as reasoning-gym reads it; without one, or with one at which
-    the set's own code raises, its score of no answer, and `formed` is 0.
+    the set's own code raises, its score of no answer, and `formed` is 0. The same, and the metric `gave_up`, for an
+    answer that takes too long, or ends the process that reads it.
 
-    Raises EntryError if the entry is another than the row's, and KeyError for a row of another source.
+    Raises EntryError if the entry is another than the row's, and TruthError for a row of another source.
     """
-    entry = extra_info["reasoning_gym"]
+    entry = extra_info.get("reasoning_gym") if isinstance(extra_info, dict) else None
+    if not isinstance(entry, dict) or not {"name", "config", "index", "question_sha256"} <= entry.keys():
+        raise TruthError("the row is of no set of reasoning-gym: its extra_info.reasoning_gym names no entry")
     named = entry["name"], json.dumps(entry["config"], sort_keys=True), entry["index"], entry["question_sha256"]
-    score: dict[str, float] = entry_maker().ask("score", *named, solution_str).result()
+    for _ in range(TRIES):
+        try:
+            return _score(*named, solution_str) | {GAVE_UP: 0.0}
+        except MakerEnded as error:
+            print(f"gave up on an answer: {error}", flush=True)
+            if error.code == -signal.SIGPROF:
+                break
+    return _score(*named, "") | {GAVE_UP: 1.0}
+
+
+def _score(*asked: Any) -> dict[str, float]:
+    score: dict[str, float] = entry_maker().ask("score", *asked, LIMITS.processor_s).result()
     return score

@@ -1,6 +1,7 @@
 """Built-in rewards that look at an answer's text or length: `exact_match`, `regex` and `length`.
 
-Each is made once of `reward.kwargs`, its fields, then called in a reward worker for each answer.
+Each is made once of `reward.kwargs`, its fields, then called in a reward worker for each answer. A pattern may take
+years for some texts, so it is tried under limits (`answer_judge.py`).
 """
 
 import re
@@ -9,6 +10,27 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from configs.schema import Positive, Section
+from rollout.errors import TruthError
+from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match of `pattern`, or its first group if it has one and that took part; None without a match."""
+    found = None
+    for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
+        pass
+    if found is None:
+        return None
+    return found[1] if pattern.groups and found[1] is not None else found[0]
+
+
+def fits(pattern: re.Pattern[str], text: str, whole: bool) -> bool:
+    """Whether the text, or all of it, matches."""
+    return bool(pattern.fullmatch(text) if whole else pattern.search(text))
+
+
+LAST_MATCH = AnswerJudge(lambda pattern, flags, text: last_match(re.compile(pattern, flags), text))
+FITS = AnswerJudge(lambda pattern, flags, *rest: fits(re.compile(pattern, flags), *rest))
 
 
 class ExactMatch(Section):
@@ -26,13 +48,22 @@ class ExactMatch(Section):
     """Reward of a wrong answer in which `pattern` was found."""
 
     def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
-        """`ground_truth`: the right answer, or a list of right ones."""
-        answer = solution_str if self.pattern is None else last_match(self.pattern, solution_str)
+        """`ground_truth`: the right answer, or a list of right ones. Raises TruthError for what is neither."""
         truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+        if not truths or not all(isinstance(truth, str | int | float) and str(truth).strip() for truth in truths):
+            needed = "exact_match needs a text, a number, or a list of such"
+            raise TruthError(f"ground truth is {ground_truth!r:.80}; {needed}")
+        try:
+            answer = solution_str
+            if self.pattern is not None:
+                answer = LAST_MATCH(self.pattern.pattern, self.pattern.flags, solution_str)
+        except GaveUpError as error:
+            print(f"gave up on an answer: {error}", flush=True)
+            return {"score": min(0.0, self.score, self.format_score), "solved": 0.0, "formed": 0.0, GAVE_UP: 1.0}
         formed = answer is not None
         solved = answer is not None and self._plain(answer) in [self._plain(str(truth)) for truth in truths]
         reward = self.score if solved else self.format_score if formed and self.pattern is not None else 0.0
-        return {"score": reward, "solved": float(solved), "formed": float(formed)}
+        return {"score": reward, "solved": float(solved), "formed": float(formed), GAVE_UP: 0.0}
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self.strip else text
@@ -51,10 +82,14 @@ class RegexFormat(Section):
     otherwise: float = 0.0
     """Reward of one that does not."""
 
-    def __call__(self, solution_str: str) -> float:
+    def __call__(self, solution_str: str) -> dict[str, float]:
         """The reward of a text."""
-        find = self.pattern.search if self.match == "search" else self.pattern.fullmatch
-        return self.score if find(solution_str) else self.otherwise
+        try:
+            found = FITS(self.pattern.pattern, self.pattern.flags, solution_str, self.match == "full")
+        except GaveUpError as error:
+            print(f"gave up on an answer: {error}", flush=True)
+            return {"score": min(self.score, self.otherwise), GAVE_UP: 1.0}
+        return {"score": self.score if found else self.otherwise, GAVE_UP: 0.0}
 
 
 class LengthPenalty(Section):
@@ -77,13 +112,3 @@ class LengthPenalty(Section):
         """The reward of an answer of `response_length` tokens."""
         over = (reward_input["response_length"] - self.free) / (self.cap - self.free)
         return -self.penalty * float(min(1.0, max(0.0, over)))
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match of `pattern`, or its first group if it has one and that took part; None without a match."""
-    found = None
-    for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
-        pass
-    if found is None:
-        return None
-    return found[1] if pattern.groups and found[1] is not None else found[0]

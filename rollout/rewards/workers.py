@@ -18,7 +18,7 @@ from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.errors import RewardError, all_errors
 from rollout.rewards import load_reward
-from rollout.rewards.convention import Answer, Score
+from rollout.rewards.convention import ASKED, Answer, Score
 from rollout.rewards.models.http_model import ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 
@@ -50,6 +50,11 @@ class RewardPool:
     async def __aexit__(self, *error: object) -> None:
         self._servers.close()
         await self._entered.aclose()
+
+    @property
+    def asks(self) -> set[str]:
+        """Fields of an answer that any of the functions needs, of ASKED."""
+        return {field for scorer in self._scorers for field in scorer.cage.about["asks"]}
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score per answer of a group. Raises RewardError with the reason; a cancelled call must end."""
@@ -108,7 +113,9 @@ class PartScorer:
 
     async def _call(self, answers: Sequence[Answer]) -> list[Score]:
         try:
-            scores = await self.cage.call([vars(answer) for answer in answers])
+            left_out = ASKED.keys() - set(self.cage.about["asks"])
+            sent = [{name: value for name, value in vars(each).items() if name not in left_out} for each in answers]
+            scores = await self.cage.call(sent)
         except CagedError as error:
             failed = RewardError(str(error), error.permanent, error.origin)
             failed.returned = error.returned
@@ -139,6 +146,6 @@ def load(config: dict[str, Any], number: int) -> Any:
         return [asdict(score) for score in await reward.score_async([Answer(**answer) for answer in answers])]
 
     loaded: Any = score_async if reward.is_async else score
-    loaded.about = {"batch": reward.batch, "async": reward.is_async}
+    loaded.about = {"batch": reward.batch, "async": reward.is_async, "asks": reward.asks}
     loaded.close = getattr(reward.function, "close", None)
     return loaded

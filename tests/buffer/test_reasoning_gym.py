@@ -86,7 +86,7 @@ def test_scores_are_those_of_the_package(name: str) -> None:
         for text in (answer, f"<answer>{answer}</answer>", f"<answer>{answer[:-1]}</answer>", "<answer>\n7 </answer>"):
             (score,) = reward.score([Answer(text, 9, row)])
             own, formed = own_score(made, text, entry)
-            assert score.reward == pytest.approx(own) and score.metrics == {"formed": formed}
+            assert score.reward == pytest.approx(own) and score.metrics == {"formed": formed, "gave_up": 0.0}
 
 
 def test_the_reward_scores_in_its_worker_and_names_another_entry() -> None:

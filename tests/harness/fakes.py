@@ -1,7 +1,7 @@
 """Stand-ins for the slow parts of Headrace, shared by the tests: each has the methods of the class it stands for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -273,8 +273,8 @@ class FakePrompts:
             raise PromptError(f"prompt of {len(row['problem'])} tokens")
         return [ord(character) for character in row["problem"]]
 
-    def text(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
+    def text(self, tokens: list[int], special: bool = False) -> str:
+        return "".join(map(chr, tokens)) if special else "".join(map(chr, tokens)).replace("|", "")
 
 
 def fake_sampler(engine: Any, temperature: float = 1.0, max_tokens: int = 8, longest: int = 40) -> Sampler:
@@ -285,8 +285,9 @@ def fake_sampler(engine: Any, temperature: float = 1.0, max_tokens: int = 8, lon
 class FakeRewards:
     """Stands for `RewardPool`: 1 for the row's answer, an error for the answer `crash`. Keeps the `answers` it got."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: Collection[str] = ()) -> None:
         self.answers: list[Answer] = []
+        self.asks = asks
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:
         self.answers += answers

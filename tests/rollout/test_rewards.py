@@ -184,6 +184,39 @@ def test_a_function_that_asks_is_told_which_text_was_sampled():
         Reward("mine", verl, {"turns": 2})
 
 
+def test_a_function_that_asks_gets_the_text_with_special_tokens_and_the_prompt():
+    def verl(solution_str, raw_str, prompt_str=""):
+        return len(solution_str) + 10 * len(raw_str) + 100 * len(prompt_str)
+
+    def verl_batch(solution_strs, raw_strs, prompt_strs):
+        return [verl(*of_one) for of_one in zip(solution_strs, raw_strs, prompt_strs, strict=True)]
+
+    def anything(**kwargs):
+        return float("raw_str" in kwargs or "prompt_str" in kwargs)
+
+    answers = [Answer("one", 3, ROW, None, "<one>", "?"), Answer("one", 3, ROW)]  # the trial has none
+    for function in (verl, verl_batch):
+        reward = Reward("mine", function, {})
+        assert reward.asks == ["raw", "prompt"] and reward.score(answers) == [Score(153.0), Score(33.0)]
+    assert (
+        Reward("anything", anything, {}).asks == []
+        and Reward("anything", anything, {}).score(answers[:1])[0].reward == 0
+    )
+    assert Reward("own", lambda solution_str, raw_str: raw_str, {"raw_str": 2}).score(answers)[0].reward == 2
+
+
+async def test_what_no_function_asks_for_is_not_sent(tmp_path: Path):
+    (tmp_path / "asks.py").write_text(
+        "def raw(solution_str, raw_str): return float(raw_str == '<a>')\n"
+        "def prompt(solution_str, prompt_str): return float(prompt_str == '?')\n"
+        "def none(solution_str): return 1.0\n"
+    )
+    parts = [{"function": f"{tmp_path}/asks.py:{name}"} for name in ("raw", "prompt", "none")]
+    async with RewardPool(RewardConfig(function=parts)) as pool:
+        assert pool.asks == {"raw", "prompt"}
+        assert [score.reward for score in await pool.score([Answer("a", 1, ROW, None, "<a>", "?")])] == [3.0]
+
+
 @pytest.mark.parametrize("result", [None, "1.0", {"accuracy": 1.0}, float("nan"), {"score": float("inf")}, [1.0]])
 def test_results_that_are_no_rewards_are_refused(result: object):
     def returns(solution_str):

@@ -100,7 +100,7 @@ def test_a_row_that_was_not_made_says_why():
     [
         ({"question": "?"}, "neither prompt nor problem, but question"),
         ({"problem": "?", "images": [1]}, "images"),
-        ({"prompt": ["?"]}, "the row cannot be made a chat: ValueError"),
+        ({"prompt": ["?"]}, r"message 0 is '\?'; role and content are needed"),
     ],
 )
 def test_rows_that_cannot_be_sampled_are_permanent_failures(row: dict, words: str):
@@ -141,7 +141,7 @@ def test_a_base_model_reads_plain_text_or_the_run_s_own_chat_template(tmp_path: 
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}?")
     made = Prompts(tokenizer, config(f"--data.chat_template={tmp_path}/chat.jinja", "--data.max_prompt_tokens=11"))
     assert made.text(made.tokens({"problem": "1+1"})) == "<user>1+1?"
-    with pytest.raises(PromptError, match="cannot be made a chat: TypeError"):
+    with pytest.raises(PromptError, match="message 0, of role 'user', has the content None; a text or a list"):
         plain.tokens({"prompt": [{"role": "user", "content": None}]})
 
 

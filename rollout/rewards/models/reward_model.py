@@ -78,8 +78,9 @@ class RewardModel(HttpModel):
             names = ", ".join(row)
             raise RewardError(f"reward_model: the row has neither prompt nor problem, but {names}", permanent=True)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        chat = [{**one, "content": text_of(one["content"])} for one in messages]
-        chat.append({"role": "assistant", "content": answer})
+        chat = [{**one, "content": text_of(one.get("content"))} for one in messages]
+        begun = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""  # the answer went on behind it
+        chat.append({"role": "assistant", "content": begun + answer})
         try:
             text = self._tokenizer.apply_chat_template(chat, tokenize=False)
         except TemplateError as error:
@@ -88,6 +89,6 @@ class RewardModel(HttpModel):
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def text_of(content: str | list[dict[str, Any]]) -> str:
-    """The text of a message, without its images."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+def text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message, without its images; nothing in place of tool calls."""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())

@@ -92,9 +92,38 @@ def test_each_of_several_functions_is_tried_but_one_that_asks_the_runs_own_serve
     assert "judge, asked for" in warning and "Cannot connect to host 127.0.0.1:1" in warning
 
 
+def test_files_of_one_name_with_neighbours_of_one_name_are_tried_apart_as_workers_have_them(tmp_path: Path) -> None:
+    for name, given in (("a", 0.25), ("b", 0.75)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "neighbour.py").write_text(f"GIVEN = {given}")
+        (tmp_path / name / "own.py").write_text("import neighbour\ndef score(reward_input): return neighbour.GIVEN")
+    parts = ", ".join(f"{{function: '{tmp_path}/{name}/own.py:score', name: {name}}}" for name in "ab")
+    judgement = try_out(["reward"], config(tmp_path, f"reward.function=[{parts}]"), [(0, ROW)])
+    assert judgement.refused == judgement.warnings == []
+    assert [line.split(" gives ")[1].split()[0] for line in judgement.facts] == ["0.25", "0.75"]
+
+
 def test_a_built_in_reward_without_what_it_needs_is_refused(tmp_path: Path) -> None:
     judgement = try_out(["reward"], config(tmp_path, "reward.function=judge"), [(0, ROW)])
     assert judgement.refused == ["reward.function judge: it needs url; add reward.kwargs.url"]
+
+
+@pytest.mark.parametrize("function", ["math_verify", "exact_match", "countdown", "reasoning_gym"])
+def test_ground_truths_that_a_built_in_reward_cannot_use_are_found_before_the_start(
+    function: str, tmp_path: Path
+) -> None:
+    run, bad = config(tmp_path, f"reward.function={function}"), {"problem": "1+1", "answer": {"value": 2}}
+    good = {"answer": {"target": 1, "numbers": [1]}} if function == "countdown" else ROW
+    (line,) = try_out(["reward"], run, [(n, ROW if function == "countdown" else bad) for n in range(3)]).refused
+    assert line.startswith(f"data.train: d.jsonl: no row has a ground truth that {function} can use, row 0: ")
+    if function == "reasoning_gym":
+        assert "the row is of no set of reasoning-gym: its extra_info.reasoning_gym names no entry" in line
+        return
+    assert "; correct it, or name another column in data.columns" in line
+    judgement = try_out(["reward"], run, [*((n, good) for n in range(5)), (7, ROW | {"answer": None})])
+    (warning,) = judgement.warnings
+    share = f"1 of 6 rows looked at have no ground truth that {function} can use and are dropped, such as row 7: ground"
+    assert judgement.refused == [] and warning.startswith(f"data.train: d.jsonl: {share} truth is ")
 
 
 def test_a_file_whose_import_takes_long_is_no_refusal(tmp_path: Path) -> None:

@@ -328,3 +328,12 @@ async def test_a_reward_is_told_once_what_several_segments_repeat():
     outcome = await made.run(item())
     assert isinstance(outcome, Group) and outcome.samples[0].answer == "2.2."
     assert made.rewards.answers[0].turns is None and made.rewards.answers[0].num_tokens == 4
+
+
+async def test_a_reward_that_asks_gets_special_tokens_and_the_prompt():
+    for asks, raw, prompt in ((["raw", "prompt"], "4|.", "2+2"), (["raw"], "4|.", None), ([], None, None)):
+        engine = FakeEngine(lambda prompt: [ord(letter) for letter in "4|."])
+        episodes = Episodes(FakePrompts(), single_turn, fake_sampler(engine), rewards := FakeRewards(asks), 1)
+        await episodes.attempt({"problem": "2+2", "answer": "4."})
+        (answer,) = rewards.answers
+        assert (answer.text, answer.raw, answer.prompt) == ("4.", raw, prompt)

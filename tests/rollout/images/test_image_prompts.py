@@ -107,8 +107,8 @@ def test_the_longest_prompt_counts_the_images_tokens(config: Config):
         ({"problem": "<image><image>", "images": [FILES[0], FILES[1][:-400]]}, "image 1 of the row: a PNG file that"),
         ({"problem": "<image>?", "images": [encoded(picture(1, 300))]}, "image 0 of the row: an image of 300 x 1"),
         ({"problem": "<image>?", "images": FILES[:1], "videos": [1]}, "the row has videos"),
-        ({"prompt": user([{"type": "video"}, IMAGE]), "images": FILES[:1]}, "cannot be made a chat: KeyError"),
-        ({"prompt": user(["<image>"]), "images": FILES[:1]}, "cannot be made a chat: TypeError"),
+        ({"prompt": user([{"type": "video"}, IMAGE]), "images": FILES[:1]}, "has a part of type 'video'"),
+        ({"prompt": user(["<image>"]), "images": FILES[:1]}, "has a part of type 'str' that is '<image>'"),
     ],
 )
 def test_rows_that_cannot_be_shown_are_permanent_failures(config: Config, row: dict[str, Any], words: str):

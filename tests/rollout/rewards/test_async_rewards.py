@@ -168,6 +168,7 @@ async def test_several_functions_are_added_with_their_weights(file: Path, tmp_pa
                 "exact_match": 3.0,
                 "exact_match/solved": 1.0,
                 "exact_match/formed": 1.0,
+                "exact_match/gave_up": 0.0,
                 "length": -0.5,
             },
         )

@@ -50,7 +50,9 @@ async def test_the_example_of_several_functions(tmp_path: Path):
         "math_verify",
         "math_verify/solved",
         "math_verify/formed",
+        "math_verify/gave_up",
         "format",
+        "format/gave_up",
         "length",
         "score",
     }

@@ -19,11 +19,13 @@ from configs.schema import RewardConfig
 from rollout.errors import RewardError
 from rollout.rewards import load_reward
 from rollout.rewards.convention import Answer
+from rollout.rewards.models.reward_model import RewardModel
 from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
 from tests.harness.tiny_reward import logits_of, make_reward_model
 from tests.harness.toy import ROOT
+from tests.rollout.chat.chat_templates import chat_tokenizer
 
 pytestmark = pytest.mark.timeout(900)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
@@ -120,6 +122,17 @@ def test_what_it_started_dies_with_it(server: tuple[str, psutil.Popen]):
 
 def classes(*logits: list[float]) -> dict[str, Any]:
     return {"data": [{"index": number, "probs": one} for number, one in enumerate(logits)]}
+
+
+def test_an_answer_that_continues_a_message_is_one_message_with_it(tmp_path: Path):
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    made = RewardModel(url="http://127.0.0.1:1", model=str(tmp_path))
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    parts = [{"type": "text", "text": "Name "}, {"type": "image", "text": None}, {"type": "text", "text": "a vowel."}]
+    row = {"prompt": [{"role": "user", "content": parts}, call, {"role": "assistant", "content": "<answer>"}]}
+    (tokens,) = made.question(["a</answer>"], ["a"], [row])
+    said = "<|im_start|>user\nName a vowel.<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+    assert made._tokenizer.decode(tokens) == f"{said}<|im_start|>assistant\n<answer>a</answer><|im_end|>\n"
 
 
 async def test_all_answers_of_a_group_travel_in_one_request():

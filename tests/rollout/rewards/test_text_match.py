@@ -29,7 +29,7 @@ def score(function: str, text: str, truth: object = "42", tokens: int = 1, **kwa
 )
 def test_exact_match(text: str, truth: object, kwargs: dict, reward: float, formed: float):
     assert score("exact_match", text, truth, **kwargs) == Score(
-        reward, {"solved": float(reward >= 1), "formed": formed}
+        reward, {"solved": float(reward >= 1), "formed": formed, "gave_up": 0.0}
     )
 
 
@@ -43,7 +43,7 @@ def test_exact_match(text: str, truth: object, kwargs: dict, reward: float, form
     ],
 )
 def test_regex(text: str, kwargs: dict, reward: float):
-    assert score("regex", text, **kwargs) == Score(reward)
+    assert score("regex", text, **kwargs) == Score(reward, {"gave_up": 0.0})
 
 
 @pytest.mark.parametrize(("tokens", "reward"), [(0, 0.0), (100, 0.0), (150, -0.25), (200, -0.5), (900, -0.5)])

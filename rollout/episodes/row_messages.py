@@ -1,0 +1,89 @@
+"""The messages of a row: judged, and brought into the form that chat templates take. Pure functions of `prompts.py`.
+
+In that form each content is a text, with MARK for an image. Whatever a template would write in words that nobody meant
+(`None`, `[{'type': ...`), or leave out, is a PromptError that names the message.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from buffer.image_rows import IMAGES, MARK
+from rollout.errors import PromptError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that many chat templates know; another one must be named by the template."""
+ENDS = 30
+"""Characters at the beginning and the end of a message by which it is looked for in a prompt."""
+
+
+def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
+    """The chat of a row: its `prompt`, or one message with its `problem`. Raises PromptError."""
+    prompt = row.get("prompt") or row.get("problem")
+    if not prompt:
+        empty = [name for name in ("prompt", "problem") if name in row]
+        what = f"the {empty[0]} of the row is empty: {row[empty[0]]!r:.40}" if empty else ""
+        raise PromptError(what or f"the row has neither prompt nor problem, but {', '.join(row)}")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": whole("the prompt of the row", prompt)}]
+    if not isinstance(prompt, list):
+        raise PromptError(f"the prompt of the row is {prompt!r:.40}; a text or a list of messages is needed")
+    images = bool(row.get(IMAGES))
+    return [message_of(number, message, template, images) for number, message in enumerate(prompt)]
+
+
+def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
+    """One message. Keys that are null are left out: parquet gives each message the keys of all."""
+    if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
+        raise PromptError(f"message {number} is {message!r:.60}; role and content are needed")
+    if role not in ROLES and role not in template:
+        known = f"{', '.join(ROLES)} are known, and roles that the chat template names"
+        raise PromptError(f"message {number} has the role {role!r:.40}; {known}")
+    found = {name: value for name, value in message.items() if value is not None}
+    content = found.get("content", "" if found.get("tool_calls") else None)
+    return found | {"content": text_of(f"message {number}, of role {role!r},", content, images)}
+
+
+def text_of(place: str, content: Any, images: bool) -> str:
+    """The text of a content, with MARK for each part that is an image."""
+    if isinstance(content, str):
+        return whole(place, content)
+    if not isinstance(content, list) or not content:
+        raise PromptError(f"{place} has the content {content!r:.40}; a text or a list of parts is needed")
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind == "image" and images:
+            texts.append(MARK)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            texts.append(whole(place, part["text"]))
+        elif kind == "image":
+            raise PromptError(f"{place} has an image, and the row has none in its column {IMAGES}")
+        else:
+            known = "parts of type text, or image, are shown"
+            raise PromptError(f"{place} has a part of type {kind!r:.40} that is {part!r:.40}; {known}")
+    return "".join(texts)
+
+
+def whole(place: str, text: str) -> str:
+    """The text. Raises PromptError for half of a character, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{place} has a lone surrogate at character {error.start}; write whole characters") from None
+    return text
+
+
+def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
+    """What a chat template left out of its `text`: some pass over roles that they do not know. Empty: nothing. Answers
+    and what tools said may be written in other words."""
+    squeezed = ""
+    for number, message in enumerate(messages):
+        content, role = message["content"], message["role"]
+        for piece in content.split(MARK) if role not in ("assistant", "tool") else ():
+            if piece.strip() in text:
+                continue
+            squeezed = squeezed or "".join(text.split())
+            wanted = "".join(piece.split())
+            if wanted[:ENDS] not in squeezed and wanted[-ENDS:] not in squeezed:
+                return f"the chat template leaves out message {number}, of role {role!r}; correct it or the row"
+    return ""

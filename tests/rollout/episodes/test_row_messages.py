@@ -1,0 +1,164 @@
+"""What becomes of the messages of a row: as a template takes them, or refused by name; and what ends an answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.doctor.trial import Judgement, judge_ends, judge_template
+from configs.load import load
+from rollout.episodes.prompts import Prompts
+from rollout.errors import PromptError
+from tests.rollout.chat.chat_templates import TEMPLATES, chat_tokenizer
+
+MODEL = f"--model.path={Path(__file__).parent}"
+"""A folder, so that nobody asks a hub for it."""
+NEEDED = [MODEL, "--data.train=d.jsonl", "--reward.function=countdown", "--sampling.stop=[]"]
+NAMES = [name for name in TEMPLATES if name not in ("base", "r1")]
+Row = dict[str, Any]
+
+
+def made(template: str, *options: str) -> Prompts:
+    return Prompts(chat_tokenizer(template), load([*NEEDED, *options]))
+
+
+def shown(template: str, row: Row, *options: str) -> str:
+    prompts = made(template, *options)
+    return prompts.shown(prompts.encode(row))
+
+
+def chat(*messages: tuple[str, Any]) -> Row:
+    return {"prompt": [{"role": role, "content": content} for role, content in messages]}
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_a_last_message_of_the_assistant_is_continued(template: str):
+    begun = shown(template, chat(("user", "Name a vowel."), ("assistant", "<answer>")))
+    assert begun.endswith("<answer>") and begun.count("<answer>") == 1
+    assert "Name a vowel." in begun
+    asked = shown(template, chat(("user", "Name a vowel.")))
+    assert shown(template, chat(("user", "Name a vowel."), ("assistant", " "))) == asked
+
+
+def test_a_last_message_that_cannot_be_continued_is_refused():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    with pytest.raises(PromptError, match="its last message calls a tool; what the tool said must follow"):
+        shown("qwen2.5", {"prompt": [{"role": "user", "content": "hi"}, call]})
+    with pytest.raises(PromptError, match="the chat template changes its last message, which an answer continues"):
+        shown("r1", chat(("user", "hi"), ("assistant", "hm</think>")))
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_parts_are_joined_and_keys_that_are_null_left_out(template: str):
+    parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "a vowel.", "image": None}]
+    row = {"prompt": [{"role": "user", "content": parts, "tool_calls": None, "name": None}]}
+    assert shown(template, row) == shown(template, {"problem": "Name a vowel."})
+
+
+WRONG: list[tuple[Row, str]] = [
+    (chat(("user", "hi"), ("assistant", None), ("user", "no")), "message 1, of role 'assistant', has the content None"),
+    (chat(("user", [])), r"message 0, of role 'user', has the content \[\]; a text or a list of parts is needed"),
+    (chat(("user", 7)), "message 0, of role 'user', has the content 7"),
+    (chat(("user", {"type": "text"})), "message 0, of role 'user', has the content {'type': 'text'}"),
+    (chat(("user", ["hi"])), "message 0, of role 'user', has a part of type 'str' that is 'hi'"),
+    (chat(("user", [{"type": "text", "text": None}])), "has a part of type 'text' that is {'type': 'text', 'text': No"),
+    (chat(("user", [{"type": "video"}])), "has a part of type 'video'"),
+    (chat(("user", [{"type": "image"}])), "has an image, and the row has none in its column images"),
+    (
+        chat(("usr", "hi")),
+        "message 0 has the role 'usr'; system, developer, user, assistant, tool are known, and",
+    ),
+    ({"prompt": [{"content": "hi"}]}, "message 0 is {'content': 'hi'}; role and content are needed"),
+    ({"prompt": ["hi"]}, "message 0 is 'hi'; role and content are needed"),
+    ({"prompt": [None]}, "message 0 is None; role and content are needed"),
+    ({"prompt": {"role": "user", "content": "hi"}}, "the prompt of the row is {'role': .*; a text or a list of"),
+    ({"prompt": 7}, "the prompt of the row is 7; a text or a list of messages is needed"),
+    ({"prompt": []}, r"the prompt of the row is empty: \[\]"),
+    ({"problem": ""}, "the problem of the row is empty: ''"),
+    ({"prompt": None, "problem": None, "answer": "1"}, "the prompt of the row is empty: None"),
+    ({"answer": "1"}, "the row has neither prompt nor problem, but answer"),
+    (chat(("user", "\ud83d")), "message 0, of role 'user', has a lone surrogate at character 0; write whole"),
+    ({"problem": "a\ud83d"}, "the prompt of the row has a lone surrogate at character 1; write whole characters"),
+    (chat(("assistant", "")), "the row cannot be made a chat"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize("template", ["qwen3", "none"])
+def test_what_nobody_meant_is_refused_by_message(row: Row, words: str, template: str):
+    options = ["--data.chat_template=none"] if template == "none" else []
+    if template == "none" and "cannot be made a chat" in words:
+        return
+    with pytest.raises(PromptError, match=words) as caught:
+        shown("qwen3", row, *options)
+    assert "\n" not in str(caught.value) and caught.value.permanent
+
+
+def test_what_a_template_refuses_or_leaves_out_is_refused():
+    twice = chat(("system", "Be brief."), ("user", "hi"), ("system", "Be very brief."))
+    with pytest.raises(PromptError, match="the chat template leaves out message 2, of role 'system'; correct it or"):
+        shown("qwen2.5", twice)
+    with pytest.raises(PromptError, match="the chat template leaves out message 0, of role 'developer'"):
+        shown("qwen3", chat(("developer", "Be brief."), ("user", "hi")))
+    with pytest.raises(PromptError, match="the chat template refuses the row: Only user, assistant and tool roles!"):
+        shown("mistral", twice)
+    assert "Be brief." in shown("chatml", twice)
+    assert "<|start_header_id|>ipython" in shown("llama3", chat(("user", "hi"), ("ipython", "4")))
+
+
+def test_the_arguments_of_the_template_hold_for_the_prompts_of_rows():
+    thinking, silent = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert shown("qwen3", {"problem": "hi"}).endswith(thinking)
+    assert shown("qwen3", {"problem": "hi"}, "--rollout.chat.template_kwargs={enable_thinking: false}").endswith(silent)
+
+
+def judged(template: str, *options: str, first: str = "") -> Judgement:
+    found, config = Judgement(), load([*NEEDED, *options])
+    prompts = Prompts(chat_tokenizer(template), config)
+    judge_ends(found, config, prompts)
+    judge_template(found, config, prompts, first or prompts.shown(prompts.encode({"problem": "hi"})))
+    return found
+
+
+@pytest.mark.parametrize("template", [*NAMES, "r1"])
+def test_a_template_that_fits_the_model_is_no_warning(template: str):
+    assert judged(template).warnings == []
+
+
+def test_a_turn_that_the_template_closes_with_a_token_that_ends_none_is_warned_of():
+    (warning,) = judged("base").warnings
+    problem = "the chat template closes an answer with <|im_end|>, and answers do not end at it; add it"
+    assert warning == f"sampling.stop: []: {problem}"
+    assert judged("base", "--sampling.stop=['<|im_end|>']").warnings == []
+    assert judged("base", "--data.chat_template=none").warnings == []
+
+
+def test_an_argument_that_the_template_does_not_know_is_warned_of():
+    given = "--rollout.chat.template_kwargs={enable_thinkng: false}"
+    (warning,) = judged("qwen3", given).warnings
+    assert warning == "rollout.chat.template_kwargs.enable_thinkng: the chat template has no such argument"
+    assert judged("qwen3", given.replace("kng", "king")).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "warned"), [("(?s)^<think>.*</think>", True), ("(?s)^(<think>)?.*</think>", False)]
+)
+def test_a_pattern_that_can_never_match_is_warned_of(pattern: str, warned: bool):
+    part = f"{{function: regex, kwargs: {{pattern: '{pattern}'}}, name: format}}"
+    found = judged("r1", f"--reward.function=[{part}, {{function: countdown}}]")
+    assert "note: prompts end with <think>: an answer begins behind it, and rewards do not see it" in found.facts
+    never = "the pattern of format needs <think> in an answer, and prompts end with it already; write (<think>)? there"
+    assert found.warnings == [f"reward.function: {never}"] * warned
+    assert judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]").warnings == []
+
+
+def page(name: str) -> str:
+    return " ".join((Path(__file__).parents[3] / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def test_the_pages_quote_what_is_said():
+    assert 'pattern: "(?s)^(<think>)?.*</think>"' in page("rewards.md")
+    assert "`message 1, of role 'assistant', has the content None; a text or a list of parts is needed`" in page(
+        "data.md"
+    )
+    assert f"(`{judged('base').warnings[0]}`)" in page("data.md")
