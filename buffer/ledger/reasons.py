@@ -12,8 +12,8 @@ from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
 FLAT_REMEDY = (
-    "every sample of a group had the same reward: take easier problems if all fail, harder ones if all are solved, raise "
-    "batch.samples or sampling.temperature, look at the reward, or set batch.skip_zero_variance: false"
+    "every sample of a group had the same reward: take easier problems if all fail, harder ones if all are solved, "
+    "raise batch.samples or sampling.temperature, look at the reward, or set batch.skip_zero_variance: false"
 )
 MOST_COUNTS = 5
 """Reasons of failed attempts that the end of a run is explained with."""

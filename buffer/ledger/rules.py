@@ -307,8 +307,9 @@ class Ledger:
     def outcome(self) -> Outcome | None:
         """Why no further batch can be formed; None while one may be.
 
-        Versions are used up; or the run was given up, because attempts only fail or groups only lack variance; or problems are used up and nothing is open. If attempts failed
-        and no problem ever got into a batch, that is a failure too.
+        Versions are used up; or the run was given up, because attempts only fail or groups only lack variance; or
+        problems are used up and nothing is open. If attempts failed and no problem ever got into a batch, that is a
+        failure too.
         """
         if self.versions is not None and self.version >= self.versions:
             return "versions"

@@ -78,7 +78,8 @@ class LedgerState:
         self.flat_in_row = 0
         """Groups left out for their lack of variance since one had some or the learner was started."""
         self.given_up = 0
-        """GIVEN_UP_FAILED once the run was given up because of those failures, GIVEN_UP_FLAT because of these groups."""
+        """GIVEN_UP_FAILED once the run was given up because of those failures, GIVEN_UP_FLAT because of those groups;
+        0 before."""
         self.wanted_servers = self.wanted_by_person = 0
         """Rollout servers that are wanted, 0 before anybody said so; 1 while the number is a person's."""
         self.told = False
