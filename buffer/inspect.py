@@ -27,11 +27,14 @@ from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
+from configs.plain_text import visible
 from configs.schema import Config
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+LONGEST_LINE = 1 << 20
+"""Characters of a printed line."""
 COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",
@@ -91,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
                 if isinstance(line, Text):
                     console.print(line)
                 else:
-                    print(line, flush=True)
+                    print(visible(line, LONGEST_LINE), flush=True)
     except KeyboardInterrupt:
         return 130
     except (LedgerError, sqlite3.Error, OSError) as error:
@@ -198,13 +201,13 @@ def _sample(
     counted += f" and {segments} segments" if segments > 1 else ""
     figures = [f"{name} {value:g}" for name, value in sample.metrics.items()]
     known = ", ".join([f"reward {sample.reward:g}", sample.finish, counted, *figures])
-    yield Text(f"sample {index}     {transcript.visible(known)}", "bold")
+    yield Text(f"sample {index}     {visible(known)}", "bold")
     for image, number in zip(sample.images, sample.row_images, strict=True):
         what = f"{len(image.data):,} bytes of its task" if number is None else f"image {number} of its row"
         yield f"    at token {image.start}: {what}, pixels {image.digest[:12]}"
     yield from transcript.lines(transcript.chapters(sample, tokenizer), full)
     if tokenizer is None:
-        yield from (f"    {line}" for line in transcript.visible(sample.answer).splitlines())
+        yield from (f"    {line}" for line in visible(sample.answer).splitlines())
     if tokens:
         yield from _table(sample, tokenizer)
 
@@ -216,7 +219,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
     for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
         figures = f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}"
         text = json.dumps(tokenizer.decode([token], skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
-        yield f"    {position:>8} {token:>8} {figures}  {transcript.visible(text)}".rstrip()
+        yield f"    {position:>8} {token:>8} {figures}  {visible(text)}".rstrip()
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from rich.text import Text
 
 from buffer.wire.sample import Sample
+from configs.plain_text import visible
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,8 +24,6 @@ STARTS = ("<|im_start|>", "<start_of_turn>", "<|start_header_id|>")
 END = re.compile(r"(?:<\|im_end\|>|<end_of_turn>|<\|eot_id\|>)?\s*$")
 CALL = re.compile(r"(<tool_call>.*?(?:</tool_call>|$)|<function=.*?(?:</function>|$)|\[TOOL_CALLS\].*)", re.DOTALL)
 CALLED = re.compile(r'"name"\s*:\s*"([^"]+)"|<function=([^>\s]+)>')
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that would move the cursor, or the text beside them."""
 SHOWN_CHARS = 2000
 """Of a passage, unless it is shown in full."""
 
@@ -124,11 +123,6 @@ def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
             yield from (Text("    ").append_text(line) for line in body.split("\n") if shown.text)
 
 
-def visible(text: str) -> str:
-    """`text` without characters that a terminal would obey: each as its number."""
-    return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
 def _passages(sample: Sample, start: int, stop: int, tokenizer: "Tokenizer | None", turns: int) -> Iterator[Passage]:
     """Those of one segment; `turns` were before it."""
     tokens, sampled, versions, logprobs = (
@@ -164,7 +158,8 @@ def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndar
 
 
 def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
-    return visible(tokenizer.decode(tokens.tolist(), skip_special_tokens=False)) if tokenizer else ""
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False) if tokenizer else ""
+    return visible(text, 16 * len(text) + 1)  # whole: who shows it folds it
 
 
 def _common(passages: Sequence[Passage], others: Sequence[Passage]) -> int:

@@ -2,8 +2,8 @@
 
 Used by `python -m actors`, `buffer`, `configs`, `learner` and `rollout`. Exit codes: 0 done or drained, 1 failed (the
 log says why), 2 input refused before anything was started, 3 the data ended before `run.versions`, 4 the learner of a
-run that was given up or whose last checkpoint could not be written (`launch`: 1), 128 + N ended at once by the second
-signal, number N.
+run that was given up, whose last checkpoint could not be written, or whose steps changed nothing any more (`launch`:
+1), 128 + N ended at once by the second signal, number N.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from functools import cache
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from configs.plain_text import PlainFormatter
 
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
@@ -42,8 +44,8 @@ def configure_logging(tag: str = "") -> None:
     """One line per record on stderr: time, level, logger and `tag`, such as `[3]` for rank 3. INFO and above."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
-    line = f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"
-    logging.basicConfig(format=line, level=logging.INFO, handlers=[handler])
+    handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:

@@ -256,7 +256,8 @@ class BatchConfig(Section):
     target_staleness: Annotated[int, Field(ge=0)] | None = None
     """Admit work as if this were the bound, to train on fresher data than the bound requires; null means the bound."""
     skip_zero_variance: bool = False
-    """Leave groups whose rewards are all equal out of training; other groups take their place."""
+    """Leave groups whose rewards are all equal out of training; other groups take their place. After 1,000 such groups
+    in a row, or those of 10 batches if that is more, the run is given up."""
 
 
 class AlgorithmConfig(Section):

@@ -7,7 +7,8 @@ Starts its node's share of `learner.ranks` ranks unless torchrun or srun has sta
 the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or nodes do not work,
 found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
 checkpoint. Exit 3: the data ended before the last version; 4: the run was given up, because attempts only fail, its
-last checkpoint could not be written, or an image is not the one that the policy saw.
+last checkpoint could not be written, an image is not the one that the policy saw, or no step changes anything any more
+(`train/skipped.py`).
 """
 
 import logging
@@ -42,6 +43,7 @@ from configs.entrypoint import (
     run_and_exit,
 )
 from configs.load import ConfigError, read
+from configs.plain_text import visible
 from configs.resume import fingerprint
 from configs.schema import Config
 from learner import loop, ranks, watchdog
@@ -69,12 +71,15 @@ from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
 from learner.train.routes import RouteMismatch
+from learner.train.skipped import StepsSkipped
 from learner.train.step import Algorithm
 from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
 from learner.weights.sender.publish import Bystander, Follower, Sender
 
 log = logging.getLogger("learner")
 PROG = "python -m learner"
+OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
+"""Errors that a new start would only repeat."""
 LAST_PUBLISH_S = 10.0
 """Time that the rollout servers get at the end to take the last policy."""
 
@@ -92,14 +97,14 @@ def main(argv: Sequence[str]) -> int:
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
-    except (ConfigError, KeysError, RefusedError, NoDiskSpace, OutOfMemory, PictureMismatch, RouteMismatch) as error:
+    except (ConfigError, KeysError, RefusedError, OutOfMemory, *OVER) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
-        over = isinstance(error, NoDiskSpace | PictureMismatch | RouteMismatch)
+        over = isinstance(error, OVER)
         return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
     if finished is None:
         return DONE
     if os.environ.get("RANK", "0") == "0":
-        print(f"{PROG}: {finished.why}", file=sys.stderr)
+        print(f"{PROG}: {visible(finished.why)}", file=sys.stderr)
     return ENDINGS[finished.outcome]
 
 
@@ -183,6 +188,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             loop.run(policy, algorithm, draining, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
+        if not draining.interrupted:
+            algorithm.skipped.check_end()
     return draining.finished
 
 

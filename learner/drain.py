@@ -21,6 +21,11 @@ class Draining:
         self.batches, self._begun = batches, False
 
     @property
+    def interrupted(self) -> bool:
+        """A signal ends the run."""
+        return self._begun
+
+    @property
     def finished(self) -> Finished | None:
         """How the run ended; None if it did not: a signal, or the last version."""
         return None if self._begun else self.batches.finished

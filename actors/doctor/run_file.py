@@ -28,6 +28,7 @@ from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
+from configs.plain_text import visible
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
 from rollout.engine.arguments import problems as engine_problems
@@ -47,8 +48,8 @@ IMAGE_BYTES = 32 * 2**20
 def main() -> int:
     """Judge the config on stdin, as JSON: facts and warnings on stdout, refusals on stderr."""
     judgement = judge(Config.model_validate_json(sys.stdin.read()))
-    print("\n".join(judgement.lines()), end="\n" * bool(judgement.lines()))
-    print("\n".join(judgement.refused), end="\n" * bool(judgement.refused), file=sys.stderr)
+    for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
+        print("\n".join(map(visible, lines)), end="\n" * bool(lines), file=stream)
     return BAD_INPUT if judgement.refused else DONE
 
 

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 from actors.watch.metrics_log import Records
 from actors.watch.overview import Overview
 from buffer.wire.protocol import State
+from configs.plain_text import visible
 
+MOST_LABEL = 300
+"""Characters of a label's value."""
 LABELLED = {"weights": "server", "server": "server", "eval": "set"}
 """Keys `FIRST/NAME/FIGURE`, and what their NAME is."""
 
@@ -105,4 +108,4 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 
 def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return visible(value, MOST_LABEL).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -13,7 +13,7 @@ from rich.text import Text
 from actors.live.watcher import Watcher
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
-from buffer.transcript import visible
+from configs.plain_text import visible
 
 STYLES = {"bad": "bold red", "warn": "yellow", "running": "green", "waiting": "yellow", "silent": "red", "ended": "dim"}
 SERVER_SHOWN = ("server", "version", "tokens/s", "running", "waiting", "KV use", "last message")
@@ -53,10 +53,12 @@ def screen(overview: Overview, records: Records) -> Group:
         parts.append(Text(f"\nreward  {curve}", "cyan"))
     if records.evaluations:
         version = max(records.evaluations)
-        parts += [Text(f"version {version} on {line}") for line in evaluation_lines(records.evaluations[version])]
+        parts += [
+            Text(visible(f"version {version} on {line}")) for line in evaluation_lines(records.evaluations[version])
+        ]
     for name, shares in overview.processes:
         said = ", ".join(f"{phase} {100 * share:.0f} %" for phase, share in shares.items() if share >= 0.005)
-        parts.append(Text.assemble((f"{name}: ", "bold"), said))
+        parts.append(Text.assemble((visible(f"{name}: "), "bold"), said))
     chosen = [SERVER_COLUMNS.index(name) for name in SERVER_SHOWN]
     servers = [tuple(row[index] for index in chosen) for row in overview.servers]
     tables = [(WAIT_COLUMNS, overview.waits), (SERVER_SHOWN, servers)]

@@ -22,13 +22,14 @@ from actors.live.prometheus import exposition
 from actors.live.screen import show
 from actors.live.watcher import Watcher
 from actors.report.examples import stored_batches
-from actors.report.page import render
+from actors.report.page import MOST_SHOWN, render
 from actors.report.page_data import drawn_look, evaluation_row, overview_data, page_data, samples_data, version_row
 from actors.watch.metrics_log import EVALUATED, Position, Record, bytes_after, is_of_servers, read_after, sets_of
 from actors.watch.run_state import find_run
 from buffer.store.sqlite import StoreError
 from configs.entrypoint import BAD_INPUT, DONE, StopSignals, split_flags
 from configs.load import ConfigError
+from configs.plain_text import all_visible
 
 REPLACED = b"event: replaced\ndata: {}\n\n"
 """The page is to ask for all its data again."""
@@ -153,7 +154,7 @@ class Pages:
     async def data(self, request: web.Request) -> web.Response:
         """The same as JSON."""
         async with self.watcher.steady:
-            return web.json_response(await asyncio.to_thread(self._data))
+            return web.json_response(all_visible(await asyncio.to_thread(self._data), MOST_SHOWN))
 
     def _data(self) -> dict[str, Any]:
         watcher = self.watcher
@@ -172,7 +173,7 @@ class Pages:
             found = await asyncio.to_thread(samples_data, self.watcher.config, file, int(batch))
         except StoreError as error:
             raise web.HTTPNotFound(text=str(error)) from None
-        return web.json_response(found)
+        return web.json_response(all_visible(found, MOST_SHOWN))
 
     async def metrics(self, request: web.Request) -> web.Response:
         """For Prometheus."""
@@ -208,7 +209,10 @@ class Pages:
         records, position, replaced = read_after(path, position)
         if replaced and begun:
             return REPLACED, position
-        return f"id: {position}\ndata: {json.dumps(self._news(records))}\n\n".encode(), position
+        return (
+            f"id: {position}\ndata: {json.dumps(all_visible(self._news(records), MOST_SHOWN))}\n\n".encode(),
+            position,
+        )
 
     def _news(self, records: Sequence[Record]) -> dict[str, Any]:
         """What `take` of page.js takes."""

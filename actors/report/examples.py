@@ -16,6 +16,7 @@ from buffer.store.sqlite import reading
 from buffer.transcript import Chapter, chapters
 from buffer.wire.sample import Sample, num_turns
 from configs.load import ConfigError
+from configs.plain_text import figure
 
 EXAMPLES = 2
 """Answers shown of the first and of the last policy, each."""
@@ -81,7 +82,7 @@ def _model(entry: dict[str, Any]) -> EvaluatedModel:
     found = entry.get("examples", [])
     examples = [Example(prompt_of(one["problem"]), str(one["answer"]), float(one["reward"])) for one in found]
     reward, solved = (
-        "" if (value := entry.get(key)) is None else format(value, form)
+        "" if (value := entry.get(key)) is None else figure(value, form)
         for key, form in (("reward", ".3f"), ("solved", ".1%"))
     )
     name = "" if entry.get("set") in (None, "eval") else str(entry["set"])

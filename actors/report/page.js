@@ -180,7 +180,7 @@ function showOverview(lost) {
 }
 function showEvaluations() {
   const names = [...new Set(D.evaluations.flatMap(e => Object.keys(e.figures)))];
-  fill("evaluations", ["version", ...names], D.evaluations.map(e => [e.version, ...names.map(k => k in e.figures ? e.figures[k].toFixed(3) : "")]));
+  fill("evaluations", ["version", ...names], D.evaluations.map(e => [e.version, ...names.map(k => k in e.figures ? figure(e.figures[k]) : "")]));
   const read = $("evaluations").querySelector(".read");
   read.replaceChildren(...Object.entries(D.evaluated).flatMap(([title, some]) => some.length ? [make("h3", title), ...some.map(answer)] : []));
   fill("models", ["model", "reward", "solved"], D.models);

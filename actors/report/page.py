@@ -15,7 +15,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from configs.plain_text import all_visible, visible
+
 HERE = Path(__file__).parent
+MOST_SHOWN = 8000
+"""Characters of a text on the page; what is to be read is folded before (`page_data.py`)."""
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src {scripts}"
@@ -26,7 +30,7 @@ def render(data: dict[str, Any]) -> str:
     """The HTML file. `data` as `page_data` gives it."""
     scripts = [_text("vendor/uPlot.iife.min.js"), _text("page.js")]
     return _template().render(
-        title=data["name"],
+        title=visible(data["name"]),
         policy=POLICY.format(scripts=" ".join(f"'sha256-{_digest(script)}'" for script in scripts)),
         styles=Markup(_text("vendor/uPlot.min.css") + _text("page.css")),
         scripts=[Markup(script) for script in scripts],
@@ -36,7 +40,7 @@ def render(data: dict[str, Any]) -> str:
 
 def embedded(data: dict[str, Any]) -> str:
     """JSON that may stand in a script element: nothing in it can end the element or begin a comment."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(all_visible(data, MOST_SHOWN), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

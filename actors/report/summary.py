@@ -18,6 +18,7 @@ from rich.text import Text
 from actors.report.examples import EXAMPLES, EvaluatedModel, Example, evaluated_models, stored_examples
 from actors.report.page import render
 from actors.report.page_data import page_data
+from actors.watch.figures import without_effect
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, failures, find_run, last_life, stored, when
@@ -25,6 +26,7 @@ from buffer.store.sqlite import StoreError
 from buffer.transcript import lines
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
+from configs.plain_text import figure, visible
 from configs.schema import Config
 
 
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     (run / "report.html").write_text(page, encoding="utf-8")
     console = Console(highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
-        console.print(Text(line) if isinstance(line, str) else line)
+        console.print(Text(visible(line)) if isinstance(line, str) else line)
     return DONE
 
 
@@ -87,7 +89,9 @@ def summary(report: Report) -> Iterator[str | Text]:
     yield f"\n{report.overview.advice}"
     if rewards := report.records.column("reward/mean")[1]:
         first, last = rewards[:5], rewards[-20:]
-        yield f"\nreward: first {len(first)} versions {fmean(first):.3f}, last {len(last)} versions {fmean(last):.3f}"
+        now, then = figure(fmean(last), ".3f"), figure(fmean(first), ".3f")
+        yield f"\nreward: first {len(first)} versions {then}, last {len(last)} versions {now}"
+    yield from without_effect(report.records)
     if ages := report.records.column("age/max")[1]:
         yield f"largest age {max(ages):.0f} (batch.max_staleness {report.config.batch.max_staleness})"
     running, places = (report.records.column(f"servers/{name}")[1] for name in ("running", "places"))
@@ -107,7 +111,7 @@ def summary(report: Report) -> Iterator[str | Text]:
     for title, examples in report.examples.items():
         for example in examples:
             source = f"{example.source}, " if example.source else ""
-            head = f"\n{title} ({source}reward {example.reward:.2f}):"
+            head = f"\n{title} ({source}reward {figure(example.reward, '.2f')}):"
             if example.episode:
                 yield head
                 yield from lines(example.episode)

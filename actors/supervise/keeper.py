@@ -20,6 +20,7 @@ from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, PARENT
+from configs.plain_text import colourless, visible
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -131,11 +132,9 @@ class Keeper:
         shown, since = 0, time.monotonic()
         with open(pipe, "rb") as source:
             while line := source.readline(LINE_BYTES):
-                self._write_log(line)
-                # of a progress bar, keep the state it showed last
-                text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
-                if len(text) > SHOWN_CHARACTERS:
-                    text = f"{text[:SHOWN_CHARACTERS]} ..."
+                states = colourless(line.decode(errors="replace")).rstrip().split("\r")  # several of a progress bar
+                self._write_log("".join(f"{visible(state, LINE_BYTES)}\n" for state in states).encode())
+                text = visible(states[-1], SHOWN_CHARACTERS)
                 self._last_lines.append(text)
                 now = time.monotonic()
                 if now >= since + SHOWN_EVERY_S:
@@ -152,7 +151,7 @@ class Keeper:
 
     def _report(self, kind: EventKind, text: str, code: int | None = None) -> None:
         if kind != "line":
-            self._write_log(f"--- {self.process.name} {kind}: {text}\n".encode())
+            self._write_log(f"--- {self.process.name} {kind}: {visible(text)}\n".encode())
         with self._changed:
             self._number += 1
             self._events.append(Event(self._number, kind, text, code))

@@ -33,6 +33,7 @@ from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
+from configs.plain_text import visible
 from configs.schema import Config
 
 PROG = "python -m actors launch"
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         news, finished = accept.judge(config)
         source = accept.source(config, flags.fork_from) if flags.fork_from else None
         if finished:
-            print(finished)
+            print(visible(finished))
             return DONE
         judgement = check_here(config)
         if held is None:

@@ -29,6 +29,10 @@ SPARE = 1.15
 FEW_FAIL, MOST_FAIL = 0.05, 0.5
 """Shares of attempts that fail: from the first on it is an alert, beyond the second there is nothing else to do."""
 TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
+SKIPPED = "gradient/skipped"
+"""The metric whose alert is about something broken."""
+MOST_FLAT = 0.8
+"""Share of groups that a filter leaves out, beyond which there is nothing else to do."""
 STALLED = 10.0
 """Times the usual length of a version without a new one, after which the run counts as stalled; at least STALLED_S."""
 STALLED_S = 120.0
@@ -65,6 +69,9 @@ class Situation:
     """Norm, the largest of the last versions."""
     gain: float | None = None
     """Reward of the last versions minus that of as many before."""
+    flat: float = 0.0
+    """Share of the groups made since the last batch that were left out because they had no variance; 0 while there are
+    fewer of these than a batch has groups."""
     failed: float = 0.0
     """Share of attempts that failed."""
     why_failed: str = ""
@@ -97,6 +104,7 @@ def situation(config: Config, records: Records, state: State | None, waiting: st
         all_solved=mean("groups/solved_all") or 0.0,
         gradient=max(gradients) if gradients else None,
         gain=None if now is None or before is None else now - before,
+        flat=_flat_share(state, config.batch.groups),
         failed=_failed_share(state),
         why_failed=failures(state) if state else "",
         waiting=waiting,
@@ -111,6 +119,12 @@ def recommend(now: Situation) -> str:
     """
     if now.failed > MOST_FAIL:
         return f"Most attempts fail: {now.why_failed}. Mend that first: {TRACEBACKS}."
+    if now.flat > MOST_FLAT:
+        return (
+            f"{_percent(now.flat)} of the groups since the last batch had no variance, and batch.skip_zero_variance "
+            "leaves them out: take easier problems if all fail, harder ones if all are solved, raise batch.samples, or "
+            "look at the reward."
+        )
     if not now.versions:
         return "No version is trained yet" + (f": {now.waiting}." if now.waiting else ".")
     if now.versions < FEW_VERSIONS:
@@ -201,9 +215,12 @@ def find_alerts(
     ordered = records.ordered()
     if ordered:
         history = [one for one in ordered[:-1] if "version" in one]
-        found += [Alert("warn", line) for line in metric_alerts(ordered[-1], history)]
-        if ordered[-1].get("gradient/skipped"):
-            found.append(Alert("bad", "the last gradient was not finite and was skipped: lower learner.lr"))
+        lines = metric_alerts(ordered[-1], history)
+        found += [Alert("bad" if line.startswith(SKIPPED) else "warn", line) for line in lines]
+        for key in figures.WITHOUT_EFFECT:
+            if (row := figures.in_row(records, key)) > 1:
+                what = figures.WITHOUT_EFFECT[key]
+                found.append(Alert("bad", f"the last {row} steps {what}: logs/learner.log says why, with a remedy"))
     found += _preemptions(records)
     return sorted(found, key=lambda alert: alert.level)
 
@@ -248,6 +265,12 @@ def _failed_share(state: State | None) -> float:
         return 0.0
     failed = sum(state.failed.values())
     return failed / max(1, failed + state.lengths.get("generated", [0])[0])
+
+
+def _flat_share(state: State | None, least: int) -> float:
+    recent = state.recent_groups if state else {}
+    flat = sum(recent.values()) - recent.get("varied", 0)
+    return flat / sum(recent.values()) if flat >= least else 0.0
 
 
 def _percent(share: float) -> str:

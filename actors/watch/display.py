@@ -21,10 +21,13 @@ from actors.watch.metrics_log import EVALUATED, Record, Records, evaluation_line
 from actors.watch.run_state import failures, fullness, silent, waits
 from actors.watch.state_poll import StatePoll
 from buffer.wire.protocol import State
+from configs.plain_text import colourless, figure, visible
 from configs.schema import Config
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 KIND_STYLES = {"started": "green", "ended": "dim"}
+MOST_SHOWN = 1000
+"""Characters of a row of the panel."""
 MOST_WAITS, MOST_SERVERS = 6, 4
 """Waits and servers that the panel has room for."""
 OUR_ROUTINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO) ")
@@ -62,7 +65,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line of the launcher itself."""
-        self._print(Text(text, style="bold" if self._live else ""))
+        self._print(Text(visible(text), style="bold" if self._live else ""))
 
     def show_event(self, process: Process, event: Event) -> None:
         """Print a process's line or another event of it."""
@@ -75,8 +78,8 @@ class Display:
             text = f"{event.kind}: {text}"
         elif self._is_routine(name, text):
             return
-        for line in text.splitlines() or [""]:
-            self._print(Text.assemble((f"[{name}] ", colour), Text.from_ansi(line)))
+        for line in visible(colourless(text)).splitlines() or [""]:
+            self._print(Text.assemble((f"[{name}] ", colour), line))
 
     def _print(self, text: Text) -> None:
         with contextlib.suppress(SystemExit):  # rich's, once the reader has left: the run goes on, and the log files
@@ -119,7 +122,10 @@ class Display:
         reward = self.records.mean("reward/mean")
         wanted = [
             ("version", f"{record['version']}/{versions}"),
-            ("reward", number(record, "reward/mean", ".3f") + (f" (last 10: {reward:.3f})" if reward else "")),
+            (
+                "reward",
+                number(record, "reward/mean", ".3f") + (f" (last 10: {figure(reward, '.3f')})" if reward else ""),
+            ),
             ("length", number(record, "length/mean", ".1f")),
             ("tokens/s", number(record, "tokens_per_s", ",.0f")),
             ("age", f"{number(record, 'age/mean', '.1f')} (max {number(record, 'age/max', '.0f')})"),
@@ -171,7 +177,7 @@ class Display:
             rows += [row for row in full if row[1]][:MOST_SERVERS]
         rows += [("waits", line) for line in waiting(waits(self.state, self.config) if self.state else None)]
         for name, value in rows:
-            table.add_row(Text(name, style="dim"), Text(value))
+            table.add_row(Text(name, style="dim"), Text(visible(value, MOST_SHOWN)))
         processes = Text("  ").join(
             Text(f"{name} {kind}", style=KIND_STYLES.get(kind, "red")) for name, kind in self.processes.items()
         )
@@ -181,7 +187,7 @@ class Display:
 def number(record: Record, key: str, form: str) -> str:
     """The value of `key`, or `?` where the record has none."""
     value = record.get(key)
-    return format(value, form) if isinstance(value, int | float) else "?"
+    return figure(value, form) if isinstance(value, int | float) else "?"
 
 
 def waiting(lines: list[str] | None) -> list[str]:

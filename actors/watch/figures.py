@@ -5,6 +5,7 @@ Used by the display, and by `advice.py` and `overview.py` for the page and the s
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +15,12 @@ LAST = FULL_LOOKS
 """Versions, and looks at the servers, that count as recent."""
 PHASES = ("wait", "train", "publish", "checkpoint")
 """Of the learner's loop; what is left of a version's time is `rest`."""
+
+WITHOUT_EFFECT = {
+    "gradient/skipped": "were skipped, because the gradient was not finite",
+    "gradient/zero": "had a gradient of zero",
+}
+"""By the metric that says so: what befell a step that changed nothing."""
 
 
 def recent(records: Records, number: int = LAST) -> list[Record]:
@@ -63,6 +70,27 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
             slots += stats["places"]
             parked += max(0.0, stats["places"] - stats.get("places_taken", 0.0))
     return parked / slots if slots else None
+
+
+def without_effect(records: Records) -> list[str]:
+    """Steps that changed nothing, in words, a line for each kind; none for a run that has none.
+
+    Example: `"3 of 40 steps were skipped, because the gradient was not finite, the last one to version 38"`
+    """
+    lines, ordered = [], records.ordered()
+    for key, what in WITHOUT_EFFECT.items():
+        versions = [int(one["version"]) for one in ordered if one.get(key)]
+        if not versions:
+            continue
+        row = in_row(records, key)
+        lately = f"the last {row} in a row" if row > 1 else f"the last one to version {versions[-1]}"
+        lines.append(f"{len(versions)} of {len(ordered)} steps {what}, {lately}; logs/learner.log says why")
+    return lines
+
+
+def in_row(records: Records, key: str) -> int:
+    """How many of the last versions, without a break, have a `key` other than 0."""
+    return sum(1 for _ in takewhile(lambda one: bool(one.get(key)), reversed(records.ordered())))
 
 
 def rewards(records: Records, number: int = LAST) -> tuple[float | None, float | None]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from configs.plain_text import figure
+
 Record = dict[str, Any]
 EVALUATED = "eval/version"
 """In records of evaluations: the version that was evaluated."""
@@ -192,9 +194,10 @@ def evaluation_lines(record: Record) -> list[str]:
     """An evaluation in words, a line for each set. Example: `aime: mean@8 0.400 (+- 0.050), pass@8 0.700, 3 failed`"""
     lines = []
     for name, figures in sets_of(record).items():
-        words = [f"{key} {figures[key]:.3f}" for key in shares(figures)]
-        words[:1] = [f"{word} (+- {figures['error']:.3f})" for word in words[:1]] if "error" in figures else words[:1]
-        words += [f"reward {figures['reward']:.3f}"] if "reward" in figures else []
+        words = [f"{key} {figure(figures[key], '.3f')}" for key in shares(figures)]
+        error = f" (+- {figure(figures['error'], '.3f')})" if "error" in figures else ""
+        words[:1] = [f"{word}{error}" for word in words[:1]]
+        words += [f"reward {figure(figures['reward'], '.3f')}"] if "reward" in figures else []
         words += [f"{figures['failed']:.0f} attempts failed"] if figures.get("failed") else []
         lines.append(f"{name}: {', '.join(words)}")
     return lines

@@ -13,6 +13,7 @@ from actors.watch.advice import Alert, find_alerts, recommend, situation
 from actors.watch.metrics_log import Record, Records
 from actors.watch.run_state import fullness, silent, waiting_rows
 from buffer.wire.protocol import State
+from configs.plain_text import figure
 from configs.schema import Config
 
 MOST_ROWS = 40
@@ -175,4 +176,4 @@ def _failures(state: State | None) -> list[tuple[str, int]]:
 
 
 def _number(value: Any, form: str, unit: str = "") -> str:
-    return f"{value:{form}}{unit}" if isinstance(value, int | float) else UNKNOWN
+    return f"{figure(value, form)}{unit}" if isinstance(value, int | float) else UNKNOWN

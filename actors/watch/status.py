@@ -14,7 +14,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
-from actors.watch.figures import seconds_since
+from actors.watch.figures import seconds_since, without_effect
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.run_state import (
     LIMITS,
@@ -35,6 +35,7 @@ from buffer.store.past import history
 from buffer.store.sqlite import StoreError, reading
 from buffer.wire.protocol import State
 from configs.entrypoint import DONE, FAILED
+from configs.plain_text import visible
 from configs.schema import Config
 
 REWARD_S = 2.0
@@ -48,47 +49,51 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0 for a run whose buffer answers or that has ended by itself, 1 for any other, 2 for bad input."""
     config, run = find_run(argv, "python -m actors status")
     console = Console(highlight=False, markup=False, soft_wrap=True)
+
+    def show(*lines: str, style: str = "") -> None:
+        console.print(*map(visible, lines), sep="\n", style=style)
+
     answer, held, trouble = asyncio.run(ask(config)), None, ""
     if config.buffer.path:
         try:
             held = stored(run / config.buffer.path)
             with closing(reading(run / config.buffer.path)) as db:
                 for version, change in history(db):
-                    console.print(f"changed at version {version}: {change}")
+                    show(f"changed at version {version}: {change}")
         except StoreError as error:
             trouble = str(error)
     ended = "" if answer else ending(config, run, held)
-    console.print(*_folder_lines(config, run, ended), sep="\n")
+    show(*_folder_lines(config, run, ended))
     if answer is not None:
-        console.print(answer.ended or f"buffer at {config.buffer.address}")
+        show(answer.ended or f"buffer at {config.buffer.address}")
     elif not ended:
         since = last_life(config, run)
         dead = f"dead since {when(since)}" if since else "never started"
-        console.print(f"{dead}: the buffer at {config.buffer.address} does not answer", style="red")
-        console.print(_launcher_line(run), "The files hold, as of then:", sep="\n", style="red")
+        show(f"{dead}: the buffer at {config.buffer.address} does not answer", style="red")
+        show(_launcher_line(run), "The files hold, as of then:", style="red")
     if answer is None and trouble:
-        console.print(trouble)
+        show(trouble)
     if answer and held:
         for name, server in held.servers.items():  # the buffer's answer has no lease times
             answer.servers.get(name, {}).get("stats", {}).update(server["stats"])
     if answer and answer.evaluation:
-        console.print(answer.evaluation)
+        show(answer.evaluation)
     for line in servers_lines(answer, config) if answer else ():
-        console.print(line)
+        show(line)
     if state := answer or held:
-        console.print(*ledger_lines(state), sep="\n")
+        show(*ledger_lines(state))
         if state.servers and answer is None:
-            console.print("servers with leases when the buffer was last alive; whether they run is not known:")
+            show("servers with leases when the buffer was last alive; whether they run is not known:")
         if state.servers:
             console.print(_servers_table(state, config), soft_wrap=False)
     if ended:
         return DONE
     for number, url in enumerate(config.reward.urls):
-        console.print(f"reward server reward-{number} at {url}: {'answers' if is_well(url) else 'does not answer'}")
+        show(f"reward server reward-{number} at {url}: {'answers' if is_well(url) else 'does not answer'}")
     if answer is None:
-        console.print(*_last_log_lines(run), sep="\n")
+        show(*_last_log_lines(run))
         return FAILED
-    console.print(*(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"]), sep="\n")
+    show(*(f"waits: {line}" for line in waits(answer, config) or ["nobody, all are working"]))
     return DONE
 
 
@@ -113,6 +118,7 @@ def _folder_lines(config: Config, run: Path, ended: str) -> Iterator[str]:
         seconds = seconds_since(log, time.time()) or 0.0
         figures = [f"{key} {value:.4g}" for key, value in records[-1].items() if key in SHOWN]
         yield f"last record {seconds:.0f} s ago: {', '.join(figures)}"
+        yield from without_effect(log)
     checkpoints = sorted(path.name for path in (run / "checkpoints").glob("v*"))
     yield f"checkpoints: {', '.join(checkpoints) or 'none'}"
 
@@ -148,5 +154,6 @@ def _servers_table(state: State, config: Config) -> Table:
         heard = "?" if silent_s is None else f"{silent_s:.1f} s ago" + f" ({silence})" * (name in gone)
         full = "" if name in gone else fullness(state, name)
         shown_version = "?" if version is None else str(version)
-        table.add_row(name, shown_version, str(server.get("leases", "?")), heard, full, stats)
+        cells = (name, shown_version, str(server.get("leases", "?")), heard, full, stats)
+        table.add_row(*map(visible, cells))
     return table

@@ -6,10 +6,15 @@ Read-only views of the ledger; shown by `python -m actors status`, the launcher'
 import heapq
 from collections import Counter
 
-from buffer.ledger.rules import Ledger
+from buffer.ledger.rules import ZERO_VARIANCE, Ledger
+from buffer.ledger.state import GIVEN_UP_FLAT
 from buffer.ledger.types import ItemState, server_name
 
 SHOWN = 3
+FLAT_REMEDY = (
+    "every sample of a group had the same reward: take easier problems if all fail, harder ones if all are solved, "
+    "raise batch.samples or sampling.temperature, look at the reward, or set batch.skip_zero_variance: false"
+)
 MOST_COUNTS = 5
 """Reasons of failed attempts that the end of a run is explained with."""
 
@@ -20,7 +25,7 @@ def for_batch(ledger: Ledger) -> str:
         return why.splitlines()[0]
     if ledger.ready():
         return f"batch {ledger.version} is ready for the learner"
-    return _missing(ledger) + _failures(ledger)
+    return _missing(ledger) + _failures(ledger) + _flat(ledger)
 
 
 def for_work(ledger: Ledger, server: str) -> str:
@@ -54,6 +59,10 @@ def ended(ledger: Ledger) -> str:
     if outcome == "versions":
         return f"finished: all {ledger.versions} batches are formed (run.versions)"
     after = f"after version {ledger.version}" + (f" of {ledger.versions}" if ledger.versions is not None else "")
+    if ledger.state.given_up == GIVEN_UP_FLAT:
+        row = f"{ledger.state.flat_in_row} groups in a row had no variance"
+        first = f"the run was given up {after}: {row} (batch.skip_zero_variance leaves such groups out)"
+        return f"{first}\n  {FLAT_REMEDY}; those need another run.name"
     if ledger.state.given_up:
         row = f"{ledger.state.failures_in_row} attempts failed and no group was made meanwhile"
         first = f"the run was given up {after}: {row} (rollout.max_failed_share {ledger.max_failed_share:g})"
@@ -130,6 +139,17 @@ def _failures(ledger: Ledger) -> str:
     since = "since the last batch" if ledger.state.num_formed else "since the start"
     (most, _), *_ = recent.most_common(1)
     return f"; {recent.total()} attempts failed {since}, most often {most}"
+
+
+def _flat(ledger: Ledger) -> str:
+    """Groups without variance since the last batch, where they are most of those made."""
+    recent = ledger.state.recent_groups
+    flat, made = recent[ZERO_VARIANCE], recent.total()
+    if 2 * flat <= made:
+        return ""
+    since = "since the last batch" if ledger.state.num_formed else "since the start"
+    end = f"{ledger.state.flat_in_row} in a row; {ledger.most_flat} end the run"
+    return f"; {flat} of {made} groups {since} had no variance and were left out ({end}): {FLAT_REMEDY}"
 
 
 def _stragglers(ledger: Ledger) -> list[ItemState]:

@@ -15,8 +15,10 @@ from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Le
 
 COUNTERS = (
     *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
-    *("wanted_servers", "wanted_by_person"),
+    *("wanted_servers", "wanted_by_person", "flat_in_row"),
 )
+GIVEN_UP_FAILED, GIVEN_UP_FLAT = 1, 2
+"""Why a run was given up: attempts only fail; groups only lack variance."""
 EXAMPLES = 3
 """Rows kept whose attempts failed last."""
 REMEMBERED = 1024
@@ -73,8 +75,11 @@ class LedgerState:
         self.next_item, self.next_lease = 0, 1
         self.failures_in_row = 0
         """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
+        self.flat_in_row = 0
+        """Groups left out for their lack of variance since one had some or the learner was started."""
         self.given_up = 0
-        """1 once the run was given up because of them."""
+        """GIVEN_UP_FAILED once the run was given up because of those failures, GIVEN_UP_FLAT because of those groups;
+        0 before."""
         self.wanted_servers = self.wanted_by_person = 0
         """Rollout servers that are wanted, 0 before anybody said so; 1 while the number is a person's."""
         self.told = False
@@ -89,6 +94,8 @@ class LedgerState:
         self.totals = Totals()
         self.recent_failures: Counter[str] = Counter()
         """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
+        self.recent_groups = Counter[str]()
+        """Groups made since the last batch was formed: `varied`, and by `accept`'s `unwanted` those left out."""
         self.examples: dict[int, str] = {}
         """By row of the data set: `KIND: REASON` of the rows that failed last."""
         self._changes, self._touched = Changes(), set[int]()
@@ -130,9 +137,9 @@ class LedgerState:
             self.examples.pop(row, None)
             _remember(self.examples, row, failure, EXAMPLES)
 
-    def give_up_run(self) -> None:
+    def give_up_run(self, why: int) -> None:
         """Nothing is dispatched and no batch is formed any more, until the learner is started again."""
-        self.given_up = 1
+        self.given_up = why
         self.revision += 1
 
     def tell(self) -> None:
@@ -142,8 +149,8 @@ class LedgerState:
             self.revision += 1
 
     def forgive(self) -> None:
-        """The learner was started: failures until now no longer count against the run."""
-        self.failures_in_row = self.given_up = 0
+        """The learner was started: what went wrong until now no longer counts against the run."""
+        self.failures_in_row = self.flat_in_row = self.given_up = 0
         self.told = False
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
@@ -173,6 +180,8 @@ class LedgerState:
         if item.attempts > 1:
             self.totals.add("retried", lengths)
         self.failures_in_row = 0
+        self.flat_in_row = 0 if unwanted is None else self.flat_in_row + 1
+        self.recent_groups["varied" if unwanted is None else unwanted] += 1
         self.servers[item.server].record_delivery(item.lease)
         self._changes.sample_stats[item.number] = tuple(samples)
         self._touched.add(item.number)
@@ -228,6 +237,7 @@ class LedgerState:
         self.batches[self.version] = _batch(self.version, taken)
         self._changes.batches[self.version] = False
         self.recent_failures.clear()
+        self.recent_groups.clear()
         self.version += 1
         self.revision += 1
 

@@ -352,6 +352,7 @@ class Handlers:
             dropped=ledger.dropped(),
             failed=ledger.failed(),
             recent_failed=dict(ledger.state.recent_failures),
+            recent_groups=dict(ledger.state.recent_groups),
             retried=ledger.state.totals.groups("retried"),
             ended=reasons.ended(ledger),
             lengths={name: list(lengths) for name, lengths in ledger.lengths().items()},

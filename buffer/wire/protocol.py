@@ -340,7 +340,7 @@ class Part(Message):
 
 class Finished(Message):
     """The run is over: no version is left (`run.versions`), no problem (`data.epochs`), or it was given up because
-    attempts only fail (`rollout.max_failed_share`)."""
+    attempts only fail (`rollout.max_failed_share`) or groups only lack variance (`batch.skip_zero_variance`)."""
 
     outcome: Outcome
     why: str
@@ -364,6 +364,8 @@ class State(Message):
     """Failed attempts of the whole run by `KIND: REASON`, dropped ones included; returned ones do not count."""
     recent_failed: dict[str, int] = Field(default_factory=dict)
     """The same since the last batch was formed."""
+    recent_groups: dict[str, int] = Field(default_factory=dict)
+    """Groups made since the last batch was formed: `varied`, and by reason those that a filter left out."""
     retried: Count = 0
     """Groups that were not made at the first attempt."""
     ended: str = ""

@@ -2,10 +2,11 @@
 version only.
 
 `update` is a collective. A gradient that is not finite changes nothing, on any rank, because the global norm is the
-same on all. Used by `step.py`; `learner/checkpoint.py` saves its state.
+same on all. Used by `step.py`, which says so (`skipped.py`); `learner/checkpoint.py` saves its state.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from configs.schema import LearnerConfig
 from learner.model.policy import Policy
+from learner.train import collectives
 
 FLOOR = 0.1
 """Share of the learning rate at which `linear` and `cosine` end."""
@@ -53,5 +55,14 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
+        overflowed = 0.0 if finite else self._overflowed(parameters)
         self.adamw.zero_grad()
-        return {"lr": rate, "gradient/skipped": float(not finite)} | ({"gradient/norm": float(norm)} if finite else {})
+        skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": overflowed}
+        skipped["gradient/zero"] = float(finite and not norm)
+        return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
+
+    def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
+        """1 if all parts of the gradient are finite, on every rank, and only their norm is not. A collective."""
+        parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+        (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
+        return float(not unfit)

@@ -29,6 +29,7 @@ from learner.model.policy import Policy
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
+from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 """Entries of `Algorithm.shared_context` that are [samples], in the order of `Batch.rows`."""
@@ -58,13 +59,15 @@ class Algorithm:
     ) -> None:
         self.config = config.model_copy(update={"constant_length": config.constant_length or max_tokens})
         self.optimizer, self.budget, self.max_tokens, self.reference = optimizer, budget, max_tokens, reference
-        self.form = form
+        self.form, self.skipped = form, SkippedSteps()
         # A tokenwise loss is differentiated chunk by chunk while the head's logits exist: three matmuls of the
         # vocabulary's size instead of four, 1.7 % of a 1.5B step (docs/learner.md).
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
-        """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks."""
+        """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks. Raises
+        StepsSkipped where too many steps before changed nothing."""
+        self.skipped.check()
         times = [time.perf_counter()]
         costs = policy.attention_cost, policy.patch_cost
         shared, replayed = policy.share_prompts, policy.replayed
@@ -78,6 +81,8 @@ class Algorithm:
         times.append(time.perf_counter())
         metrics = batch_metrics(batch, totals) | _loads(policy, tally) | self.optimizer.update(batch.version)
         times.append(time.perf_counter())
+        rewards = batch.rows.reward.numpy()
+        self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
         metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
         metrics |= {f"buffer/{name}": float(getattr(part, name)) for name in ("failed", "dropped", "retried")}
         metrics |= {f"servers/{name}": float(getattr(part, name)) for name in ("running", "places")}
@@ -99,7 +104,9 @@ class Algorithm:
             for microbatch in microbatches:
                 policy.reduce_after_next(last=microbatch is microbatches[-1])
                 sums.append(self.backward_of(policy, microbatch, shared))
-        return combine(sums)
+        advantages = shared["advantages"]
+        taught = {UNFIT_ADVANTAGES: ~advantages.isfinite(), TAUGHT: advantages != 0}
+        return combine(sums) | {name: turns.double().sum() for name, turns in taught.items()}
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
         """Add one microbatch's gradient. Nothing in here synchronises with the GPU, so its queue never runs empty."""

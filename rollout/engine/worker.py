@@ -78,10 +78,9 @@ class WorkerExtension:
         assert self.rl_staging is not None
         self.rl_staging.receive(go, notify)
 
-    def rl_abort(self) -> None:
-        """Stop receiving."""
-        if self.rl_staging is not None:
-            self.rl_staging.abort()
+    def rl_abort(self) -> bool:
+        """Stop receiving. Returns whether the buckets are free by now; if not, the next report says when they are."""
+        return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
         """Load the staged `version`, which samples from the next step on: the copies come behind the step under way."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer import transcript
+from configs.plain_text import UNSEEN, visible
 from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, SPECIAL, TOOL, episode, make_tokenizer
 
 
@@ -98,7 +99,7 @@ def test_every_turn_is_read_once_and_whole(special: list[str], segments: list[li
     read = [passage for chapter in transcript.chapters(sample, tokenizer) for passage in chapter.passages]
     turns = [passage for passage in read if passage.turn]
     assert [passage.turn for passage in turns] == list(range(1, len(turns) + 1))
-    assert [passage.text for passage in turns] == [transcript.visible(own) for each in segments for _, own in each]
+    assert [passage.text for passage in turns] == [visible(own) for each in segments for _, own in each]
     assert sum(passage.tokens for passage in turns) == int(sample.sampled.numpy().sum())
     for line in transcript.lines(transcript.chapters(sample, tokenizer)):
-        assert not transcript.UNSEEN.search(line.plain)
+        assert not UNSEEN.search(line.plain)

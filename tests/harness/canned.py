@@ -20,14 +20,14 @@ from buffer.wire.protocol import (
     Trained,
     Welcome,
 )
-from tests.harness.world import cut, make_samples
+from tests.harness.world import cut, make_samples, scaled
 
 
 class Canned:
-    """Answers Take for versions below `batches`; for later ones with `finished`, or never."""
+    """Answers Take for versions below `batches`; for later ones with `finished`, or never. `scale`: of all rewards."""
 
-    def __init__(self, batches: int, finished: Finished | None = None) -> None:
-        self.finished = finished
+    def __init__(self, batches: int, finished: Finished | None = None, scale: float = 1.0) -> None:
+        self.finished, self.scale = finished, scale
         self.batches, self.requests, self.waiting = batches, [], threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -77,5 +77,5 @@ class Canned:
                 self.waiting.set()
                 return self.finished
             cuts = {1: [24], 2: [9, 15], 4: [3, 9, 12, 0]}[message.world]
-            return cut(make_samples(message.version), message.version, cuts, message.rank)
+            return cut(scaled(make_samples(message.version), self.scale), message.version, cuts, message.rank)
         return Refused(reason=f"no answer is canned for {type(message).__name__}")

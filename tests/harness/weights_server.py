@@ -124,8 +124,8 @@ class StagingEngine:
     def rl_receive(self, worker: int, go: bytes, notify: str) -> None:
         self.staging[worker].receive(go, notify)
 
-    def rl_abort(self, worker: int) -> None:
-        self.staging[worker].abort()
+    def rl_abort(self, worker: int) -> bool:
+        return self.staging[worker].abort()
 
     def rl_load(self, worker: int, version: int) -> None:
         self.loader(worker)(self.staging[worker].weights(version))
@@ -180,9 +180,9 @@ class Stalling(Staging):
 
     stalls, given_up = True, threading.Event()
 
-    def abort(self) -> None:
-        super().abort()
+    def abort(self) -> bool:
         self.given_up.set()
+        return super().abort()
 
     def _take(self, go: Any, weights: Any, channel: Any) -> list[int]:
         if not self.stalls:

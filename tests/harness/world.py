@@ -89,6 +89,16 @@ def make_samples(version: int = 3, groups: int = 6, size: int = 4, long: int = 2
     return entries
 
 
+def scaled(entries: list[Entry], scale: float) -> list[Entry]:
+    """The same batch with all rewards multiplied by `scale`."""
+    found = []
+    for entry in entries:
+        sample = Sample.unpack(entry.sample)
+        sample = sample.model_copy(update={"reward": scale * sample.reward})
+        found.append(Entry(entry.item, entry.dispatched, [scale * one for one in entry.rewards], sample.pack()))
+    return found
+
+
 def make_groups(version: int = 3) -> list[Entry]:
     """A batch of groups of 1 to 7 whose samples share their prompts of 1 to 39 tokens: one group has two prompts, one a
     prompt of one token, some samples have several turns, some answers one token."""

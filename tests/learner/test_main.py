@@ -133,6 +133,19 @@ def test_ranks_of_the_command_say_how_the_run_ended(tmp_path: Path, start) -> No
     assert "failed first" not in errors and complete(tmp_path / "run" / "checkpoints") == [1]
 
 
+@pytest.mark.xdist_group("ranks")
+def test_a_run_whose_steps_are_all_skipped_does_not_end_as_if_all_were_well(tmp_path: Path, fork) -> None:
+    """Rewards beyond float32: exit code 4, which says why, with the versions recorded and saved all the same."""
+    with Canned(batches=3, scale=1e41) as buffer:
+        (rank,) = fork([*command(tmp_path, buffer.address), "--algorithm.advantage=group_mean"])
+        code, errors = rank.ended()
+    assert code == 4, errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("python -m learner: the run ended at version 3 without a result: the last 3 steps were all")
+    assert [record["gradient/skipped"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 1, 1]
+    assert complete(tmp_path / "run" / "checkpoints") == [2, 3]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # three starts of two ranks
 def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:

@@ -55,6 +55,9 @@ class Receiver:
         """Says what this server is and holds; kept up to date."""
         self._reception: Reception | None = None
         """The round from its Go to its end."""
+        self._lingering: Reception | None = None
+        """A round that was given up while workers still wrote to their buckets: these are free once all have
+        reported."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: protocol.Offer | None = None
@@ -127,7 +130,7 @@ class Receiver:
 
     async def _attend(self, connection: LearnerConnection) -> str:
         """Serve the learner at one address; returns its next address."""
-        self._connection, self._pledged = connection, False
+        self._connection, self._pledged, self._offered = connection, False, None
         await self._abandon("the learner was lost")
         seeking: asyncio.Future[str] | None = None
         try:
@@ -151,6 +154,8 @@ class Receiver:
 
     async def _on_message(self, message: Message, connection: LearnerConnection) -> None:
         if isinstance(message, protocol.ServerWelcome):
+            if self._lingering:  # nothing can be allocated before its buckets are free: Join is said again
+                return
             await self._prepare(message)
             self._join = self._join.model_copy(update={"digest": message.digest, "trained": message.trained})
             connection.heartbeat_s = message.heartbeat_s
@@ -176,7 +181,7 @@ class Receiver:
             if isinstance(message, protocol.Rejoin) and connection.joined:
                 log.warning("weights: the learner left this server out: %s", message.reason)
             connection.leave(lost=isinstance(message, protocol.Bye))
-            self._pledged = False
+            self._pledged, self._offered = False, None
         elif isinstance(message, protocol.JoinRefused):
             raise WeightsError(message.reason)
 
@@ -227,6 +232,9 @@ class Receiver:
             if self._reception and staged.round == self._reception.go.round:
                 self._reception.reports.append(staged)
                 self._verify(self._reception)
+            elif self._lingering and staged.round == self._lingering.go.round:
+                self._lingering.reports.append(staged)
+                self._settle()
 
     def _verify(self, reception: Reception) -> None:
         """Hand the version to the rollout loop once it is all there and the learner's checksums agree."""
@@ -249,15 +257,24 @@ class Receiver:
             self._policies.put_nowait(policy)
 
     async def _abandon(self, reason: str) -> None:
-        """Expect nothing more of the learner in this round. A version that is not verified by now is never loaded; a
-        stuck thread keeps its buckets, and the next one gets others."""
+        """Expect nothing more of the learner in this round. A version that is not verified by now is never loaded. A
+        stuck thread keeps its buckets, of which there are no others: until it ends, no offer is accepted."""
         reception = self._reception
         if reception is None:
             return
         reception.take_probe(None)
         if not reception.verified:
-            self._reception = None
-            await self._collective("rl_abort")
+            self._reception, self._lingering = None, reception
+            if all(await self._collective("rl_abort")):
+                self._lingering = None
+            else:
+                self._settle()
+            if self._lingering:
+                log.warning(
+                    "weights: version %d was given up (%s) and its broadcast still runs; the next one is received once "
+                    "that has ended, within %g s",
+                    *(reception.go.version, reason, reception.go.timeout_s),
+                )
             self._fail(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _fail(self, failed: protocol.Failed) -> None:
@@ -272,10 +289,19 @@ class Receiver:
         self._busy, self._reception = False, None
         if self._held:
             self._say(protocol.Hold(round=self._offered.round if self._offered else 0))
+        elif self._lingering:
+            return
         elif self._offered:
             self._pledged = True
             self._say(protocol.Ready(round=self._offered.round))
         self._offered = None
+
+    def _settle(self) -> None:
+        """Once all workers have reported the round that was given up, their buckets are free."""
+        if self._lingering and len(self._lingering.reports) >= self._lingering.workers:
+            self._lingering = None
+            if not self._busy:
+                self._release_staging()
 
     def _say(self, message: Message) -> None:
         """Tell the learner, if there is one."""

@@ -4,11 +4,15 @@ Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Rec
 `full`: into a staging copy, while generation goes on. Mode `bucket`: there is room for two buckets only; each is loaded
 as soon as it arrives, and the front process keeps the engine paused meanwhile. The thread waits for the learner, at
 most the timeout that Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
+
+Buckets are allocated by `prepare` only. A round that follows a broken one waits until the buckets of that are free, so
+no recovery needs memory that may not be there.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +31,45 @@ SPARE = GIB
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
+class Receipt:
+    """The round of `go` on its way into `weights`, over `channel` or, without one, from files. One thread receives it,
+    another may give it up."""
+
+    def __init__(self, go: Go, weights: Buckets, channel: Channel | None) -> None:
+        self.go, self.channel = go, channel
+        self.over = threading.Event()
+        """Set by `end`: the thread touches neither buckets nor group any more. It may then still be reporting."""
+        self._weights: Buckets | None = weights
+        self._begun, self._given_up, self._lock = False, False, threading.Lock()
+
+    def begin(self) -> Buckets:
+        """Enter the group; from then on the thread may fill the buckets. Raises ChannelError."""
+        if self.channel:
+            self.channel.connect()
+        with self._lock:
+            if self._given_up or self._weights is None:
+                raise ChannelError(f"round {self.go.round} was given up")
+            self._begun = True
+            return self._weights
+
+    def end(self) -> None:
+        """The thread is done with the buckets, which this keeps in memory no longer."""
+        self._weights = None
+        self.over.set()
+
+    def give_up(self) -> None:
+        """Unless it has begun to fill the buckets, it never will, however long its thread waits for the group."""
+        with self._lock:
+            self._given_up = True
+            if not self._begun:
+                self._weights = None  # that thread must not keep them in memory
+
+    @property
+    def writes(self) -> bool:
+        """The buckets may still be written to."""
+        return not self.over.is_set() and (self._begun or not self._given_up)
+
+
 class Staging:
     """The staging copy, or pair of buckets, of worker `worker` on `device`. `load` loads tensors into the model."""
 
@@ -34,9 +77,8 @@ class Staging:
         self.device, self.worker, self._load = device, worker, load
         self._buckets: Buckets | None = None
         self._channel: Channel | None = None
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()
-        """Set once the thread touches neither buckets nor group any more: it may then still be reporting."""
+        self._receipts: list[Receipt] = []
+        """The last round that was to be received, and those before it that may still write to the buckets."""
         self._version: int | None = None
         self._first = 0
         """The bucket from which on `_version` was received."""
@@ -51,6 +93,7 @@ class Staging:
         plan = Plan.of(specs, message.bucket_bytes, frozenset(message.frozen))
         before = self._buckets
         if before is None or before.plan != plan or wanted not in ("auto", _mode(before)):
+            assert self.free, "the front process waits until it is"
             before = self._buckets = self._version = None  # free first, then allocate
             self._buckets = self._allocate(plan, self._rotating(plan, wanted))
         assert self._buckets is not None
@@ -65,23 +108,28 @@ class Staging:
         """Start to receive the round of `go`, a packed Go, and return. The report goes to the socket at `notify`."""
         message = unpack(go, TO_SERVER)
         assert isinstance(message, Go) and self._buckets is not None
-        before = self._thread if self._thread and not self._over.is_set() else None
-        if before:  # it hangs in a group that was given up
+        self._version = None
+        if not self.free:  # its thread hangs in a group that was given up
             self.abort()
-            if not self._buckets.rotating:  # leave it the old buckets
-                self._buckets, before = self._allocate(self._buckets.plan, rotating=False), None
+        before = [receipt for receipt in self._receipts if receipt.writes]
         if self._buckets.rotating and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the last step before the pause has read the weights
-        self._version, self._over = None, threading.Event()
-        args = (message, self._buckets, self._channel_for(message), notify, before, self._over)
-        self._thread = threading.Thread(target=self._run, args=args, name="weights", daemon=True)
-        self._thread.start()
+        receipt = Receipt(message, self._buckets, self._channel_for(message))
+        self._receipts = [*before, receipt]
+        threading.Thread(target=self._run, args=(receipt, before, notify), name="weights", daemon=True).start()
 
-    def abort(self) -> None:
-        """Give up the process group, and with it what is being received."""
-        if self._channel:
-            self._channel.abort()
-            self._channel = None
+    @property
+    def free(self) -> bool:
+        """No thread writes to the buckets."""
+        return not any(receipt.writes for receipt in self._receipts)
+
+    def abort(self) -> bool:
+        """Give up the process group, and with it what is being received. Returns whether the buckets are free by now;
+        if not, they are when the thread reports."""
+        for receipt in self._receipts:
+            receipt.give_up()
+        self._leave_group()
+        return self.free
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of `version` that were sent: views of the staging copy. Raises ValueError unless all of them
@@ -120,39 +168,49 @@ class Staging:
         if isinstance(group, str):
             return None
         if not self._channel or self._channel.epoch != group.epoch:
-            self.abort()
+            self._leave_group()
             rank = group.offset + self.worker
             self._channel = Channel(group.host, group.port, group.epoch, rank, group.world, self.device, go.timeout_s)
         return self._channel
 
-    def _run(
-        self,
-        go: Go,
-        weights: Buckets,
-        channel: Channel | None,
-        notify: str,
-        before: threading.Thread | None,
-        over: threading.Event,
-    ) -> None:
-        if before:
-            before.join(go.timeout_s)
-        sums, reason, fatal = list[int](), "", False
+    def _leave_group(self) -> None:
+        if self._channel:
+            self._channel.abort()
+            self._channel = None
+
+    def _run(self, receipt: Receipt, before: Sequence[Receipt], notify: str) -> None:
+        """Body of the thread: receive once those `before` leave the buckets alone, and report."""
+        go, sums, reason, fatal = receipt.go, list[int](), "", False
         try:
-            with own_stream(self.device):
-                if self._read:
-                    torch.cuda.current_stream(self.device).wait_event(self._read)
-                sums = self._take(go, weights, channel)
+            sums = self._receive(receipt, before)
         except ChannelError as error:
             reason = str(error)
         except BaseException as error:  # the boundary of the thread: the front process ends the server with it
             log.exception("weights: version %d", go.version)
             reason, fatal = f"{type(error).__name__}: {error}", True
-        else:
-            if not weights.rotating and weights is self._buckets:
-                self._version, self._first = go.version, weights.plan.first(go.plan)
-        span_s = channel.span_s if channel else 0.0
-        over.set()
+        span_s = receipt.channel.span_s if receipt.channel else 0.0
+        receipt.end()
         tell(notify, Staged(round=go.round, checksums=sums, span_s=span_s, reason=reason, fatal=fatal))
+
+    def _receive(self, receipt: Receipt, before: Sequence[Receipt]) -> list[int]:
+        """Fill the buckets; returns their checksums. Raises ChannelError."""
+        go, end = receipt.go, time.monotonic() + receipt.go.timeout_s
+        for other in before:
+            if not other.over.wait(max(end - time.monotonic(), 0.0)):
+                raise ChannelError(f"the buckets are still held by round {other.go.round}, which was given up")
+        with own_stream(self.device):
+            weights = receipt.begin()
+            if self._read:
+                torch.cuda.current_stream(self.device).wait_event(self._read)
+            try:
+                sums = self._take(go, weights, receipt.channel)
+            except ChannelError:  # the group's kernels may write until it is aborted
+                if self.device.type == "cuda":
+                    self.read_until(torch.cuda.current_stream(self.device).record_event())
+                raise
+        if not weights.rotating and receipt is self._receipts[-1]:
+            self._version, self._first = go.version, weights.plan.first(go.plan)
+        return sums
 
     def _take(self, go: Go, weights: Buckets, channel: Channel | None) -> list[int]:
         """Receive all buckets, and load each at once if rotating; returns their checksums."""
@@ -174,13 +232,12 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: Channel | None) -> Iterator[int]:
-    """Fill the buckets of `weights` that are in the plan of `go`; yields the index of each that is complete. Raises
-    ChannelError."""
+    """Fill the buckets of `weights` that are in the plan of `go`, over `channel`, which is connected, or from files;
+    yields the index of each that is complete. Raises ChannelError."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)
     elif channel is not None:
-        channel.connect()
         for number in channel.broadcast(weights.buckets[first:], 1 if weights.rotating else None):
             yield first + number
 

@@ -2,10 +2,11 @@
 
 Runs in the event loop of a background thread of learner rank 0, started by `publish.Sender`. Waits for a member that
 does not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded; beside it, Checksums and
-Probe are told as soon as this process has them. Each wait for members ends at the timeout or as soon as every member
+Probe are sent as soon as this process has them. Each wait for members ends at the timeout or as soon as every member
 concerned has answered or is gone. A member that does not answer is left out; if the broadcast breaks, the group is
 given up and the next round forms another of the members that still answer. So one dead server costs at most one
-timeout.
+timeout. A server that is slow to be ready, or to load, costs the others less: once some have answered, the round waits
+for the rest a few times as long as those took (`Patience`), and serves the rest in the next round.
 """
 
 import asyncio
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 """A server for which so many consecutive rounds fail while no member is missing cannot be reached by broadcast: it is
 refused."""
+PATIENCE, LEAST_PATIENCE_S = 3.0, 1.0
+"""Once members have answered, others are waited for so many times as long as those took, at least so many seconds: a
+new broadcast group without them costs about a second."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
@@ -134,7 +138,7 @@ class Distributor:
                 self._blame(ready, broken)
             if not received:
                 telling.cancel()
-        loaded = await self._answered(received, protocol.Loaded)
+        loaded = await self._loaded(received, policy)
         for member in loaded:
             member.failures = 0
         if loaded:
@@ -144,12 +148,46 @@ class Distributor:
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
     async def _offer(self, members: list[Member]) -> list[Member]:
-        """Offer the round to `members`; returns those that are ready in time. One that evaluates says Hold."""
+        """Offer the round to `members`; returns those that are ready. One that evaluates says Hold.
+
+        Once one is ready, those that are late by now are waited for no longer: they get the next round.
+        """
         for member in members:
-            member.round, member.answer = self._round, None
-            self.members.say(member, protocol.Offer(round=self._round))
-        answered = await self._answered(members, protocol.Ready, protocol.Hold)
-        return [member for member in answered if isinstance(member.answer, protocol.Ready)]
+            self.members.say(member, member.offer(self._round))
+        while True:
+            for member in members:
+                if not member.gone and member.asked_at is not None and member.asked_at <= self._long_ago():
+                    self.members.drop(member, f"no Ready in round {self._round} within {self._timeout_s:g} s")
+            left_s = self._patience_s(members)
+            if left_s <= 0:
+                break
+            await self.members.next_change(left_s)
+        for member in members:
+            if member.asked_at is not None and not (member.gone or member.late):
+                member.late = True
+                log.info("weights: round %d does not wait for %s, which is not ready yet", self._round, member.name)
+        return [member for member in members if not member.gone and isinstance(member.answer, protocol.Ready)]
+
+    def _long_ago(self) -> float:
+        """A member that was to answer by now was asked then."""
+        return time.monotonic() - self._timeout_s
+
+    def _patience_s(self, members: list[Member]) -> float:
+        """How much longer to wait for the answers of `members` to an Offer; 0 or less: no longer."""
+        asked = [member for member in members if member.asked_at is not None and not member.gone]
+        prompt = [member.asked_at or 0.0 for member in asked if not member.late]
+        ready = [member.ready_s for member in members if isinstance(member.answer, protocol.Ready) and not member.gone]
+        if not asked or (ready and not prompt):
+            return 0.0
+        left_s = min(member.asked_at or 0.0 for member in asked) - self._long_ago()
+        if ready:
+            return min(left_s, min(prompt) + self._enough_s(max(ready)) - time.monotonic())
+        others = any(not member.late and member not in members for member in self._stale())
+        return 0.0 if others and not prompt else left_s
+
+    def _enough_s(self, slowest_s: float) -> float:
+        """How long to wait for a member where the slowest of the others took `slowest_s`."""
+        return max(PATIENCE * slowest_s, min(LEAST_PATIENCE_S, self._timeout_s / 4))
 
     def _go(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> None:
         for member in ready:
@@ -184,15 +222,37 @@ class Distributor:
             if not member.gone:
                 self.members.say(member, message)
 
-    async def _answered(self, members: list[Member], *kinds: type[Message]) -> list[Member]:
+    async def _answered(
+        self, members: list[Member], *kinds: type[Message], timeout_s: float | None = None
+    ) -> list[Member]:
         """The `members` that answer with one of `kinds` in time. Those that do not answer at all are dropped."""
-        await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), self._timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
             if not member.answered_or_gone(*kinds):
                 self.members.drop(member, f"no {kinds[0].__name__} in round {self._round} within {self._timeout_s:g} s")
             elif member.fatal and not member.gone:
                 self.members.drop(member, member.fatal)
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
+
+    async def _loaded(self, received: list[Member], policy: PublishedPolicy) -> list[Member]:
+        """The members that load `policy` in time. Those that are slow are not waited for once there is a newer one,
+        which they are offered with the others."""
+        started, slowest_s, num_loaded = time.monotonic(), 0.0, 0
+        while True:
+            now_s = time.monotonic() - started
+            number = sum(isinstance(member.answer, protocol.Loaded) for member in received)
+            if number > num_loaded:
+                num_loaded, slowest_s = number, now_s
+            if now_s >= self._timeout_s or all(member.answered_or_gone(protocol.Loaded) for member in received):
+                return await self._answered(received, protocol.Loaded, timeout_s=0.0)
+            left_s, enough_s = self._timeout_s - now_s, self._enough_s(slowest_s) - now_s
+            if num_loaded and self._copies.newest is not policy:
+                if enough_s <= 0:
+                    break
+                left_s = min(left_s, enough_s)
+            await self.members.next_change(left_s)
+        return [member for member in received if not member.gone and isinstance(member.answer, protocol.Loaded)]
 
     async def _broadcast(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> str:
         """Send the buckets; returns why that broke, or an empty string. A member that fails or dies ends it at once."""

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -40,19 +40,32 @@ class Member:
     """Its latest answer in `round`: Ready, Hold, Received, Loaded or Failed."""
     holding: bool = False
     """It takes no newer version at present."""
+    asked_at: float | None = None
+    """When it got the first of the Offers that it has not answered yet."""
+    ready_s: float = 0.0
+    """How long it took to answer the last Offer."""
+    late: bool = False
+    """A round went on without it because it had not answered: no round waits for it until it has."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
     def on_message(self, message: Message) -> None:
-        """Any message is a sign of life; an answer about the current round is kept."""
+        """Any message is a sign of life; an answer about the current round is kept, and why the server ends."""
         self.heard_at = time.monotonic()
         if isinstance(message, protocol.Hold | protocol.Release):
             self.holding = isinstance(message, protocol.Hold)
-        if (
-            isinstance(message, protocol.Ready | protocol.Hold | protocol.Received | protocol.Loaded | protocol.Failed)
-            and message.round == self.round
-        ):
+        if isinstance(
+            message, protocol.Ready | protocol.Hold | protocol.Received | protocol.Loaded | protocol.Failed
+        ) and (message.round == self.round or (isinstance(message, protocol.Failed) and message.fatal)):
             self.answer = message
+            if self.asked_at is not None:
+                self.ready_s, self.asked_at, self.late = self.heard_at - self.asked_at, None, False
+
+    def offer(self, round: int) -> protocol.Offer:
+        """The Offer of `round`, to which its next answer counts."""
+        self.round, self.answer = round, None
+        self.asked_at = time.monotonic() if self.asked_at is None else self.asked_at
+        return protocol.Offer(round=round)
 
     def answered_or_gone(self, *kinds: type[Message]) -> bool:
         """Whether it has answered with one of `kinds` or failed, or will not answer any more."""
@@ -131,10 +144,16 @@ class Members:
         try:
             async with asyncio.timeout(timeout_s):
                 while not true():
-                    self.changed.clear()
-                    await self.changed.wait()
+                    await self.next_change()
         except TimeoutError:
             return
+
+    async def next_change(self, timeout_s: float | None = None) -> None:
+        """Return at the next change, or after `timeout_s`."""
+        self.changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
 
     async def _read(self) -> None:
         while True:

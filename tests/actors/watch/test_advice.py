@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from actors.watch.advice import Situation, find_alerts, recommend, situation
+from actors.watch.figures import without_effect
 from actors.watch.metrics_log import Records
 from configs.schema import Config
 from tests.harness.watched import append, look, make_config, record, state
@@ -29,6 +30,8 @@ def changed(**fields: object) -> Situation:
         (changed(gradient=0.0, all_solved=1.0), "Nothing is learned any more: 100 % of the groups have only right"),
         (changed(all_solved=0.95), "Little is left to learn: 95 %"),
         (changed(failed=0.8, why_failed="reward failed 80 %"), "Most attempts fail: reward failed 80 %."),
+        (changed(flat=0.96), "96 % of the groups since the last batch had no variance, and batch.skip_zero_variance"),
+        (Situation(versions=0, flat=0.96), "leaves them out: take easier problems if all fail, harder ones if all"),
         (changed(parked=0.5), "62 % of the time and 50 % of the servers' places get no work: the bound on age"),
         (changed(max_staleness=0), "62 % of the time because the run is synchronous: batch.max_staleness 1"),
         (changed(wanted=4), "62 % of the time: the run has asked for 4 servers and 2 are there."),
@@ -121,3 +124,27 @@ def test_keys_that_remedies_name_exist(config: Config) -> None:
     )
     known = {f"{section}.{key}" for section, values in config.model_dump().items() for key in values}
     assert {name for name in named if name.partition(".")[2] not in ("wire", "py", "log")} <= known
+
+
+def test_groups_that_a_filter_leaves_out_are_counted_once_they_are_many(config: Config) -> None:
+    groups = config.batch.groups
+    few = state(recent_groups={"zero variance": groups - 1})
+    many = state(recent_groups={"zero variance": 9 * groups, "varied": groups})
+    assert situation(config, records_of(config), few).flat == 0.0
+    assert situation(config, records_of(config), many).flat == pytest.approx(0.9)
+    assert situation(config, records_of(config), None).flat == 0.0
+
+
+@pytest.mark.parametrize(("key", "level"), [("gradient/skipped", "bad"), ("gradient/zero", "warn")])
+def test_steps_without_effect_are_alerts_and_counted(config: Config, key: str, level: str) -> None:
+    append(config.run.path, *(record(version, **{key: float(version in (3, 7, 8))}) for version in range(1, 9)))
+    records = records_of(config)
+    found = find_alerts(config, records, state(servers={}), 1.0, live=True)
+    assert [alert.level for alert in found if alert.text.startswith(f"{key} is 1: ")] == [level]
+    assert any(alert.text.startswith("the last 2 steps") and "says why" in alert.text for alert in found)
+    (line,) = without_effect(records)
+    assert line.startswith("3 of 8 steps ") and line.endswith("the last 2 in a row; logs/learner.log says why")
+    append(config.run.path, record(9, **{key: 0.0}))
+    (line,) = without_effect(records_of(config))
+    assert line.startswith("3 of 9 steps ") and "the last one to version 8" in line
+    assert not any("says why" in alert.text for alert in find_alerts(config, records_of(config), None, 1.0, live=True))

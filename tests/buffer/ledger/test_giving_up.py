@@ -1,4 +1,5 @@
-"""When the ledger gives a run up: attempts fail, no group is made, and what is under way could not change that."""
+"""When the ledger gives a run up: attempts fail, no group is made, and what is under way could not change that; or a
+long row of groups without variance is left out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -161,3 +162,81 @@ def test_the_verdict_follows_from_what_ended_since_the_last_group(ends: list[str
                 failures += end != "infrastructure"
         assert (ledger.outcome() == "failed") is (failures >= 100)
         assert failures <= 100
+
+
+def leave_out(ledger: Ledger, most: int, room: int = 4) -> int:
+    """Deliver groups without variance until the run is given up; returns how many, or `most`."""
+    made = 0
+    while made < most and (work := ledger.ask("a", ledger.version, min(room, most - made), 0.0)):
+        for it in work:
+            assert ledger.put("a", it.item, it.lease, FLAT, 0.0) is None
+        made += len(work)
+    return made
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(4, 1000), (1, 1000), (200, 2000)])
+def test_a_run_whose_groups_all_lack_variance_is_given_up(groups: int, expected: int) -> None:
+    ledger = Ledger(50, groups, max_staleness=2, versions=200, skip_zero_variance=True)
+    assert leave_out(ledger, 10**4, room=1) == expected
+    assert ledger.outcome() == "failed" and ledger.take(0) is None and ledger.ask("a", 0, 9, 0.0) == []
+    first, remedy = reasons.ended(ledger).splitlines()
+    assert first == (
+        f"the run was given up after version 0 of 200: {expected} groups in a row had no variance "
+        "(batch.skip_zero_variance leaves such groups out)"
+    )
+    assert "raise batch.samples" in remedy and "another run.name" in remedy
+    assert reasons.for_batch(ledger) == reasons.for_work(ledger, "a") == first
+
+
+def test_one_group_with_variance_counts_anew_and_so_does_a_learner_that_is_started() -> None:
+    ledger = Ledger(50, 4, max_staleness=2, skip_zero_variance=True)
+    assert leave_out(ledger, 999) == 999
+    (it,) = ledger.ask("a", 0, 1, 0.0)
+    assert ledger.put("a", it.item, it.lease, GROUP, 0.0) is None
+    assert leave_out(ledger, 999) == 999 and ledger.outcome() is None
+    ledger.rewind(0)
+    assert leave_out(ledger, 10**4) == 1000 and ledger.outcome() == "failed"
+    ledger.rewind(0)
+    assert ledger.outcome() is None and leave_out(ledger, 10**4) == 1000
+
+
+def test_failures_in_between_do_not_count_anew() -> None:
+    ledger, made = Ledger(50, 4, max_staleness=2, skip_zero_variance=True, attempts=10**6), 0
+    while work := ledger.ask("a", 0, 2, 0.0):
+        ledger.fail("a", work[0].item, work[0].lease, "ValueError: no", 0.0, kind="reward")
+        for it in work[1:]:
+            ledger.put("a", it.item, it.lease, FLAT, 0.0)
+            made += 1
+    assert made == 1000 and "had no variance" in reasons.ended(ledger)
+
+
+def test_without_the_filter_such_groups_are_trained() -> None:
+    ledger = Ledger(5000, 4, max_staleness=10**4)
+    assert leave_out(ledger, 3000) == 3000 and ledger.outcome() is None and ledger.ready()
+
+
+def test_a_buffer_that_is_started_again_remembers_the_row() -> None:
+    store = Store(None)
+    ledger = Ledger(1000, 4, max_staleness=2, shuffle=False, skip_zero_variance=True)
+    leave_out(ledger, 700)
+    ledger = reopened(ledger, store, skip_zero_variance=True)
+    assert leave_out(ledger, 10**4) == 300 and ledger.outcome() == "failed"
+    ledger = reopened(ledger, store, skip_zero_variance=True)
+    assert ledger.outcome() == "failed" and "1000 groups in a row had no variance" in reasons.ended(ledger)
+
+
+def test_waits_say_how_many_groups_were_left_out_and_what_to_do() -> None:
+    ledger = Ledger(50, 2, max_staleness=2, skip_zero_variance=True)
+    assert "variance" not in reasons.for_batch(ledger)
+    leave_out(ledger, 9, room=1)
+    (it,) = ledger.ask("a", 0, 1, 0.0)
+    ledger.put("a", it.item, it.lease, GROUP, 0.0)
+    leave_out(ledger, 2, room=1)
+    said = reasons.for_batch(ledger)
+    assert "batch 0 has 1 of 2 groups" in said and "\n" not in said
+    assert "11 of 12 groups since the start had no variance and were left out (2 in a row; 1000 end the run)" in said
+    assert "raise batch.samples" in said
+    (it,) = ledger.ask("a", 0, 1, 0.0)
+    ledger.put("a", it.item, it.lease, GROUP, 0.0)
+    assert ledger.take(0) is not None
+    assert "variance" not in reasons.for_batch(ledger), "the next batch has no such groups yet"

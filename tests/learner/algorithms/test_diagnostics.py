@@ -152,6 +152,8 @@ HEALTHY = {
     "length/truncated": 0.02,
     "buffer/failed_share": 0.01,
     "entropy/mean": 0.3,
+    "gradient/skipped": 0.0,
+    "gradient/zero": 0.0,
     "gradient/norm": 0.2,
     "groups/solved_all": 0.2,
     "groups/solved_none": 0.3,
@@ -167,6 +169,8 @@ ILL = {
     "length/truncated": 0.11,
     "buffer/failed_share": 0.08,
     "entropy/mean": 0.05,
+    "gradient/skipped": 1.0,
+    "gradient/zero": 1.0,
     "gradient/norm": 3.0,
     "groups/solved_all": 0.9,
     "groups/solved_none": 0.9,
@@ -191,6 +195,7 @@ def test_alerts_against_a_history_wait_for_one() -> None:
 
 def test_alerts_watch_metrics_that_exist() -> None:
     known = set(MEANS) | set(MAXIMA) | {"ess/token", "ess/sequence", "gradient/norm", "length/truncated"}
+    known |= {"gradient/skipped", "gradient/zero"}
     known |= {"groups/solved_all", "groups/solved_none", "buffer/failed_share"}
     assert {key for key, *_ in ALERTS} <= known
     assert set(ILL) == {key for key, *_ in ALERTS}

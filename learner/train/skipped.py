@@ -1,0 +1,87 @@
+"""Optimizer steps that changed nothing: counted, logged with their cause, and the end of a run that has no others.
+
+A step is skipped where the gradient is not finite, and has no effect of its batch where the gradient is zero. `step.py`
+notes each step; waits for nothing. The counts are the same on all ranks, because the gradient's norm is, so all ranks
+end together.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+MOST_SKIPPED = 20
+"""So many skipped steps in a row end the run."""
+UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
+"""Sums of a batch: turns whose advantage is not finite in float32, and turns whose advantage is not zero."""
+
+
+class StepsSkipped(RuntimeError):
+    """The run does not train any more, and would not by itself. The text says since when, why, and what to do."""
+
+
+class SkippedSteps:
+    """Of one process. `note` each step, `check` before the next one, `check_end` at the end of the run."""
+
+    def __init__(self) -> None:
+        self.in_row = self.zero_in_row = 0
+        """Steps, the last one included, that were skipped; whose gradient was zero."""
+        self._last, self._why = 0, ""
+
+    def note(
+        self, version: int, rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]
+    ) -> None:
+        """The step to `version` has these `metrics`; `sums` are the whole batch's, `rewards` its least and largest."""
+        self._last = version
+        self.in_row = self.in_row + 1 if metrics["gradient/skipped"] else 0
+        self.zero_in_row = self.zero_in_row + 1 if metrics["gradient/zero"] else 0
+        if self.in_row:
+            self._why = why_skipped(rewards, metrics, sums)
+            self._warn("version %d: the step was skipped, the weights stay as they are: %s", version, self._why)
+        elif self.zero_in_row and self.zero_in_row & (self.zero_in_row - 1) == 0:  # 1, 2, 4, 8, ...
+            many = f"{self.zero_in_row} in a row" if self.zero_in_row > 1 else "the first one"
+            self._warn("version %d: the gradient is zero, %s: %s", version, many, why_zero(sums))
+
+    def check(self) -> None:
+        """Raise StepsSkipped if too many steps in a row were skipped."""
+        if self.in_row >= MOST_SKIPPED:
+            raise StepsSkipped(f"the run was given up at version {self._last}: {self._text()}")
+
+    def check_end(self) -> None:
+        """The run is at its end. Raise StepsSkipped if no step of it changed anything, or its last many did not."""
+        if 0 < self._last == self.in_row or self.in_row >= MOST_SKIPPED:
+            raise StepsSkipped(f"the run ended at version {self._last} without a result: {self._text()}")
+
+    def _text(self) -> str:
+        steps = "the last step was" if self.in_row == 1 else f"the last {self.in_row} steps were all"
+        return f"{steps} skipped, lately because {self._why}"
+
+    def _warn(self, line: str, *values: object) -> None:
+        if dist.get_rank() == 0:
+            log.warning(line, *values)
+
+
+def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]) -> str:
+    """Why the gradient was not finite, and what to do."""
+    if sums[UNFIT_ADVANTAGES]:
+        least, largest = rewards
+        return (
+            f"advantages are beyond float32, of rewards from {least:.3g} to {largest:.3g}; bound the reward, or take "
+            "algorithm.advantage: group_std"
+        )
+    if not -float("inf") < metrics["loss"] < float("inf"):
+        return f"the loss is {metrics['loss']:g}; lower learner.lr, and look at the last batch's samples"
+    if metrics["gradient/overflowed"]:
+        return "the norm of the gradient is beyond float32 though its parts are not; bound the reward, lower learner.lr"
+    return "a part of the gradient is not finite; lower learner.lr, and look at the last batch's samples"
+
+
+def why_zero(sums: Mapping[str, float]) -> str:
+    """Why the gradient was zero, and what to do."""
+    if sums[TAUGHT]:
+        return "the loss masks every token; widen its bounds, or lower batch.max_staleness"
+    return (
+        "no advantage differs from zero: the samples of each group have the same reward, or are masked as overlong; "
+        "take other problems, raise batch.samples, or look at the reward"
+    )
