@@ -103,7 +103,7 @@ def vision_config(folder: Path, kind: str, **sections: Any) -> Config:
     """For a model of `tests/harness/tiny_vlm.py`, in float32; `sections` of the run file are added."""
     from tests.harness.tiny_vlm import PATCH  # takes seconds to import
 
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder), "dtype": "float32"},
         "data": {"train": "train.parquet", "max_prompt_tokens": 300, "max_pixels": 64 * (2 * PATCH[kind]) ** 2},
         "reward": {"function": "countdown"},

@@ -1,7 +1,7 @@
 """vLLM's own parsers, without an engine: calls and reasoning in tokens of a policy."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,6 +10,9 @@ from configs.schema import ChatConfig
 from rollout.engine.arguments import unknown_parsers
 from rollout.errors import ChatRefused
 from tests.rollout.chat.chat_templates import chat_tokenizer
+
+if TYPE_CHECKING:
+    from rollout.engine.chat_parser import VllmParser
 
 RUN = "examples/countdown/quickstart.yaml"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -1,10 +1,13 @@
 """Which of vLLM's models with experts are given policies, and under which names their parameters are told."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 def setup_module():

@@ -11,9 +11,13 @@ import sys
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from rollout.engine.worker import WorkerExtension
 
 
 def setup_module():
