@@ -20,7 +20,7 @@ from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
-from configs.variables import has_place
+from configs.variables import for_children
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -216,9 +216,6 @@ def environment(process: Process) -> dict[str, str]:
     place that a pod or shell has given this node in another job. A process that the launcher dies with is not the
     parent of what it starts."""
     left_out = SET_BY_RAY | {PARENT}
-    ours = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("RAY_") and key not in left_out and not has_place(key)
-    }
+    cleaned = for_children(os.environ)
+    ours = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in left_out}
     return {**ours, **process.env, "PYTHONUNBUFFERED": "1", ABOVE: str(os.getpid())}
