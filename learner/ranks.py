@@ -82,9 +82,7 @@ def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -
     world = number("WORLD_SIZE", environment, 1, None, f"set it to learner.ranks ({ranks}), or {unset}")
     if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows how many it has started
         problem = f"learner.ranks: {ranks}, but WORLD_SIZE is {world}"
-        raise ConfigError(
-            [f"{problem}; set learner.ranks to {world}, or {unset}, and the learner starts its own ranks"]
-        )
+        raise ConfigError([f"{problem}; set learner.ranks to {world}, or {unset}: the learner starts its own ranks"])
     rank = number("RANK", environment, 0, world - 1, f"give each rank its own of WORLD_SIZE ({world}), or {unset}")
     if world == 1:  # it meets nobody
         for name in (*RANK, *MEETING, "NODE_RANK"):
@@ -98,7 +96,7 @@ def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -
     _check_meeting(environment)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
     if hosts and (problem := unreachable(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))):
-        raise ConfigError([f"{problem}; or {unset}"])
+        raise ConfigError([f"{problem}, or {unset}"])
 
 
 def _check_node(nodes: int, environment: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ at once, are real ones.
 
 import json
 import os
+import pwd
 import socket
 import subprocess
 import sys
@@ -277,6 +278,28 @@ def test_caches_that_cannot_be_written_are_warned_of(tmp_path: Path) -> None:
     assert [line.split()[0] for line in variables.warnings({"HOME": str(file)}, "no/such")] == ["HOME:"] * 3
     (old,) = variables.warnings({"HOME": str(tmp_path), "TRANSFORMERS_CACHE": "/c"}, str(tmp_path))
     assert old.startswith("TRANSFORMERS_CACHE: /c: transformers 5 does not read it; set HF_HOME")
+
+
+def test_a_user_id_that_the_machine_does_not_know_gets_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers run them: torch and vLLM ask for a name when they are imported, and end in a KeyError."""
+    assert variables.user({}) == {}
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert variables.user({}) == {"USER": f"uid{os.getuid()}", "HOME": tempfile.gettempdir()}
+    assert variables.user({"LOGNAME": "ann", "HOME": "/home/ann"}) == {}
+
+
+def test_too_few_open_files_are_refused(words: list[str]) -> None:
+    """In a process of its own, as no limit can be raised again. Before, the buffer let nobody in."""
+    code = "import sys; from actors.doctor.run_file import judge; from configs.load import load; "
+    code += "print(*judge(load(sys.argv[1:])).refused, sep='\\n')"
+    line = [sys.executable, "-c", code, *words, "--reward.function=none", "--model.path=/no/such"]
+    command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *line]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "ulimit -n: 64 files may be open, and the buffer of this run needs 106; start the buffer" in done.stdout
 
 
 ODD = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "0", "TZ": "Nowhere/Else", "PYTHONIOENCODING": "ascii", "LANG": "C"}

@@ -7,6 +7,7 @@ nothing but the processes of `trial.py`, for which it waits.
 
 import os
 import random
+import resource
 import shutil
 import socket
 import sys
@@ -21,12 +22,14 @@ from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
+from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.checks import check, existing
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
+from configs.flow.capacity import open_files
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
@@ -97,6 +100,9 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     further += unknown_fields(config.reward.engine, "reward")
     further += unknown_parsers(config)
     further += unreadable_variables()
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], open_files(config)
+    if 0 <= most < needed:
+        further.append(f"ulimit -n: {most} files may be open, and the buffer of this run needs {needed}; {REMEDY}")
     refused, warned = judge_visible_gpus(os.environ)
     further += refused
     judgement.warnings += warned + variables.warnings(os.environ, config.model.path)
