@@ -215,6 +215,12 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
         log.critical("failed", exc_info=True)
         code = FAILED
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        try:
             stream.flush()
+        except BrokenPipeError:  # nobody reads it any more
+            pass
+        except OSError as error:  # the disk that it goes to is full
+            code = code or FAILED
+            with contextlib.suppress(OSError):
+                os.write(2, f"what was printed is not all written: {error.strerror}\n".encode())
     os._exit(code)

@@ -292,6 +292,14 @@ def test_a_user_id_that_the_machine_does_not_know_gets_a_name(monkeypatch: pytes
     assert variables.user({"LOGNAME": "ann", "HOME": "/home/ann"}) == {}
 
 
+def test_output_that_does_not_fit_is_no_success() -> None:
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "actors", "--help"]
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+        done = subprocess.run(line, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "what was printed is not all written: No space left on device\n")
+
+
 def test_too_few_open_files_are_refused(words: list[str]) -> None:
     """In a process of its own, as no limit can be raised again. Before, the buffer let nobody in."""
     code = "import sys; from actors.doctor.run_file import judge; from configs.load import load; "
