@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cache
-from multiprocessing import spawn
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -124,6 +124,7 @@ class StopSignals:
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
     """Hold signals back from this thread, and from each process that it starts inside, for as long as that lives."""
+    resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and lets signals in after it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,26 @@ def test_signals_are_held_back_from_children_for_good() -> None:
     assert os.waitpid(child, os.WNOHANG) == (0, 0)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+SPAWNED = """
+import multiprocessing, os, signal, time
+from configs.entrypoint import blocked
+if __name__ == "__main__":
+    with blocked(signal.SIGTERM):
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        child.start()
+    child.terminate()
+    child.join(0.3)
+    print(child.exitcode)
+    child.kill()
+"""
+
+
+def test_signals_are_held_back_from_the_first_spawned_process(tmp_path: Path) -> None:
+    """Python's resource tracker starts with it, and unblocks SIGTERM: vLLM's process, started so, ended by it."""
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    root = Path(__file__).parents[2]
+    line, env = [sys.executable, str(tmp_path / "spawned.py")], os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None\n", done.stderr
