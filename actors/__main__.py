@@ -7,12 +7,13 @@ any process of the run is left when one of the two dies. Waits for the subcomman
 
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from actors.supervise.guard import Guarded
-from configs.entrypoint import BAD_INPUT, DONE, StopSignals, run_and_exit, split_flags
+from configs.entrypoint import ABOVE, BAD_INPUT, DONE, FORCING, StopSignals, run_and_exit, split_flags
 
 COMMANDS = {
     "launch": ("actors.supervise.launch", "start all processes of a run, keep them, and report at its end"),
@@ -49,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def guarded(argv: Sequence[str]) -> int:
-    """Run `argv` under a guard and forward SIGINT and SIGTERM to it; its exit code."""
-    command = Guarded("launcher", argv)
-    with StopSignals(drain=command.signal, force=command.signal):
+    """Run `argv` under a guard, forward the first SIGINT or SIGTERM to it and FORCING for later ones; its exit code."""
+    command = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
+    with StopSignals(drain=command.signal, force=lambda number: command.signal(FORCING)):
         return command.wait()
 
 

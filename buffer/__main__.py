@@ -100,7 +100,7 @@ async def run(config: Config) -> None:
                 log.info("stopping (%s again to force quit)", signal.Signals(number).name)
                 serving.cancel()
 
-            with StopSignals(drain):
+            with StopSignals(drain, last=True):  # the learner's last version still needs it
                 await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()

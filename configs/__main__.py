@@ -5,13 +5,14 @@ checks are those of `actors launch` and `doctor`; they run in a process of their
 other one.
 """
 
+import logging
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from configs.data.sources import count_rows
-from configs.entrypoint import DONE
+from configs.entrypoint import DONE, run_and_exit
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import read
@@ -24,11 +25,11 @@ def main(argv: Sequence[str]) -> int:
     config = read(argv, "python -m configs")
     print("\n".join(explain(config, count_rows(config.data.train), gpu_bytes())), flush=True)
     command = [sys.executable, "-m", "actors.doctor.run_file"]
-    code = subprocess.run(command, input=config.model_dump_json(), text=True).returncode
+    code = subprocess.run(command, input=config.model_dump_json(), encoding="utf-8").returncode
     if code == DONE:
         print(f"valid, fingerprint {fingerprint(config)}")
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(main, logging.getLogger("configs"))

@@ -14,7 +14,9 @@ import symtable
 from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from configs import variables
 from configs.data.sources import INSTALL, problems_with, told
 from configs.load import ConfigError
 from configs.model_facts import model_facts
@@ -96,10 +98,22 @@ def check(
         *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
-        *_nodes(config), *_trackers(config, files), *_lora(config), *further,
+        *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *further,
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
+
+
+def _variables(config: Config) -> list[str]:
+    """What is wrong with this process's environment. A cluster's nodes have interfaces of their own."""
+    return variables.problems(os.environ, interfaces=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
+
+
+def own_hosts(config: Config) -> list[str]:
+    """Hosts at which the run's own processes are reached, which no proxy knows."""
+    given = [urlsplit(config.buffer.address).hostname or "", config.weights.host, config.rollout.chat.host]
+    given += [config.reward.host] if config.reward.servers else []
+    return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
 
 
 def max_sample_tokens(config: Config) -> int:

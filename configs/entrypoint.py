@@ -14,12 +14,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import cache
-from multiprocessing import spawn
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from configs import variables
 from configs.plain_text import PlainFormatter
 
 T = TypeVar("T")
@@ -33,6 +34,10 @@ PROGRESS = "HEADRACE_PROGRESS"
 """In the environment of a kept process: the file it makes at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
 """In the environment of a kept process: the file in which its keeper says how long a drain may take, in seconds."""
+ABOVE = "HEADRACE_ABOVE"
+"""In the environment of a process whose signals come from a process above it (the launcher's from its front process, a
+kept process's from its keeper, a rank's from its node's learner): that one forces it with FORCING."""
+FORCING = signal.SIGQUIT
 TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 """The first statements of a spawned process."""
 PR_SET_PDEATHSIG = 1
@@ -69,12 +74,25 @@ class StopSignals:
 
     Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
     print. `force` ends the process at once unless another one is given.
+
+    Slurm, systemd and others send SIGTERM to all processes of a job at once. A process with a process above it gets
+    that signal twice then, its own and the one that is passed on, and means one: FORCING alone forces it. `last`: it is
+    kept, and ends after others that need it, so it waits for the signal of its keeper, who leaves a notice first.
     """
 
-    def __init__(self, drain: Callable[[int], object], force: Callable[[int], object] | None = None) -> None:
+    def __init__(
+        self,
+        drain: Callable[[int], object],
+        force: Callable[[int], object] | None = None,
+        last: bool = False,
+        given: Mapping[str, str] = os.environ,
+    ) -> None:
         self.drain, self.force = drain, force or end_at_once
+        self.has_above = bool(given.keys() & {ABOVE, variables.TORCHRUN})
+        self._notice = Path(given[NOTICE]) if last and NOTICE in given else None
+        self._numbers = (*STOPPING, FORCING) if self.has_above else STOPPING
         self.count = 0
-        """Signals received."""
+        """Signals that count."""
 
     def __enter__(self) -> "StopSignals":
         try:
@@ -82,22 +100,37 @@ class StopSignals:
         except RuntimeError:
             self._loop = None
         if self._loop:
-            for number in STOPPING:
+            for number in self._numbers:
                 self._loop.add_signal_handler(number, self._on_signal, number)
         else:
-            self._before = {number: signal.signal(number, self._on_signal) for number in STOPPING}
+            self._before = {number: signal.signal(number, self._on_signal) for number in self._numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number in STOPPING:
+        for number in self._numbers:
             if self._loop:
                 self._loop.remove_signal_handler(number)
             else:
                 signal.signal(number, self._before[number])
 
     def _on_signal(self, number: int, frame: object = None) -> None:
+        if number == FORCING:
+            self.count = max(self.count, 1)
+        elif (self.has_above and self.count) or (self._notice and not self._notice.exists()):
+            return
         self.count += 1
         (self.drain if self.count == 1 else self.force)(number)
+
+
+@contextlib.contextmanager
+def blocked(*numbers: int) -> Iterator[None]:
+    """Hold signals back from this thread, and from each process that it starts inside, for as long as that lives."""
+    resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and lets signals in after it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
@@ -167,11 +200,13 @@ def notice_s() -> float | None:
     return None
 
 
-def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> NoReturn:
+def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
     """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
 
     The outermost boundary of a process: an exception of `main` is logged with its traceback and becomes exit code 1.
+    The environment is made safe first (`variables.py`); `is_rank`: its variables may give this process a place.
     """
+    variables.prepare(is_rank)
     try:
         code = main(sys.argv[1:])
     except SystemExit as error:
@@ -182,6 +217,12 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger) -> N
         log.critical("failed", exc_info=True)
         code = FAILED
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        try:
             stream.flush()
+        except BrokenPipeError:  # nobody reads it any more
+            pass
+        except OSError as error:  # the disk that it goes to is full
+            code = code or FAILED
+            with contextlib.suppress(OSError):
+                os.write(2, f"what was printed is not all written: {error.strerror}\n".encode())
     os._exit(code)

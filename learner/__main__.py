@@ -289,4 +289,4 @@ def check_weights_host(host: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent()  # a rank with the process that started the ranks
-    run_and_exit(main, log)
+    run_and_exit(main, log, is_rank=True)

@@ -5,18 +5,19 @@ row of the mesh: [replica, shard]. What is gathered stays within a replica, only
 replica alone is a mesh of one dimension. Built by `__main__.py`; forming the group waits for all ranks.
 """
 
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.load import ConfigError
@@ -24,22 +25,74 @@ from configs.schema import Config, LearnerConfig
 from learner import watchdog
 from learner.weights.channel import own_address
 
+log = logging.getLogger(__name__)
+MEET_S = 300.0
+"""Time that ranks, or nodes, have to find each other."""
+AGAIN_S = 0.5
+"""Time between two attempts to reach a store that is not there yet."""
+THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""In the environment, torch's own word: `True` where MASTER_ADDR and MASTER_PORT are of a store that exists already."""
+UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
+
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     """The default process group, with gloo for CPU tensors, and its mesh. Not destroyed after an error: a failed rank
-    just exits. Raises ConfigError if MASTER_ADDR cannot work."""
+    just exits. Raises ConfigError if the ranks do not find each other."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-    world = 1 if alone else int(os.environ["WORLD_SIZE"])
+    store, rank, world = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0, 1)
+    store.set_timeout(timeout)
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
         choose_interface(os.environ)
-    dist.init_process_group(backend, timeout=timeout, **alone)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     yield make_mesh(device.type, config.learner.shard or local)
     dist.destroy_process_group()
+
+
+def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int, int]:
+    """The store in which all ranks are, this one's number and how many they are, once each has come. Raises ConfigError
+    if some do not within `limit_s`: what gave this process its place has not started them."""
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
+    hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
+    log.info("waiting for all %d ranks at %s:%d", world, host, port)
+    if not hosts and (why := wait_for(host, port, limit_s)):
+        problem = f"MASTER_ADDR: no store of rank 0 at {host}:{port} in {limit_s:g} s ({why})"
+        raise ConfigError([f"{problem}; start rank 0 there, or {UNSET}"])
+    try:
+        store: Store = TCPStore(host, port, None, hosts, timeout, wait_for_workers=False)
+    except dist.DistError as error:
+        why = str(error).splitlines()[0][:200]
+        raise ConfigError(
+            [f"MASTER_PORT: what listens at {host}:{port} is no store of ranks ({why}); {UNSET}"]
+        ) from None
+    store = PrefixStore(f"ranks/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    come = [f"come/{number}" for number in range(world)]
+    store.set(come[rank], "")
+    try:
+        store.wait(come, timeout)
+    except dist.DistError:
+        missing = ", ".join(str(number) for number, key in enumerate(come) if not store.check([key]))
+        problem = f"WORLD_SIZE: {world}, but rank {missing} did not come to {host}:{port} in {limit_s:g} s"
+        raise ConfigError([f"{problem}; start every rank, or {UNSET}"]) from None
+    return store, rank, world
+
+
+def wait_for(host: str, port: int, limit_s: float) -> str:
+    """Wait until somebody listens at `host`; why nobody does after `limit_s`, empty if somebody does. torch would print
+    a page of stack frames for each attempt."""
+    end, why = time.monotonic() + limit_s, "no answer"
+    while (left_s := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), left_s).close()
+            return ""
+        except OSError as error:
+            why = error.strerror or why
+            time.sleep(min(AGAIN_S, max(0.0, end - time.monotonic())))
+    return why
 
 
 def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, str]) -> int:

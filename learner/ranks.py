@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from errno import EADDRINUSE
@@ -23,19 +23,19 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from configs.entrypoint import DONE, ENDINGS, FAILED, PROGRESS, StopSignals
+from configs.entrypoint import ABOVE, DONE, ENDINGS, FAILED, FORCING, PROGRESS, StopSignals
 from configs.load import ConfigError
 from configs.schema import LearnerConfig
+from configs.variables import RANK, TORCHRUN
+from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, wait_for
 
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
-MEET_S = 300.0
-"""Time that the nodes' processes have to find the store of the first one."""
 LAST_S = 30.0
 """Time that ranks have to end by themselves once the other nodes' have ended or are out of reach."""
+REACHED_S = 10.0
+"""Time for rank 0 to reach itself at MASTER_ADDR."""
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
-THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""In the environment, torch's own word: `True` where MASTER_ADDR and MASTER_PORT are of a store that exists already."""
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
@@ -44,39 +44,118 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 
     Example: of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
     """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     told = {"RANK", "NODE_RANK", PROGRESS}  # the last is a keeper's, which may itself be in a task of srun
-    if tasks == 1 or environment.keys() & told:
+    if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
-    number, nodes = environment["SLURM_PROCID"], int(environment.get("SLURM_STEP_NUM_NODES", 1))
+    remedy = "unset SLURM_STEP_NUM_TASKS if srun has not started this process"
+    tasks = number("SLURM_STEP_NUM_TASKS", environment, 1, None, remedy)
+    if tasks == 1:
+        return {}
+    if tasks not in (learner.ranks, learner.nodes):
+        problem = f"learner.ranks: {learner.ranks} on learner.nodes {learner.nodes}, but srun has started {tasks} tasks"
+        raise ConfigError([f"{problem}; start {learner.ranks}, one a rank, or {learner.nodes}, one a node"])
+    process = str(number("SLURM_PROCID", environment, 0, tasks - 1, remedy))
     if tasks == learner.ranks:
-        local = str(tasks // nodes)
-        rank = {"RANK": number, "LOCAL_RANK": environment["SLURM_LOCALID"]}
-        return rank | {"WORLD_SIZE": str(tasks), "LOCAL_WORLD_SIZE": local}
-    if tasks == learner.nodes:
-        return {"NODE_RANK": number}
-    problem = f"learner.ranks: {learner.ranks} on learner.nodes {learner.nodes}, but srun has started {tasks} tasks"
-    raise ConfigError([f"{problem}; start {learner.ranks}, one a rank, or {learner.nodes}, one a node"])
+        nodes = number("SLURM_STEP_NUM_NODES", {"SLURM_STEP_NUM_NODES": "1", **environment}, 1, tasks, remedy)
+        local = str(number("SLURM_LOCALID", environment, 0, tasks // nodes - 1, remedy))
+        rank = {"RANK": process, "LOCAL_RANK": local}
+        return rank | {"WORLD_SIZE": str(tasks), "LOCAL_WORLD_SIZE": str(tasks // nodes)}
+    return {"NODE_RANK": process}
 
 
-def check_environment(learner: LearnerConfig, environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if what started this process has given it no place, or another one than the run file's."""
-    ranks, nodes, node = learner.ranks, learner.nodes, environment.get("NODE_RANK")
-    of_rank = "RANK" in environment
-    if of_rank and ranks > 1 and ranks != (world := int(environment["WORLD_SIZE"])):
-        raise ConfigError([f"learner.ranks: {ranks}, but WORLD_SIZE is {world}; set it to {world}"])
-    if not of_rank and nodes > 1 and node is None:
+def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
+    """Raise ConfigError if what started this process has given it no place, or another one than the run file's.
+
+    Variables that give no place here are removed: those of a rank without RANK, and of a job of one rank all of them.
+    LOCAL_RANK, where it is missing, follows from RANK.
+    """
+    if "RANK" in environment:
+        _check_rank(learner, environment)
+    else:
+        for name in [*RANK, *(() if learner.nodes > 1 else MEETING)]:
+            environment.pop(name, None)
+        _check_node(learner.nodes, environment)
+
+
+def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
+    ranks, unset = learner.ranks, UNSET
+    world = number("WORLD_SIZE", environment, 1, None, f"set it to learner.ranks ({ranks}), or {unset}")
+    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows how many it has started
+        problem = f"learner.ranks: {ranks}, but WORLD_SIZE is {world}"
+        raise ConfigError([f"{problem}; set learner.ranks to {world}, or {unset}: the learner starts its own ranks"])
+    rank = number("RANK", environment, 0, world - 1, f"give each rank its own of WORLD_SIZE ({world}), or {unset}")
+    if world == 1:  # it meets nobody
+        for name in (*RANK, *MEETING, "NODE_RANK"):
+            environment.pop(name, None)
+        return
+    local = world // learner.nodes
+    if "LOCAL_WORLD_SIZE" in environment:
+        local = number("LOCAL_WORLD_SIZE", environment, 1, world, "set it to the ranks of each node")
+    environment.setdefault("LOCAL_RANK", str(rank % local))
+    number("LOCAL_RANK", environment, 0, local - 1, f"set it to this rank's number on its node, or {unset}")
+    _check_meeting(environment)
+    hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
+    if hosts and (problem := unreachable(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))):
+        raise ConfigError([f"{problem}, or {unset}"])
+
+
+def _check_node(nodes: int, environment: Mapping[str, str]) -> None:
+    node = environment.get("NODE_RANK", None if nodes > 1 else "0")
+    if node is None:
         remedy = f"start one on each node with NODE_RANK 0 to {nodes - 1}, MASTER_ADDR and MASTER_PORT, or use torchrun"
         raise ConfigError([f"learner.nodes: {nodes}, and nothing says which of them this is; {remedy}"])
-    if not of_rank and node is not None and not (node.isdigit() and int(node) < nodes):
+    if not (node.isdecimal() and int(node) < nodes):
         raise ConfigError([f"NODE_RANK: {node} is not one of 0 to {nodes - 1}; correct it or learner.nodes ({nodes})"])
-    for name in MEETING if of_rank or nodes > 1 else ():
+    if nodes > 1:
+        _check_meeting(environment)
+
+
+def _check_meeting(environment: Mapping[str, str]) -> None:
+    for name in MEETING:
         if not environment.get(name):
             remedy = "set it to the first node's address" if name == "MASTER_ADDR" else "set a free port of that node"
             raise ConfigError([f"{name}: not set, so the ranks cannot find each other; {remedy}"])
-    port = environment.get("MASTER_PORT", "1") if of_rank or nodes > 1 else "1"
+    port, master = environment["MASTER_PORT"], environment["MASTER_ADDR"]
     if not (port.isdecimal() and 0 < int(port) < 2**16):
         raise ConfigError([f"MASTER_PORT: {port} is no port; set a free one of the first node, 1 to 65535"])
+    try:
+        socket.getaddrinfo(master, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        remedy = "set it to the first node's address"
+        raise ConfigError([f"MASTER_ADDR: {master} is the name of no machine ({error.strerror}); {remedy}"]) from None
+
+
+def number(name: str, environment: Mapping[str, str], least: int, most: int | None, remedy: str) -> int:
+    """The number in a variable. Raises ConfigError, with `remedy`, if it is none between `least` and `most`."""
+    value = environment.get(name)
+    if value is not None and value.strip().isdecimal():
+        found = int(value)
+        if found >= least and (most is None or found <= most):
+            return found
+    bounds = f"{least} or more" if most is None else f"{least} to {most}"
+    raise ConfigError([f"{name}: {'not set' if value is None else f'{value!r} is not one of {bounds}'}; {remedy}"])
+
+
+def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
+    """Why the other ranks would not find this one, rank 0, at `host`; empty if its own connection arrives there."""
+    try:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        with socket.create_server(("", port), family=family, dualstack_ipv6=both) as listener:
+            listener.settimeout(limit_s)
+            with socket.create_connection((host, port), limit_s) as caller:
+                while True:  # another rank may already be trying
+                    arrived, where = listener.accept()
+                    arrived.close()
+                    if where[1] == caller.getsockname()[1]:
+                        break
+        return ""
+    except OSError as error:
+        if error.errno == EADDRINUSE:
+            return f"MASTER_PORT: {port} is taken on this machine, where rank 0 listens; choose a free one"
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror
+        remedy = "set it to an address of this machine at which the other ranks reach it"
+        return f"MASTER_ADDR: rank 0 is not found at {host}, port {port} ({why} within {limit_s:g} s); {remedy}"
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
@@ -84,6 +163,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     node = Node(learner, environment)
     first, local = node.number * node.local, range(node.local)
     shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
+    shared[ABOVE] = str(os.getpid())
     context = start_processes(
         "learner",
         sys.executable,
@@ -149,9 +229,9 @@ class Node:
         """Pass signal `number` on to the ranks unless they have got as many as `level`, from wherever they came: where
         every node gets its own, none of them counts for more than one."""
         with self._stopping:
-            passes, self._level = level - self._level, max(level, self._level)
-            for _ in range(passes):
-                pass_on(number)
+            before, self._level = self._level, max(level, self._level)
+            for count in range(before, level):  # a second SIGTERM may be the first one, sent to all processes at once
+                pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:
         """Tell the other nodes, in a thread: it may be a signal's handler that calls, and the store may be gone."""
@@ -221,9 +301,8 @@ def open_store(host: str, port: int) -> TCPStore:
 def find_store(host: str, port: int) -> TCPStore:
     """The store of the first node, once it is there. Raises ConfigError if it is not within MEET_S."""
     log.info("waiting for the first node at %s:%d", host, port)
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEET_S))
-    except dist.DistError as error:
+    if why := wait_for(host, port, MEET_S):
         problem = f"MASTER_ADDR: no store of the first node at {host}:{port} in {MEET_S:g} s"
         remedy = "start its learner, and see that this machine reaches it there"
-        raise ConfigError([f"{problem} ({str(error).splitlines()[0][:200]}); {remedy}"]) from None
+        raise ConfigError([f"{problem} ({why}); {remedy}"])
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEET_S))

@@ -9,6 +9,7 @@ policies until the buffer has no more problems and the last policy has arrived. 
 
 import asyncio
 import logging
+import os
 import sys
 import time
 import zlib
@@ -21,6 +22,7 @@ import uvloop
 
 from buffer.curve import KeysError, client_keys_for
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
+from configs.checks import own_hosts
 from configs.entrypoint import (
     BAD_INPUT,
     DONE,
@@ -34,6 +36,7 @@ from configs.entrypoint import (
 from configs.load import read
 from configs.resume import fingerprint
 from configs.schema import Config
+from configs.variables import around_proxy
 from rollout import evaluate
 from rollout.concurrency import SparePlaces, start
 from rollout.drain import FORCED, REPORT_S, Drain
@@ -79,6 +82,7 @@ def run_server(argv: Sequence[str]) -> int:
     """Run a server until it is done or drained; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0"})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
+    os.environ.update(around_proxy(os.environ, own_hosts(config)))
     sets = load_sets(config) if config.eval.every else []
     return uvloop.run(serve(config, flags.name, RolloutSetup.load(config, flags.name), sets))
 

@@ -5,13 +5,14 @@ run file that `launch` refuses. Without a run file it judges the installation on
 for imports of torch and torchvision and for the trials of `run_file.py`. `make install` ends with it.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from actors.doctor.host import Machine, read_machine
+from actors.doctor.host import Machine, judge_visible_gpus, read_machine
 from actors.doctor.mend_torchvision import MEND_TORCHVISION, fitting
 from actors.doctor.run_file import gpus_missing, gpus_needed, judge, named_by
 from actors.doctor.trial import Judgement
@@ -21,6 +22,8 @@ from configs.flow.capacity import memory_bytes, open_files
 from configs.load import read
 from configs.model_facts import model_facts
 from configs.schema import Config
+from configs.variables import RAY_BYTES, problems, socket_folder, temporary, warnings
+from rollout.engine.vllm_variables import unreadable_variables
 
 PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest Python."""
@@ -30,7 +33,7 @@ TRIED = {"transformers": ("5.5.3", "5.20"), "ray": ("2.50", "2.61"), "pyzmq": ("
 """Oldest version that works, and the first one that was not tried."""
 REINSTALL = "rm -r .venv; make install"
 COMPANIONS = ("torchaudio", "torchcodec")
-RUN_FILE = "run file"
+RUN_FILE, ENVIRONMENT = "run file", "environment"
 GIB = 2**30
 
 
@@ -68,6 +71,7 @@ def doctor(
     """All findings for `config`, or for the installation alone. `machine`: facts to judge instead of this machine's."""
     machine = machine or read_machine(config.run.path if config else Path())
     findings = [*_versions(machine), *_gpus(machine), *_room(config, machine), *_limits(machine)]
+    findings += _environment(machine, config)
     return [*findings, *_run(config, machine, judge(config))] if config else findings
 
 
@@ -202,6 +206,18 @@ def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
     if memory > free >= 4 * GIB:  # with less `_room` warns of everything
         says = f"it may take {_gib(memory)} GiB besides the text of the problems, {_gib(free)} GiB are free"
         yield Finding("warn", "the buffer's memory", says, "lower batch.groups, or start it on a machine of its own")
+
+
+def _environment(machine: Machine, config: Config | None) -> Iterator[Finding]:
+    """What is wrong with environment variables; of a run file, `judge` says the same with its other refusals."""
+    folder = socket_folder(RAY_BYTES)
+    if config is None:
+        refused, warned = judge_visible_gpus(os.environ)
+        found = [*problems(os.environ, interfaces=not machine.cluster), *unreadable_variables(), *refused]
+        yield from (Finding("fail", ENVIRONMENT, line) for line in found)
+        yield from (Finding("warn", ENVIRONMENT, line) for line in [*warned, *warnings(os.environ, "")])
+    if folder and folder != temporary():
+        yield Finding("ok", "sockets", f"in {folder}, as {temporary()} is too long for them")
 
 
 def _run(config: Config, machine: Machine, judgement: Judgement) -> Iterator[Finding]:

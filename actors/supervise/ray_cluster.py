@@ -10,15 +10,18 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
+
+import psutil
 
 from actors.doctor.run_file import cluster_of, gpus_missing, named_by, unreachable, without_place
 from actors.process import Process
@@ -30,13 +33,15 @@ from actors.supervise.cluster.survey import survey
 from actors.supervise.gang import Gang
 from actors.supervise.nodes import ClusterNode, NodeWatch, in_a_line
 from buffer.curve import split
+from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
+from configs.variables import RAY_BYTES, socket_folder
 
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is 75 MiB; keepers send lines of text only."""
-MAX_FOLDER = 40
-"""Characters: Ray's sockets lie below the temporary folder, and the path of a socket may have 107 characters."""
+NEEDED_LAST = ("raylet", "gcs_server")
+"""Names of the processes of a Ray of this machine that the others need while they end."""
 LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -229,17 +234,34 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
 
 
 def start(folder: str) -> None:
-    """Start a Ray on this machine, its sockets in `folder`. Raises ConfigError if it does not start in its own 30 s."""
+    """Start a Ray on this machine, its sockets in `folder`. Raises ConfigError if it does not start in its own 30 s.
+
+    Its processes, and the keepers among them, inherit a mask that holds SIGTERM back: whoever sends that to all
+    processes of a job at once ends the launcher only, which drains the run and then stops Ray.
+    """
     import ray
 
     options: dict[str, Any] = {"address": "local", "num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
     try:
-        ray.init(**options, **CONNECTED, include_dashboard=False, _temp_dir=folder)
+        with blocked(signal.SIGTERM):
+            ray.init(**options, **CONNECTED, include_dashboard=False, _temp_dir=folder)
     except Exception as error:
         if type(error) is not Exception:  # the very class that it raises then
             raise
         remedy = "where others keep its CPUs or its disk busy, launch again later"
         raise ConfigError([f"Ray: cannot start on this machine: {in_a_line(error)}; {remedy}"]) from None
+
+
+def stop() -> None:
+    """Stop the Ray that `start` has started. Ray would wait a second for each of its processes that holds SIGTERM back,
+    one after another, so those that nobody needs any more are killed first."""
+    import ray
+
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if "ray" in " ".join(process.cmdline()) and process.name() not in NEEDED_LAST:
+                process.kill()
+    ray.shutdown()
 
 
 @contextmanager
@@ -252,12 +274,12 @@ def ray_cluster(config: Config) -> Iterator[Cluster]:
         if not named:
             for key, value in {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}.items():
                 os.environ.setdefault(key, value)
-            parent = None if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
+            parent = socket_folder(RAY_BYTES)  # `configs.variables.problems` refuses a machine without one
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
             folder = stack.enter_context(temporary)
         import ray  # reads the environment on import
 
-        stack.callback(ray.shutdown)
+        stack.callback(ray.shutdown if named else stop)
         connect(config, named) if named else start(folder)
         cluster = Cluster(config, named)
         cluster.check()

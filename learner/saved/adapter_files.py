@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.schema import ModelConfig
+from configs.variables import apply_umask
 from learner.weights.plan import LORA_A
 
 PREFIX = "base_model.model."
@@ -39,6 +40,7 @@ def write(weights: Mapping[str, Tensor], model: ModelConfig, folder: Path) -> No
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    apply_umask(folder)
 
 
 def read(folder: Path) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from configs.schema import ModelConfig
+from configs.variables import apply_umask
 from learner.mesh import replica
 from learner.model.policy import Policy
 
@@ -55,17 +56,18 @@ def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
     if source.is_dir():
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(WEIGHT_FILES):
-                shutil.copy2(path, folder / path.name)
+                shutil.copyfile(path, folder / path.name)  # of a mode that one may write to
     else:  # a name on the hub, which transformers has in its cache
         known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         known.save_pretrained(folder)
         AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
         for name in PROCESSOR_FILES if hasattr(known, "vision_config") else ():
             if file := cached_file(model.path, name, _raise_exceptions_for_missing_entries=False):
-                shutil.copy(file, folder / name)
-    config = json.loads((folder / "config.json").read_text())
+                shutil.copyfile(file, folder / name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for part in (config, *(config[name] for name in ("text_config", "vision_config") if name in config)):
         part.pop("torch_dtype", None)
         part["dtype"] = model.dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_torch_state_dict(weights, folder, max_shard_size=SHARD_BYTES)
+    apply_umask(folder)

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -73,7 +74,7 @@ class Warden:
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
         self.memory = (function.memory_gib or 0) * 2**30
-        self._tail, self._orphaned = b"", False
+        self._tail, self._orphaned, self._server = b"", False, os.getppid()
         self._poll = select.poll()
         self._ended = os.pidfd_open(worker)
         os.set_blocking(capture, False)
@@ -87,7 +88,7 @@ class Warden:
         """Of these, where no process came or went between the last two looks."""
 
     def _on_term(self, *_: object) -> None:
-        self._orphaned = True
+        self._orphaned = os.getppid() != self._server  # else somebody ends all of a job's processes: the server drains
 
     def run(self) -> None:
         """Wait for the worker's end, bring it about where a limit says so, and tell the server."""
@@ -287,9 +288,34 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     os._exit(0)
 
 
+def _outlive_sigterm() -> None:
+    """In the worker: let SIGTERM do nothing, which whoever ends a job sends to all its processes: calls end in the
+    drain of the server, or with the warden. What users' code forks ends by it as ever, from its first moment on.
+    """
+    masks = threading.local()
+
+    def ignore(*_: object) -> None:
+        pass
+
+    def before() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        in_parent()
+
+    signal.signal(signal.SIGTERM, ignore)
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
 def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
     """In the worker: a session of its own, limits, and output that goes to the warden."""
     os.setsid()  # `kill(0, ...)` in users' code reaches the worker, not the warden
+    _outlive_sigterm()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != warden:
         os._exit(1)

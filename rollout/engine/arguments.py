@@ -19,6 +19,7 @@ from configs.flow.sequences import max_sequences, places
 from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config, ModelConfig
+from configs.variables import RPC_PATH, VLLM_BYTES, socket_folder
 
 CPU_STEP_TOKENS = 2048
 """Tokens of a step of vLLM's servers on a CPU. vLLM refuses more sequences than that, so a step grows with them."""
@@ -203,8 +204,13 @@ def can_fp8() -> bool:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Environment variables for vLLM; those that are set already stay as they are."""
+    """Environment variables for vLLM; those that are set already stay as they are.
+
+    Its sockets go into a short folder where the temporary one is too long for them.
+    """
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
+    if folder := socket_folder(VLLM_BYTES):
+        common[RPC_PATH] = folder
     gpu = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork of a process that asked for GPUs cannot use them
     return common | (CPU_ENVIRONMENT if cpu else gpu)
 

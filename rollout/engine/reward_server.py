@@ -19,6 +19,7 @@ from configs.flow.kv_room import CPU_KV_BYTES
 from configs.load import read
 from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
+from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def check_reward_server(config: Config) -> None:
     """Check the run file for a reward server. Raises ConfigError with every contradiction."""
-    further = unknown_fields(config.reward.engine, "reward")
+    further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
     check(config, files=("reward.model",), further=further)

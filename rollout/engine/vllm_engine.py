@@ -10,6 +10,7 @@ import asyncio
 import gc
 import itertools
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -26,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from buffer.images import ImageFormat
+from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
 from rollout.engine.arguments import engine_arguments, environment, on_cpu
@@ -77,7 +79,8 @@ class Engine:
         """Start vLLM with these arguments (`engine_arguments`). Raises ConfigError for a model that cannot be given
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
-        with translate_engine_errors():
+        # vLLM's processes end with this one: whoever sends SIGTERM to all of a job's lets them work through the drain
+        with translate_engine_errors(), blocked(signal.SIGTERM):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]

@@ -32,6 +32,7 @@ SECRET = "server.secret"
 HANDED_OVER = (
     *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *("all_proxy", "ALL_PROXY", "PYTHONUTF8"),
 )
 """Environment variables of the launcher that processes on a cluster get; all others are those of their node."""
 

@@ -23,6 +23,7 @@ from buffer.curve import ClientKeys
 from buffer.images import ImageFormat
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
+from configs.variables import WEIGHTS_BYTES, socket_folder
 from learner.weights import protocol
 from learner.weights.receiver.learner_connection import LearnerConnection
 from learner.weights.receiver.reception import Reception
@@ -113,7 +114,7 @@ class Receiver:
         """Follow the learner from address to address."""
         workers = await self._collective("rl_describe")
         self._join = self._join.model_copy(update={"workers": len(workers), "backend": workers[0]["backend"]})
-        folder = tempfile.mkdtemp(prefix="headrace-")
+        folder = tempfile.mkdtemp(prefix="headrace-", dir=socket_folder(WEIGHTS_BYTES))
         self._notify = f"ipc://{folder}/weights"
         try:
             with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as pull:

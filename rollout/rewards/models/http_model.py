@@ -2,7 +2,8 @@
 
 Used in a reward worker, on its event loop: all calls share one aiohttp session. What may pass (no connection, a
 timeout, status 429 or 5xx) is tried again with growing waits; anything else, and the last failure, is a RewardError
-with the first line that the server said.
+with the first line that the server said. Servers of other machines are called through the proxy that the environment
+names for them (`http_proxy`, `https_proxy`, `all_proxy`, `no_proxy`).
 """
 
 import asyncio
@@ -13,11 +14,13 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import jinja2
 from pydantic import Field, PrivateAttr, field_validator
 
 from configs.schema import Seconds, Section
+from configs.variables import proxy_of
 from rollout.errors import RewardError
 
 if TYPE_CHECKING:
@@ -65,6 +68,10 @@ class HttpModel(Section):
         for one in [url] if isinstance(url, str) else url:
             if not one.startswith(("http://", "https://")):
                 raise ValueError(f"{one!r} is no address; write it as http://HOST:PORT")
+            if (proxy := proxy_of(one)) and not proxy.startswith("http://"):
+                kind = proxy.partition(":")[0]
+                remedy = f"name a proxy of HTTP, or add {urlsplit(one).hostname} to no_proxy"
+                raise ValueError(f"{one} is reached through {proxy}, and calls go through no {kind} proxy; {remedy}")
         return url
 
     @field_validator("api_key_env")
@@ -113,11 +120,12 @@ class HttpModel(Section):
         for base in [*self.urls[first:], *self.urls[:first]]:
             url = base.rstrip("/") + path
             try:
-                async with session.post(url, json=body) as response:
+                async with session.post(url, json=body, proxy=proxy_of(url)) as response:
                     text = await response.text(errors="replace")
                     return self._read(url, response.status, text, response.headers.get("Retry-After", ""))
             except aiohttp.ClientConnectorError as error:
-                reason = reason or f"{url}: {error}"
+                through = f" (through the proxy {proxy_of(url)})" if proxy_of(url) else ""
+                reason = reason or f"{url}: {error}{through}"
             except TimeoutError as error:
                 why = f"no answer within timeout_s ({self.timeout_s:g} s)" if self.timeout_s else str(error)
                 raise TryAgain(RewardError(f"{url}: {why}")) from None

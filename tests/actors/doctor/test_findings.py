@@ -233,8 +233,8 @@ def test_a_broken_import_is_told_by_its_last_line() -> None:
 
 
 def test_gpus_as_the_driver_lists_them() -> None:
-    listing = "NVIDIA H200, 143771, 4\nNVIDIA GB10, [N/A], [N/A]\n\n"
-    assert parse_gpus(listing) == [Gpu("NVIDIA H200", 143771, 4), Gpu("NVIDIA GB10", 0, 0)]
+    listing = "GPU-a, NVIDIA H200, 143771, 4\nGPU-b, NVIDIA GB10, [N/A], [N/A]\n\n"
+    assert parse_gpus(listing) == [Gpu("NVIDIA H200", 143771, 4, "GPU-a"), Gpu("NVIDIA GB10", 0, 0, "GPU-b")]
 
 
 def test_this_machine_has_facts(tmp_path: Path) -> None:

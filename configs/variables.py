@@ -1,0 +1,266 @@
+"""What the processes of a run take from environment variables: what is dropped, set and refused.
+
+A pod, a shell or a scheduler sets variables for other programs. `for_children` drops those that would give a launched
+process a place in somebody else's job, `prepare` makes this process's own environment safe at its start, `problems`
+lists what no process can work with, one line each with variable, value and remedy. Reads the machine (interfaces,
+folders), imports nothing but the standard library, waits for nothing.
+"""
+
+import io
+import ipaddress
+import os
+import pwd
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from urllib.parse import urlsplit
+
+RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""The place of a rank among all ranks, as torchrun sets it."""
+PLACE = (
+    *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
+)
+"""Names and patterns of the variables that give a process its place in a job of torchrun, PyTorchJob or vLLM."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun, which passes signals on to its ranks and kills those that do not end."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NO_PROXY = ("no_proxy", "NO_PROXY")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+SOCKET_BYTES = 107
+"""Longest path of a Unix socket in Linux."""
+RAY_BYTES = 25
+"""Longest folder in which Ray's sockets fit: `/headrace-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/
+plasma_store` follows."""
+VLLM_BYTES = SOCKET_BYTES - 37
+"""Longest folder in which vLLM's sockets fit: a slash and a UUID follow."""
+WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
+"""Longest folder in which the weights wire's socket fits."""
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+RPC_PATH = "VLLM_RPC_BASE_PATH"
+
+
+def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+    """The environment of the processes that the launcher starts: without anybody's PLACE, as `prepare` leaves it.
+
+    `hosts` of the run are reached without a proxy. What a process prints is UTF-8, which its keeper reads.
+    """
+    kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
+    return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
+
+
+def has_place(name: str) -> bool:
+    """Whether a variable is one of PLACE."""
+    return any(fnmatch(name, pattern) for pattern in PLACE)
+
+
+def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make this process's environment safe: what is said can be printed in any locale and with any stream closed,
+    this machine is reached without a proxy, and the user has a name. Nobody's PLACE is left unless this `is_rank`."""
+    open_streams()
+    for name in [] if is_rank else list(filter(has_place, environment)):
+        del environment[name]
+    environment.update(around_proxy(environment) | user(environment))
+
+
+def open_streams() -> None:
+    """Open /dev/null where this process was started with a standard stream closed: else the next file that it opens
+    gets the stream's number, and what is printed lands there. Have stdout escape what its encoding lacks."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(number, True)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
+            buffered = io.BufferedReader(stream) if number == 0 else io.BufferedWriter(stream)
+            setattr(sys, name, io.TextIOWrapper(buffered, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+    """`no_proxy` and `NO_PROXY` with this machine's loopback and `hosts` added; nothing where no proxy is named.
+
+    Some libraries read one of the two names, some the other one first.
+    """
+    if not any(environment.get(name) for name in PROXIES):
+        return {}
+    given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
+    line = ",".join(filter(None, dict.fromkeys([*given, *LOOPBACK, *hosts])))
+    return dict.fromkeys(NO_PROXY, line)
+
+
+def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The proxy for `url` by the environment; None: it is reached directly.
+
+    Loopback never goes through a proxy, nor does what `no_proxy` names: a host, a domain with all hosts below it, a
+    network such as 10.0.0.0/8, or `*`.
+    """
+    at = urlsplit(url)
+    host = at.hostname or ""
+    names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
+    proxy = next(filter(None, (environment.get(name) for name in names)), None)
+    if proxy is None or is_loopback(host):
+        return None
+    words = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
+    if any(_is_named(host, at.port, word) for word in words if word):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine's own address, by name or number."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_named(host: str, port: int | None, word: str) -> bool:
+    if word == "*":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host) in ipaddress.ip_network(word.strip("[]"), strict=False)
+    name, _, number = word.lower().rpartition(":") if word.count(":") == 1 else (word.lower(), "", "")
+    name = name.removeprefix("*").lstrip(".")
+    return (not number or number == str(port)) and (host.lower() == name or host.lower().endswith(f".{name}"))
+
+
+def user(environment: Mapping[str, str]) -> dict[str, str]:
+    """A name, and a home that can be written, for a user id that the machine does not know, as containers run them:
+    torch and vLLM ask for both when they are imported. Nothing where there are any."""
+    found = {}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        if not any(environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
+            found["USER"] = f"uid{os.getuid()}"
+        if not environment.get("HOME"):
+            found["HOME"] = tempfile.gettempdir()
+    return found
+
+
+def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """A folder of at most `longest` bytes that can be written, for Unix sockets: the temporary one if it is short, else
+    XDG_RUNTIME_DIR, or one of SHORT. None: there is none."""
+    for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
+        if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
+            return folder
+    return None
+
+
+def temporary() -> str | None:
+    """The folder for temporary files, as Python chooses it; None: no folder takes a file."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return None
+
+
+def can_write(folder: str | Path) -> bool:
+    """Whether this process may make a file in `folder`."""
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def apply_umask(folder: Path) -> None:
+    """Give the files in `folder` the mode that the umask asks for: safetensors makes its own with 0600 always."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
+    umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
+
+
+def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True) -> list[str]:
+    """A line for each variable with which some process of a run cannot work, with its value and the remedy.
+
+    `interfaces`: whether those of this machine are meant, as they are without a cluster.
+    """
+    found = [*_folders(environment), *_threads(environment), *_proxies(environment)]
+    return found + (list(_interfaces(environment)) if interfaces else [])
+
+
+def warnings(environment: Mapping[str, str], model: str) -> list[str]:
+    """A line for each variable that names a folder of caches that cannot be written, or that nobody reads any more.
+
+    `model`: the run's, by its folder or its name on the hub, whose files are loaded into HF_HOME.
+    """
+    home = environment.get("HOME") or os.path.expanduser("~")
+    caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    named = {
+        "VLLM_CACHE_ROOT": (f"{caches}/vllm", "what vLLM compiles"),
+        "TRITON_CACHE_DIR": (f"{home}/.triton", "Triton's kernels"),
+    }
+    if not os.path.isdir(model):
+        named["HF_HOME"] = (f"{caches}/huggingface", f"{model}, if it is not there already,")
+    found = []
+    for name, (default, what) in named.items():
+        folder = environment.get(name) or default
+        above = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+        if not can_write(above):
+            asked = next((key for key in (name, "XDG_CACHE_HOME") if environment.get(key)), "HOME")
+            remedy = f"{what} cannot be kept there; set {name} to a folder that can"
+            found.append(f"{asked}: {folder} cannot be written, {remedy}")
+    if old := environment.get("TRANSFORMERS_CACHE"):
+        found.append(f"TRANSFORMERS_CACHE: {old}: transformers 5 does not read it; set HF_HOME, or HF_HUB_CACHE")
+    return found
+
+
+def _folders(environment: Mapping[str, str]) -> Iterator[str]:
+    if temporary() is None:
+        named = environment.get("TMPDIR", "not set")
+        yield f"TMPDIR: {named}: neither it nor /tmp takes a file; make room there, or name a folder that has some"
+        return
+    if socket_folder(RAY_BYTES, environment) is None:
+        folder = temporary() or ""
+        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, Ray's sockets fit into {RAY_BYTES}"
+        yield f"{long}, and none of {', '.join(SHORT)} can be written; set TMPDIR to a shorter folder"
+    if path := environment.get(RPC_PATH):
+        size = len(os.fsencode(path))
+        if size > VLLM_BYTES:
+            yield f"{RPC_PATH}: {path} has {size} bytes, vLLM's sockets fit into {VLLM_BYTES}; unset it"
+        elif not can_write(path):
+            yield f"{RPC_PATH}: {path} is no folder that can be written; unset it, or make the folder"
+
+
+def _threads(environment: Mapping[str, str]) -> Iterator[str]:
+    for name in THREADS:
+        value = environment.get(name)
+        if value is not None and not all(word.strip().isdecimal() and int(word) > 0 for word in value.split(",")):
+            yield f"{name}: {value!r} is no number of threads; unset it, or set 1 or more"
+
+
+def _proxies(environment: Mapping[str, str]) -> Iterator[str]:
+    for name in filter(environment.get, PROXIES):
+        value = environment[name]
+        try:
+            at = urlsplit(value if "://" in value else f"http://{value}")
+            usable = bool(at.hostname) and at.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            yield f"{name}: {value} is no address of a proxy; write http://HOST:PORT, or unset it"
+
+
+def _interfaces(environment: Mapping[str, str]) -> Iterator[str]:
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in filter(environment.get, INTERFACES):
+        value = environment[variable]
+        words = [word.strip() for word in value.lstrip("^=").split(",")]
+        starts = variable == "NCCL_SOCKET_IFNAME" and not value.startswith("=")  # NCCL takes a name's beginning
+        if value.startswith("^") and variable == "NCCL_SOCKET_IFNAME":  # these it leaves out
+            continue
+        if not any(name.startswith(word) if starts else name == word for name in here for word in words if word):
+            remedy = "unset it: the one on the route to the other ranks is then used"
+            yield f"{variable}: {value} is no interface of this machine ({', '.join(here)}); {remedy}"
