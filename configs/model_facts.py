@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from configs.architecture import text_config, usable_positions
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
@@ -82,16 +83,14 @@ def model_facts(path: str) -> ModelFacts:
     for name, shape in shapes:
         if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
             linear[found[1]] += sum(shape)
-    kind, config = config.get("model_type"), config.get("text_config") or config
-    # with scaled rotary embeddings the usable context is not max_position_embeddings
-    positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
+    kind, config = config.get("model_type"), text_config(config)
     parameters = sum(prod(shape) for _, shape in shapes)
     experts = num_experts(config)
     routes = len(expert_layers(config)) * (config.get("num_experts_per_tok") or 0) if experts else 0
     return ModelFacts(
         parameters or None,
         config.get("num_attention_heads"),
-        positions,
+        usable_positions(config),
         tower or None,
         linear,
         config.get("model_type") or kind,
