@@ -1,4 +1,4 @@
-"""What in a model's config.json the learner cannot train exactly, judged before anything starts; and its scaled positions.
+"""What in a model's config.json keeps the learner from training it exactly; and how many positions it has.
 
 Pure functions of the config as JSON has it, in the words of transformers 4 or 5. What only the built model shows is
 tried by `learner/model/exactness.py`. Used by `checks.py`, `model_facts.py`, `actors/doctor` and the learner.
@@ -30,11 +30,15 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """What the learner would compute differently from the model itself: a clause and a remedy each.
+def is_proven(config: Mapping[str, Any]) -> bool:
+    """Whether the tests compare such models with transformers', so that nothing need be tried."""
+    return config.get("model_type") in PROVEN and not any(unsupported(config))
 
-    Example: `list(unsupported({"layer_types": ["conv", "full_attention"]}))` is
-    `["has layers of type conv, whose state runs on from document to document in a packed row; take ..."]`
+
+def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """Why the learner would not train such a model exactly, as far as config.json says: each with its remedy.
+
+    Example: `next(unsupported({"layer_types": ["conv"]}))` begins with `it has layers of type conv, and documents of`.
     """
     text = text_config(config)
     if quantised := config.get("quantization_config") or text.get("quantization_config"):
@@ -44,7 +48,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         types = text.get(key)
         if others := sorted({str(each) for each in types} - {*LAYER_TYPES}) if isinstance(types, list | tuple) else []:
             rule = "documents of a packed row are kept apart in full and sliding attention only"
-            yield f"has layers of type {', '.join(others)}, and {rule}; take a model without such layers"
+            yield f"it has layers of type {', '.join(others)}, and {rule}; take a model without such layers"
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies follow the longest document of a packed row, or are unknown"
         yield f"its rotary embedding is of type {kind}, {rule}; take a model with one of {', '.join(ROPES)}"

@@ -93,7 +93,8 @@ def check(
     the caller, such as columns missing from the data.
     """
     found = [
-        *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
+        *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
+        *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *_nodes(config), *_trackers(config, files), *_lora(config), *further,
@@ -129,6 +130,13 @@ def max_episode_tokens(config: Config) -> int:
 def existing(path: Path) -> Path:
     """`path`, or the lowest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def _architecture(config: Config) -> Iterator[str]:
+    """What the learner would train wrongly. What only the built model shows, `learner.model.exactness` tries."""
+    path = config.model.path
+    facts = model_facts(path)
+    yield from (f"model.path: {path} ({facts.kind}): {reason}" for reason in facts.unsupported)
 
 
 def _lengths(config: Config) -> Iterator[str]:

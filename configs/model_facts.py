@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from configs.architecture import text_config, usable_positions
+from configs.architecture import text_config, unsupported, usable_positions
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
@@ -52,6 +52,8 @@ class ModelFacts:
     kv_numbers: int | None = None
     """Numbers that a server keeps of one token, its keys and values in all layers; None where not every layer attends
     to the whole sequence."""
+    unsupported: tuple[str, ...] = ()
+    """Why the learner would not train it exactly, as far as config.json says."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -83,7 +85,7 @@ def model_facts(path: str) -> ModelFacts:
     for name, shape in shapes:
         if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
             linear[found[1]] += sum(shape)
-    kind, config = config.get("model_type"), text_config(config)
+    kind, refused, config = config.get("model_type"), tuple(unsupported(config)), text_config(config)
     parameters = sum(prod(shape) for _, shape in shapes)
     experts = num_experts(config)
     routes = len(expert_layers(config)) * (config.get("num_experts_per_tok") or 0) if experts else 0
@@ -97,6 +99,7 @@ def model_facts(path: str) -> ModelFacts:
         experts,
         routes * (1 if experts <= 256 else 2),
         *_kept_of_a_token(config),
+        refused,
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from buffer.curve import KeysError, client_keys_for, server_keys_for
@@ -49,7 +49,8 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
-from learner.model import attention, flops
+from learner.model import attention, flops, loading
+from learner.model.exactness import check_exact
 from learner.model.experts.mixture import check_experts
 from learner.model.lora.base import Base
 from learner.model.memory import (
@@ -115,11 +116,8 @@ def choose_device(config: Config) -> torch.device:
         problem = f"learner.ranks: {local_ranks} ranks need {local_ranks} GPUs, {gpus} are seen"
         raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
     attention.choose(learner.attention, device, getattr(torch, model.dtype))
-    try:
-        known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
-    check_experts(known, model.path, config.rollout.routing_replay)
+    check_experts(loading.read_config(model), model.path, config.rollout.routing_replay)
+    check_exact(model, learner.share_prompts)
     return device
 
 

@@ -22,12 +22,13 @@ from buffer.curve import is_loopback, split
 from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
 from buffer.store.lock import holder, lock_of
+from configs.architecture import PROVEN
 from configs.checks import check, existing
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.load import ConfigError
-from configs.model_facts import SPARE_BYTES
+from configs.model_facts import SPARE_BYTES, model_facts
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
 from rollout.engine.arguments import problems as engine_problems
@@ -186,6 +187,8 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
     }
+    if model_facts(config.model.path).kind not in PROVEN:
+        keys["architecture"] = ("model.path",)
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
     if config.reward.function == "task":

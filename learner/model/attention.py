@@ -39,9 +39,9 @@ MOST_GATHERED = 0.5
 second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster (docs/learner.md)."""
 BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
-ARGUMENTS = frozenset(
-    [*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"]
-    + ["position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"]
+ARGUMENTS = (
+    *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"),
+    *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
 """Keyword arguments of an attention: those that are honoured, and others that change nothing in it."""
 Attention = Callable[..., tuple[Tensor, None]]

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from configs.architecture import unsupported
 from configs.checks import EXPERT_MODELS
 from configs.load import ConfigError
+from configs.schema import ModelConfig
 from learner.model import attention, loading, vision
 from learner.model.experts.mixture import Mixture, has_experts
 from learner.model.head import HeadOptions
@@ -49,6 +50,7 @@ FOREIGN = (
     *(TypeError, ValueError),
 )
 """What transformers, or the code of a model, raises for a model that cannot be run as the learner runs it."""
+REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
 
 
@@ -56,24 +58,27 @@ class Inexact(ValueError):
     """The learner computes the model differently from the model itself; the text is a clause about it."""
 
 
-def check_exact(config: PreTrainedConfig, path: str, share: bool, trusted: bool = False) -> None:
-    """Raise ConfigError unless packed rows of such a model are known, or found here, to be computed exactly.
-
-    `share`: `learner.share_prompts`; `trusted`: `model.trust_remote_code`.
-    """
+def check_exact(model: ModelConfig, share: bool) -> None:
+    """Raise ConfigError unless packed rows of such a model are found to be computed exactly. `share`:
+    `learner.share_prompts`."""
+    config = loading.read_config(model)
     kind = config.get_text_config().model_type
-    lines = [f"model.path: {path}: {kind} {reason}" for reason in unsupported(config.to_dict())]
-    if not lines:
-        try:
-            try_out(config, share, trusted)
-        except Inexact as error:
-            remedy = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
-            lines = [f"model.path: {path}: {kind} would be trained wrongly: {error}; {remedy}"]
-    if lines:
-        raise ConfigError(lines)
+    if found := reasons(config, share, model.trust_remote_code):
+        raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
 
 
-def try_out(config: PreTrainedConfig, share: bool, trusted: bool = False) -> None:
+def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
+    """Why the learner would not train such a model exactly; empty if it would. `trusted`: the model's code may run."""
+    if found := list(unsupported(config.to_dict())):
+        return found
+    try:
+        try_out(config, share, trusted)
+    except Inexact as error:
+        return [f"it would be trained wrongly: {error}; {REMEDY}"]
+    return []
+
+
+def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
     """Raise Inexact if a small copy of such a model is not computed exactly."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -169,7 +174,10 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
     draw = np.random.default_rng(0)
     documents = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     prompt, answers = documents[-1], [draw.integers(2, VOCABULARY, length) for length in ANSWERS]
-    cases = [("a document", _row(documents[1:2]), documents[1:2], 1), ("packed documents", _row(documents), documents, 1)]
+    cases = [
+        ("a document", _row(documents[1:2]), documents[1:2], 1),
+        ("packed documents", _row(documents), documents, 1),
+    ]
     if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu")) is None:
         row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
@@ -224,7 +232,9 @@ def _outputs(model: PreTrainedModel) -> Iterator[Parts]:
         if isinstance(first, Tensor):
             found.setdefault(name, []).append(first.flatten(0, -2))
 
-    parts = [(f"{n}.{name}", part) for n, block in enumerate(loading.blocks(model)) for name, part in block.named_children()]
+    parts = [
+        (f"{n}.{name}", part) for n, block in enumerate(loading.blocks(model)) for name, part in block.named_children()
+    ]
     hooks = [part.register_forward_hook(partial(collect, name)) for name, part in parts]
     try:
         yield found

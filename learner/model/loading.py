@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 
@@ -28,10 +29,17 @@ ADAPTER = ("lora_A", "lora_B")
 """Last words of the names of an adapter's parameters."""
 
 
+def read_config(model: ModelConfig) -> PreTrainedConfig:
+    """The model's config. Raises ConfigError if there is none that transformers can read."""
+    try:
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
+
+
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
     """The model without storage, in fp32 and training mode."""
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    return build(config, attention, torch.device("meta"), model.trust_remote_code)
+    return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
 def build(config: PreTrainedConfig, attention: str, device: torch.device, trusted: bool) -> PreTrainedModel:
@@ -114,8 +122,7 @@ def distribute_weights(
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory."""
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    trusted = model.trust_remote_code
+    config, trusted = read_config(model), model.trust_remote_code
     read = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted)
     assert isinstance(read, PreTrainedModel)
     return read
