@@ -77,5 +77,5 @@ def usable_positions(config: Mapping[str, Any]) -> int | None:
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None
-    factors = [rope.get("factor") or 1.0 for rope in ropes(config) if rope_type(rope) not in FINAL]
+    factors = [rope["factor"] for rope in ropes(config) if rope_type(rope) not in FINAL and rope.get("factor")]
     return positions if "gemma3" in str(config.get("model_type")) else int(positions * [1.0, *factors][-1])

@@ -80,6 +80,10 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 """Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
 
+COPIES_SHARE = 0.9
+"""Share of a GPU that the copies for the servers may fill: the rest is for CUDA and NCCL. Of 80 GB that is a full model
+of 17 G parameters in bfloat16, beside its shard."""
+
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
 
@@ -101,6 +105,16 @@ def check(
     ]  # fmt: skip
     if found:
         raise ConfigError(found)
+
+
+def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
+    """Whether the policy's copies for the servers are more than a learner's GPU with `gpu_bytes` holds (None: there is
+    none)."""
+    sent = model_facts(config.model.path).sent_bytes(config.model)
+    if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
+        needed = f"learner rank 0 holds two copies of what is trained for the servers, {sent / 2**30:,.1f} GiB"
+        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
+        yield f"model.path: {config.model.path}: {needed}, and a GPU has {gpu_bytes / 2**30:,.1f} GiB; {remedy}"
 
 
 def max_sample_tokens(config: Config) -> int:

@@ -54,6 +54,8 @@ class ModelFacts:
     to the whole sequence."""
     unsupported: tuple[str, ...] = ()
     """Why the learner would not train it exactly, as far as config.json says."""
+    head_size: int | None = None
+    """Numbers of a head's query."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -64,6 +66,12 @@ class ModelFacts:
     def saved_parameters(self, model: ModelConfig) -> int | None:
         """Parameters in a checkpoint: all, or those of the adapter."""
         return self.adapter_parameters(model) if model.lora else self.parameters
+
+    def sent_bytes(self, model: ModelConfig) -> int:
+        """Memory that the learner's rank 0 has for the servers' copies: two of what is trained, one of what is frozen;
+        of an adapter the adapter alone. 0 where unknown."""
+        saved, frozen = self.saved_parameters(model) or 0, (self.tower or 0) if "vision" in model.freeze else 0
+        return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
         """Memory of the learner's state: weight, gradient and two moments in float32 of all that is trained, the rest
@@ -100,6 +108,7 @@ def model_facts(path: str) -> ModelFacts:
         routes * (1 if experts <= 256 else 2),
         *_kept_of_a_token(config),
         refused,
+        _head_size(config),
     )
 
 
@@ -110,8 +119,13 @@ def _kept_of_a_token(config: Mapping[str, Any]) -> tuple[int | None, int | None]
     others = set(config.get("layer_types") or ()) - {"full_attention"}
     if not (heads and layers and kv_heads) or others or "kv_lora_rank" in config:
         return None, None
-    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    size = _head_size(config) or 0
     return kv_heads, 2 * layers * kv_heads * size or None
+
+
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    heads, size = config.get("num_attention_heads"), config.get("head_dim")
+    return size or (config.get("hidden_size", 0) // heads if heads else 0) or None
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

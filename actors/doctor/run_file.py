@@ -23,14 +23,15 @@ from buffer.image_rows import IMAGES, ImageFiles
 from buffer.images import ImageError
 from buffer.store.lock import holder, lock_of
 from configs.architecture import PROVEN
-from configs.checks import check, existing
+from configs.checks import check, existing, unpublishable
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
+from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, model_facts
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
-from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
+from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
 from rollout.engine.arguments import problems as engine_problems
 
 LOOPBACK = {
@@ -92,6 +93,9 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
+    gpus = find_gpus()
+    further += unserved_heads(config, config.rollout.device == "cpu" or (config.rollout.device == "auto" and not gpus))
+    further += unpublishable(config, gpu_bytes() if gpus else None)
     further += unknown_fields(config.reward.engine, "reward")
     further += unknown_parsers(config)
     if not live:

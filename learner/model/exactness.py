@@ -155,6 +155,8 @@ def _stir(model: PreTrainedModel) -> None:
 def _check_structure(model: PreTrainedModel) -> None:
     """Raise Inexact for what no comparison of log-probabilities shows: random dropout, what is not sent to servers, and
     experts that are not known to be routed and loaded right."""
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):  # type: ignore[no-untyped-call]
+        raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
     names = dict(model.named_parameters(remove_duplicate=False))
     if kept := [name for name in model.state_dict() if name not in names]:
         raise Inexact(f"it has values that are no weights and would reach no server ({kept[0]})")
@@ -182,7 +184,6 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
-        loading.blocks(ours)
         mixture = Mixture.of(ours)
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
         for what, row, texts, given in cases:
@@ -250,7 +251,8 @@ def _first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str
         mine, own = torch.cat(outputs), torch.cat(theirs.get(name, outputs))
         if mine.shape == own.shape and not float((mine - own).abs().max()) <= TOLERANCE * float(1 + own.abs().max()):
             block, _, part = name.partition(".")
-            return f"its {type(getattr(blocks[int(block)], part)).__name__} (layers.{name}) does more than the learner"
+            kind = type(getattr(blocks[int(block)], part)).__name__
+            return f"its {kind} (layers.{name}) gives a token something else in a packed row"
     return "its head does more than multiply by the output embedding (a bias, a scale or a softcap)"
 
 

@@ -28,7 +28,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from buffer.images import ImageFormat
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.arguments import engine_arguments, environment, on_cpu, unserved_heads
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
@@ -65,6 +65,8 @@ class Engine:
         """Start vLLM with dummy weights, or with the base of an adapter that does nothing: load real ones before
         generating. Raises ConfigError, EngineDead."""
         cpu = on_cpu(config)
+        if problems := list(unserved_heads(config, cpu)):
+            raise ConfigError(problems)
         arguments = engine_arguments(config, seed, cpu, ImageFormat.of(config.model.path, config.data))
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)

@@ -266,7 +266,7 @@ def test_facts_of_a_model(model: Path) -> None:
     assert model_facts(str(model)) == ModelFacts(1100, 6, 512)
     assert model_facts("Qwen/Qwen2.5-1.5B") == ModelFacts()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 9, "rope_scaling": {"factor": 4}}))
-    assert model_facts(str(model)).positions is None
+    assert model_facts(str(model)).positions == 36
     (model / "model-1.safetensors").write_bytes(b"\xff" * 9)
     assert model_facts(str(model)) == ModelFacts()
 
