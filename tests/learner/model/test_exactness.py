@@ -195,7 +195,7 @@ class HasExperts(Looks):
 AutoConfig.register("unheard_of", Unknown.config_class)
 AutoModelForCausalLM.register(Unknown.config_class, Unknown)
 PARTS = {
-    LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be .* nat off",
+    LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
     Drops: r"its Drops \(layers\.0\.mlp\) gives a token something else",
     Remembers: r"values that are no weights and would reach no server \(model\.layers\.0\.mlp\.scale\)",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
