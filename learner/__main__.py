@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device, form = choose_device(config), image_format(config)
+        check_exact(config.model, config.learner.share_prompts)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
@@ -117,7 +118,6 @@ def choose_device(config: Config) -> torch.device:
         raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
     attention.choose(learner.attention, device, getattr(torch, model.dtype))
     check_experts(loading.read_config(model), model.path, config.rollout.routing_replay)
-    check_exact(model, learner.share_prompts)
     return device
 
 
