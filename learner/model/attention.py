@@ -41,6 +41,7 @@ BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 ARGUMENTS = (
     *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"),
+    *("cu_seq_lens_k", "max_length_k"),  # of a tower, equal to those of the queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
 """Keyword arguments of an attention: those that are honoured, and others that change nothing in it."""

@@ -10,7 +10,7 @@ process of its own, by `actors/doctor/trial.py`; reads the model's config, never
 import copy
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from configs.architecture import unsupported
 from configs.checks import EXPERT_MODELS
@@ -36,14 +36,18 @@ GAIN = 3.0
 """Standard deviation of random activations: large enough that a softcap of 50 is seen."""
 WINDOW = 8
 VOCABULARY = 64
+FAR = 10**7
+"""A place in a document that is longer than any window."""
+TRIED = attention.registered("sdpa") + "_tried"
+"""The attention of the trial: `sdpa`, which also looks at the masks that transformers would make."""
 LENGTHS = (5, 2 * WINDOW + 5, 9)
 """Tokens of the packed documents; the second is longer than any window."""
 LARGEST = 200_000_000
 """Parameters of a small copy that is still built."""
-NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "depth": 1}
+NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 ANSWERS = (4, 1, 6)
 """Tokens of the answers to a prompt that they share."""
-SIZES = re.compile("window|chunk")
+SIZES = re.compile("window|chunk|local")
 """Names of lengths that documents must exceed to be changed by them."""
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
@@ -106,16 +110,25 @@ def small(config: PreTrainedConfig) -> PreTrainedConfig:
         if hasattr(text, name):
             setattr(text, name, value)
     text.hidden_size, text.vocab_size = pairs * each * size, VOCABULARY
-    for part in (config, *(x for x in vars(config).values() if isinstance(x, PreTrainedConfig))):
-        for name, value in vars(part).items():
-            if isinstance(value, int) and SIZES.search(name) and value > WINDOW:
-                setattr(part, name, WINDOW)
-        for name, value in NARROW.items():
-            if isinstance(getattr(part, name, None), int):
-                setattr(part, name, min(value, getattr(part, name)))
+    for name, value in vars(text).items():
+        if isinstance(value, int) and SIZES.search(name) and value > WINDOW:
+            setattr(text, name, WINDOW)
+    for name, value in NARROW.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(value, getattr(text, name)))
+    for part in {id(each): each for each in (config, text)}.values():
         if isinstance(getattr(part, "pad_token_id", None), int):
             part.pad_token_id = 0
+    if loading.sees(config):
+        _narrow_tower(config.vision_config, text.hidden_size)
     return config
+
+
+def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
+    """One narrow block in place of the tower, whose features have the `width` of the text model. No text sees it."""
+    if isinstance(getattr(tower, "depth", None), int):  # the two architectures whose images are known
+        tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
+        tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW["intermediate_size"], width
 
 
 def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -130,7 +143,7 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
         theirs = loading.auto_class(little).from_config(
             copy.deepcopy(little), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
         )
-        ours = loading.build(little, attention.registered("sdpa"), cpu, trusted)
+        ours = loading.build(little, TRIED, cpu, trusted)
     except Inexact:
         raise
     except FOREIGN as error:
@@ -138,6 +151,20 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
     _stir(theirs)
     ours.load_state_dict(theirs.state_dict())
     return theirs.eval(), ours
+
+
+def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: Any) -> None:
+    """In place of the mask that transformers would make for a layer: there is none, but raise Inexact if a token sees
+    less of a very long document than of the longest one that is tried, so that the trial cannot show how much."""
+    if q_length == LENGTHS[1]:  # a document alone: the functions of packed rows know no other places
+        zero, first = torch.tensor(0), torch.tensor(0)
+        near, far = (bool(mask_function(zero, zero, torch.tensor(at), first)) for at in (q_length - 1, FAR))
+        if near and not far:
+            raise Inexact("its attention sees only part of a long document, by a length that cannot be tried in small")
+
+
+AttentionInterface.register(TRIED, attention.ATTENTIONS["sdpa"])
+AttentionMaskInterface.register(TRIED, _judge_mask)
 
 
 def _stir(model: PreTrainedModel) -> None:
