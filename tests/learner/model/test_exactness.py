@@ -199,7 +199,7 @@ PARTS = {
     Drops: r"its Drops \(layers\.0\.mlp\) gives a token something else",
     Remembers: r"values that are no weights and would reach no server \(model\.layers\.0\.mlp\.scale\)",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
-    HasExperts: r"it has experts \(model\.layers\.0\.mlp\.experts\) that its config does not count",
+    HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",
 }
 
 

@@ -231,6 +231,12 @@ def test_fp8_without_a_gpu_that_computes_in_it_is_refused():
             on_cpu(config("auto", quantization="fp8"))
 
 
+def of_model(folder):
+    """A run of the model in `folder`."""
+    run = config()
+    return run.model_copy(update={"model": run.model.model_copy(update={"path": str(folder)})})
+
+
 def test_heads_that_vllm_serves_on_a_cpu_are_those_of_its_source():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -244,8 +250,7 @@ def test_heads_that_vllm_serves_on_a_cpu_are_those_of_its_source():
 def test_heads_of_another_size_are_refused_before_a_server_starts(tmp_path, shape, size):
     """Each start would fail, after a minute or more."""
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4} | shape))
-    run = config()
-    run.model.path = str(tmp_path)
+    run = of_model(tmp_path)
     (line,) = unserved_heads(run, cpu=True)
     assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU serves heads of 32, 64, ")
     assert line.endswith(f"and this model's have {size}; take another model, or servers with GPUs")
@@ -254,7 +259,5 @@ def test_heads_of_another_size_are_refused_before_a_server_starts(tmp_path, shap
 
 def test_heads_that_it_serves_and_models_of_the_hub_are_accepted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, "hidden_size": 128}))
-    run = config()
-    assert not list(unserved_heads(run, cpu=True)), "of a name on the hub nothing is known"
-    run.model.path = str(tmp_path)
-    assert not list(unserved_heads(run, cpu=True))
+    assert not list(unserved_heads(config(), cpu=True)), "of a name on the hub nothing is known"
+    assert not list(unserved_heads(of_model(tmp_path), cpu=True))
