@@ -14,6 +14,8 @@ PROVEN = (
 """Types of models whose packed rows the tests compare with transformers': the doctor need not try them."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Layers whose documents do not see each other in a packed row."""
+QUANTISED = ("quantization_config", "compression_config")
+"""Keys that say how weights are quantised, now and in the first compressed tensors."""
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 """Keys that list the type of each layer."""
 ROPES = ("default", "linear", "llama3", "mrope", "yarn")
@@ -41,7 +43,8 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     Example: `next(unsupported({"layer_types": ["conv"]}))` begins with `it has layers of type conv, and documents of`.
     """
     text = text_config(config)
-    if quantised := config.get("quantization_config") or text.get("quantization_config"):
+    found = (part.get(key) for part in (config, text) for key in QUANTISED)
+    if quantised := next(filter(None, found), None):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
         yield f"its weights are quantised ({method}), and the learner trains bfloat16 or float32; dequantise them first"
     for key in LAYER_KEYS:
