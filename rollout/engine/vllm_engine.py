@@ -35,6 +35,7 @@ from rollout.engine.joined_requests import JoinedRequests
 from rollout.engine.lora.adapter_folder import NUMBER
 from rollout.engine.scheduling.record import unpack
 from rollout.engine.scheduling.scheduler import Reports
+from rollout.engine.start_failure import final_failures
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
@@ -79,7 +80,7 @@ class Engine:
         """Start vLLM with these arguments (`engine_arguments`). Raises ConfigError for a model that cannot be given
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
-        with translate_engine_errors():
+        with translate_engine_errors(), final_failures():
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
