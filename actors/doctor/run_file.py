@@ -186,22 +186,27 @@ def unreachable(config: Config) -> dict[str, str]:
 
 def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     """Try what the refusals so far leave to be tried."""
+    try:
+        judgement.add(try_out(parts_to_try(config, judgement.refused), config, rows, judgement.rows))
+    except TypeError as error:
+        judgement.refused.append(f"data.train: {told(config.data.train)}: a row has what no message can hold: {error}")
+
+
+def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
+    """Parts of the run file that a trial judges, those apart of which something is `refused` already."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
+        "architecture": ("model.path",),
     }
-    if model_facts(config.model.path).kind not in PROVEN:
-        keys["architecture"] = ("model.path",)
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
     if config.reward.function == "task":
         del keys["reward"]
-    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
-    try:
-        judgement.add(try_out(parts, config, rows, judgement.rows))
-    except TypeError as error:
-        judgement.refused.append(f"data.train: {told(config.data.train)}: a row has what no message can hold: {error}")
+    if model_facts(config.model.path).kind in PROVEN:
+        del keys["architecture"]
+    return [part for part, names in keys.items() if not any(line.startswith(names) for line in refused)]
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.doctor.run_file import ROWS, rows_to_try
+from actors.doctor.run_file import ROWS, parts_to_try, rows_to_try
 from actors.doctor.trial import Judgement, Trial, architecture, judge_failures, judge_lengths, try_out
 from configs.architecture import PROVEN
 from configs.load import load
@@ -156,3 +156,13 @@ def test_a_model_of_a_type_that_no_test_has_proven_is_tried_in_small(
     else:
         tried = [f"model.path: {tmp_path}: tried in small, its packed rows are computed exactly"]
         assert trial.found.refused == [] and trial.found.facts == tried * (kind not in PROVEN)
+
+
+def test_only_types_that_no_test_has_proven_cost_a_trial(tmp_path: Path) -> None:
+    """It imports torch, which takes longer than all other checks."""
+    run = config(tmp_path, f"model.path={tmp_path}")
+    for kind in ("cohere", *PROVEN):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert ("architecture" in parts_to_try(run, [])) is (kind == "cohere")
+    assert "architecture" in parts_to_try(config(tmp_path, "model.path=org/name"), [])
+    assert parts_to_try(run, ["model.path: nope: no such folder"]) == ["reward"]
