@@ -32,9 +32,11 @@ ADAPTER = ("lora_A", "lora_B")
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's config. Raises ConfigError if there is none that transformers can read."""
     try:
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
         raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
+    assert isinstance(config, PreTrainedConfig)
+    return config
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
