@@ -26,6 +26,7 @@ from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model import attention, loading, vision
 from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.flops import Costs
 from learner.model.head import HeadOptions
 from learner.model.microbatch import Microbatch, lay_out
 from learner.model.policy import apply_head, hidden_states
@@ -144,6 +145,8 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
             copy.deepcopy(little), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
         )
         ours = loading.build(little, TRIED, cpu, trusted)
+        if type(ours.config) is not type(little):
+            raise Inexact(f"only its {type(ours).__name__} would be trained, which is a part of the model")
     except Inexact:
         raise
     except FOREIGN as error:
@@ -211,6 +214,7 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
+        Costs.of(ours), attention.most_copied(ours.config)  # what else a policy asks of a model
         mixture = Mixture.of(ours)
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
         for what, row, texts, given in cases:

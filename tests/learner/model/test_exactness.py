@@ -80,6 +80,7 @@ REFUSED = {
     "heads of two sizes": ("youtu", {}, "numbers in queries and|would be trained wrongly"),
     "rope that follows the row": ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "of type dynamic"),
     "the same in transformers 4's words": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "a part of a larger model": ("emu3", {}, "only its Emu3ForCausalLM would be trained"),
     "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"weights are quantised \(fp8\)"),
 }
 
