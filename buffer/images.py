@@ -72,7 +72,7 @@ class ImageFormat:
         `freeze`: `model.freeze`. Raises ConfigError for a text model with it, for a model that sees, but is none of
         MODEL_TYPES, and for a folder without what it takes.
         """
-        config = _read(model_path, "config.json")
+        config = read_model_file(model_path, "config.json")
         if config is None:
             raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
         kind, vision = config.get("model_type"), config.get("vision_config")
@@ -84,8 +84,8 @@ class ImageFormat:
                 return None
             known = " and ".join(MODEL_TYPES)
             raise ConfigError([f"model.path: {model_path}: {kind} has vision, which is known of {known} only"])
-        given = _read(model_path, "preprocessor_config.json")
-        given = given or (_read(model_path, "processor_config.json") or {}).get("image_processor")
+        given = read_model_file(model_path, "preprocessor_config.json")
+        given = given or (read_model_file(model_path, "processor_config.json") or {}).get("image_processor")
         try:
             return cls._from(config, vision or {}, given or {}, data)
         except KeyError as error:
@@ -258,7 +258,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _read(model_path: str, name: str) -> dict[str, Any] | None:
+def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
     """A JSON file of a model; None if the model has none of that name. Raises ConfigError."""
     try:
         file = _file(model_path, name)

@@ -82,6 +82,10 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 """Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
 
+COPIES_SHARE = 0.9
+"""Share of a GPU that the copies for the servers may fill: the rest is for CUDA and NCCL. Of 80 GB that is a full model
+of 17 G parameters in bfloat16, beside its shard."""
+
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
 
@@ -95,7 +99,8 @@ def check(
     the caller, such as columns missing from the data.
     """
     found = [
-        *_lengths(config), *_images(config), *_batch(config), *_algorithm(config), *_devices(config), *_engine(config),
+        *_architecture(config), *_lengths(config), *_images(config), *_batch(config), *_algorithm(config),
+        *_devices(config), *_engine(config),
         *_addresses(config), *_sizes(config), *_epochs(config, problems), *_evaluation(config), *_files(config, files),
         *_functions(config, files), *_rewards(config), *_chat(config), *_agents(config, files),
         *_nodes(config), *_trackers(config, files), *_lora(config), *_variables(config), *further,
@@ -114,6 +119,16 @@ def own_hosts(config: Config) -> list[str]:
     given = [urlsplit(config.buffer.address).hostname or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
+
+
+def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
+    """Whether the policy's copies for the servers are more than a learner's GPU with `gpu_bytes` holds (None: there is
+    none)."""
+    sent = model_facts(config.model.path).sent_bytes(config.model)
+    if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
+        needed = f"learner rank 0 holds two copies of what is trained for the servers, {sent / 2**30:,.1f} GiB"
+        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
+        yield f"model.path: {config.model.path}: {needed}, and a GPU has {gpu_bytes / 2**30:,.1f} GiB; {remedy}"
 
 
 def max_sample_tokens(config: Config) -> int:
@@ -143,6 +158,13 @@ def max_episode_tokens(config: Config) -> int:
 def existing(path: Path) -> Path:
     """`path`, or the lowest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def _architecture(config: Config) -> Iterator[str]:
+    """What the learner would train wrongly. What only the built model shows, `learner.model.exactness` tries."""
+    path = config.model.path
+    facts = model_facts(path)
+    yield from (f"model.path: {path} ({facts.kind}): {reason}" for reason in facts.unsupported)
 
 
 def _lengths(config: Config) -> Iterator[str]:

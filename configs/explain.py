@@ -7,7 +7,7 @@ slow or odd; what makes it impossible is refused by `checks.py`.
 from collections.abc import Iterator
 from math import ceil, log10
 
-from configs.checks import max_group_bytes, max_sample_tokens
+from configs.checks import max_group_bytes, max_sample_tokens, unpublishable
 from configs.flow.capacity import connections, memory_bytes, open_files
 from configs.flow.kv_room import KvRoom, kv_room
 from configs.flow.sequences import MEAN_SHARE, admitted_staleness, mean_tokens, open_groups, places, share_of_batch
@@ -18,6 +18,8 @@ from configs.schema import Config
 NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
+USUAL_GPU_BYTES = 80 * 10**9
+"""Assumed where no GPU is seen."""
 AS_FAST = 0.96
 """Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 
@@ -28,10 +30,16 @@ def explain(config: Config, problems: int | None = None, gpu_bytes: int | None =
     room = kv_room(config, gpu_bytes)
     most = most_running(config) if room.sequences is None else max(1, min(most_running(config), room.sequences))
     flow = expected(config, admitted_staleness(config), most)
-    notes = (*_notes_on_flow(config, problems, flow, most), *_notes_on_learning(config), *_notes_on_addresses(config))
+    sizes = (line.removeprefix("model.path: ") for line in unpublishable(config, gpu_bytes or USUAL_GPU_BYTES))
+    notes = (
+        *sizes,
+        *_notes_on_flow(config, problems, flow, most),
+        *_notes_on_learning(config),
+        *_notes_on_addresses(config),
+    )
     return [
         *_batch(config), *_data(config, problems), *_images(config), *_flow(config, flow, most, room),
-        *_machines(config), *_disk(config), *_buffer(config, problems or 0),
+        *_machines(config), *_publishing(config), *_disk(config), *_buffer(config, problems or 0),
         *(f"note: {line}" for line in notes),
     ]  # fmt: skip
 
@@ -137,6 +145,12 @@ def _machines(config: Config) -> Iterator[str]:
         number = ceil(samples / max(1, budget // max_sample_tokens(config)))
         passes = f"{number:,} of {budget:,} tokens if all samples are as long as they may be"
     yield f"microbatches: a rank trains about {samples:,.0f} samples per version, packed into forward passes, {passes}"
+
+
+def _publishing(config: Config) -> Iterator[str]:
+    if sent := model_facts(config.model.path).sent_bytes(config.model):
+        where = "memory" if config.learner.device == "cpu" else "GPU, beside its shard"
+        yield f"publishing: learner rank 0 holds {_with_prefix(sent)}B of copies for the servers in its {where}"
 
 
 def _kept(config: Config) -> int:

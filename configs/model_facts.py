@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from configs.architecture import text_config, unsupported, usable_positions
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
@@ -51,6 +52,10 @@ class ModelFacts:
     kv_numbers: int | None = None
     """Numbers that a server keeps of one token, its keys and values in all layers; None where not every layer attends
     to the whole sequence."""
+    unsupported: tuple[str, ...] = ()
+    """Why the learner would not train it exactly, as far as config.json says."""
+    head_size: int | None = None
+    """Numbers of a head's query."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -61,6 +66,12 @@ class ModelFacts:
     def saved_parameters(self, model: ModelConfig) -> int | None:
         """Parameters in a checkpoint: all, or those of the adapter."""
         return self.adapter_parameters(model) if model.lora else self.parameters
+
+    def sent_bytes(self, model: ModelConfig) -> int:
+        """Memory that the learner's rank 0 has for the servers' copies: two of what is trained, one of what is frozen;
+        of an adapter the adapter alone. 0 where unknown."""
+        saved, frozen = self.saved_parameters(model) or 0, (self.tower or 0) if "vision" in model.freeze else 0
+        return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
         """Memory of the learner's state: weight, gradient and two moments in float32 of all that is trained, the rest
@@ -82,22 +93,22 @@ def model_facts(path: str) -> ModelFacts:
     for name, shape in shapes:
         if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
             linear[found[1]] += sum(shape)
-    kind, config = config.get("model_type"), config.get("text_config") or config
-    # with scaled rotary embeddings the usable context is not max_position_embeddings
-    positions = None if config.get("rope_scaling") else config.get("max_position_embeddings")
+    kind, refused, config = config.get("model_type"), tuple(unsupported(config)), text_config(config)
     parameters = sum(prod(shape) for _, shape in shapes)
     experts = num_experts(config)
     routes = len(expert_layers(config)) * (config.get("num_experts_per_tok") or 0) if experts else 0
     return ModelFacts(
         parameters or None,
         config.get("num_attention_heads"),
-        positions,
+        usable_positions(config),
         tower or None,
         linear,
         config.get("model_type") or kind,
         experts,
         routes * (1 if experts <= 256 else 2),
         *_kept_of_a_token(config),
+        refused,
+        _head_size(config),
     )
 
 
@@ -108,8 +119,13 @@ def _kept_of_a_token(config: Mapping[str, Any]) -> tuple[int | None, int | None]
     others = set(config.get("layer_types") or ()) - {"full_attention"}
     if not (heads and layers and kv_heads) or others or "kv_lora_rank" in config:
         return None, None
-    size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    size = _head_size(config) or 0
     return kv_heads, 2 * layers * kv_heads * size or None
+
+
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    heads, size = config.get("num_attention_heads"), config.get("head_dim")
+    return size or (config.get("hidden_size", 0) // heads if heads else 0) or None
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from buffer.curve import KeysError, client_keys_for, server_keys_for
@@ -51,7 +51,8 @@ from learner.algorithms.losses import needs_entropy_gradient, needs_reference
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Draining
 from learner.mesh import process_group, ranks_of_node, replica, shards
-from learner.model import attention, flops, speed
+from learner.model import attention, flops, loading, speed
+from learner.model.exactness import check_exact
 from learner.model.experts.mixture import check_experts
 from learner.model.lora.base import Base
 from learner.model.memory import (
@@ -94,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
         ranks.check_environment(config.learner, os.environ)
         device, form = choose_device(config), image_format(config)
+        check_exact(config.model, config.learner.share_prompts)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), form)
@@ -120,11 +122,7 @@ def choose_device(config: Config) -> torch.device:
         problem = f"learner.ranks: {local_ranks} ranks need {local_ranks} GPUs, {gpus} are seen"
         raise ConfigError([f"{problem}; lower it, or set learner.device: cpu"])
     attention.choose(learner.attention, device, getattr(torch, model.dtype))
-    try:
-        known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
-    check_experts(known, model.path, config.rollout.routing_replay)
+    check_experts(loading.read_config(model), model.path, config.rollout.routing_replay)
     return device
 
 

@@ -4,7 +4,8 @@
 Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
 for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
 policies until the buffer has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed
-(the log says why), 2 refused before anything was started, 130 forced.
+(the log says why), 2 refused before anything was started, or because the initial model disagrees with the learner's in
+the probe of version 0, 130 forced.
 """
 
 import asyncio
@@ -70,12 +71,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return BAD_INPUT
     except Exception as error:  # the outermost boundary of the process
-        cause = first_error(error)
-        if isinstance(cause, RefusedError):
-            print(f"{PROG}: the buffer refuses this server: {cause}", file=sys.stderr)
-            return BAD_INPUT
-        log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, EngineDead) else error)
-        return FAILED
+        return explain_failure(error)
+
+
+def explain_failure(error: Exception) -> int:
+    """Say on stderr or in the log what ended the server; returns its exit code: BAD_INPUT if another start would end
+    the same way."""
+    cause = first_error(error)
+    if isinstance(cause, RefusedError):
+        print(f"{PROG}: the buffer refuses this server: {cause}", file=sys.stderr)
+        return BAD_INPUT
+    if getattr(cause, "final", False):  # a WeightsError; importing that class imports torch
+        print(f"{PROG}: {cause}", file=sys.stderr)
+        return BAD_INPUT
+    log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, EngineDead) else error)
+    return FAILED
 
 
 def run_server(argv: Sequence[str]) -> int:

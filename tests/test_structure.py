@@ -49,7 +49,10 @@ MAY: dict[str, set[str]] = {
     "actors.watch": {"configs", "buffer", "actors.process", "actors.watch"},
     "actors.report": {"configs", "buffer", "actors.process", "actors.watch", "actors.report"},
     "actors.live": {*("configs", "buffer", "actors.process"), *("actors.watch", "actors.report", "actors.live")},
-    "actors.doctor": {"configs", "buffer", "rollout", "actors.process", "actors.doctor"},
+    "actors.doctor": {
+        *("configs", "buffer", "rollout", "actors.process", "actors.doctor"),
+        "learner.model.exactness",  # in a process of its own, which imports torch
+    },
     "actors.scaling": {"configs", "buffer", "actors.process", "actors.watch", "actors.scaling"},
     "actors.supervise": {
         *("configs", "buffer", "actors.process", "actors.watch", "actors.report", "actors.doctor", "actors.scaling"),

@@ -25,16 +25,18 @@ from buffer.images import ImageError
 from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
-from configs.checks import check, existing
+from configs.architecture import PROVEN
+from configs.checks import check, existing, unpublishable
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
 from configs.flow.capacity import open_files
+from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError
-from configs.model_facts import SPARE_BYTES
+from configs.model_facts import SPARE_BYTES, model_facts
 from configs.plain_text import visible
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
-from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers
+from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
 from rollout.engine.arguments import problems as engine_problems
 from rollout.engine.vllm_variables import unreadable_variables
 
@@ -98,6 +100,9 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     judgement.facts += [f"note: {line}" for line in cliffs(config)]
     if config.rollout.engine:
         further += engine_problems(config.rollout.engine, config)
+    gpus = find_gpus()
+    further += unserved_heads(config, config.rollout.device == "cpu" or (config.rollout.device == "auto" and not gpus))
+    further += unpublishable(config, gpu_bytes() if gpus else None)
     further += unknown_fields(config.reward.engine, "reward")
     further += unknown_parsers(config)
     further += unreadable_variables()
@@ -195,20 +200,27 @@ def unreachable(config: Config) -> dict[str, str]:
 
 def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     """Try what the refusals so far leave to be tried."""
+    try:
+        judgement.add(try_out(parts_to_try(config, judgement.refused), config, rows, judgement.rows))
+    except TypeError as error:
+        judgement.refused.append(f"data.train: {told(config.data.train)}: a row has what no message can hold: {error}")
+
+
+def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
+    """Parts of the run file that a trial judges, those apart of which something is `refused` already."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),
         "task": ("rollout.task", "rollout.environment"),
+        "architecture": ("model.path",),
     }
     if config.rollout.task in ("single_turn", "agent"):
         del keys["task"]
     if config.reward.function == "task":
         del keys["reward"]
-    parts = [part for part, names in keys.items() if not any(line.startswith(names) for line in judgement.refused)]
-    try:
-        judgement.add(try_out(parts, config, rows, judgement.rows))
-    except TypeError as error:
-        judgement.refused.append(f"data.train: {told(config.data.train)}: a row has what no message can hold: {error}")
+    if model_facts(config.model.path).kind in PROVEN:
+        del keys["architecture"]
+    return [part for part, names in keys.items() if not any(line.startswith(names) for line in refused)]
 
 
 def disk_space(config: Config, free: int) -> Iterator[str]:

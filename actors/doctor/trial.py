@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgpack
 
 from buffer.image_rows import IMAGES
+from configs.architecture import is_proven
 from configs.data.sources import told
 from configs.load import ConfigError
 from configs.schema import Config
@@ -251,6 +252,23 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
             found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
 
 
+def architecture(trial: Trial, config: Config, rows: Rows) -> None:
+    """Have the learner compute a small copy of a model whose type no test has proven to be trained exactly."""
+    from buffer.images import read_model_file
+
+    if is_proven(read_model_file(config.model.path, "config.json") or {}):
+        return
+    from learner.model.exactness import check_exact  # imports torch and transformers, which takes seconds
+
+    try:
+        check_exact(config.model, config.learner.share_prompts)
+    except ConfigError as error:
+        trial.found.refused += error.problems
+    else:
+        line = f"model.path: {config.model.path}: tried in small, its packed rows are computed exactly"
+        trial.found.facts.append(line)
+
+
 def judge_failures(found: Judgement, config: Config, failed: dict[int, str], others: int) -> None:
     """Rows that cannot be made a prompt: refused if all of them."""
     example = next(f"row {number}: {reason}" for number, reason in failed.items())
@@ -423,6 +441,7 @@ def task(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 PARTS: dict[str, tuple[str, Callable[[Trial, Config, Rows, int], None]]] = {
     "prompts": ("model.path", prompts),
+    "architecture": ("model.path", architecture),
     "reward": ("reward.function", reward),
     "task": ("rollout.task", task),
 }

@@ -194,7 +194,7 @@ class Ends:
             return "ended", f"exit code {code}", 0.0
         self.worked |= progressed
         if code == BAD_INPUT and not self.worked:  # another start would end the same way
-            return "refused", "\n".join(lines), 0.0
+            return "refused", "\n".join(last_words(lines)), 0.0
         self.failures = 1 if progressed else self.failures + 1
         what = f"exit code {code} after {lived_s:.0f} s"
         if self.failures >= restarts.failures:

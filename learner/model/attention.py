@@ -9,7 +9,7 @@ names it has no mask function for, so no [tokens, tokens] mask ever exists. The 
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -37,6 +37,14 @@ PACKAGES = {
 MOST_GATHERED = 0.5
 """Heads of keys that a row gathers at most, its own and copies, as a share of its heads of queries. The other way, a
 second call of attention, reads and writes queries and outputs again. At 0.46 gathering was faster (docs/learner.md)."""
+BOUNDS = ("cu_seq_lens_q", "max_length_q")
+"""Arguments without which a row is one document."""
+ARGUMENTS = (
+    *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"),
+    *("cu_seq_lens_k", "max_length_k"),  # of a tower, equal to those of the queries
+    *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+)
+"""Keyword arguments of an attention: those that are honoured, and others that change nothing in it."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
 
@@ -129,6 +137,7 @@ def adapt(name: str) -> Attention:
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        _check_arguments(module, query, value, kwargs)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         row, shared = (kwargs["cu_seq_lens_q"], kwargs["max_length_q"]), kwargs.get("shared_prompts")
         causal, window = kwargs.get("is_causal") is not False, kwargs.get("sliding_window")
@@ -142,21 +151,38 @@ def adapt(name: str) -> Attention:
     return attend
 
 
+def _check_arguments(module: nn.Module, query: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an attention that would be computed wrongly: one with more to it than these kernels know, or
+    whose layer does not hand on the bounds of documents."""
+    for name in BOUNDS:
+        if name not in given:
+            raise ValueError(f"{type(module).__name__} does not hand on {name}, the bounds of a row's documents")
+    for name, argument in given.items():
+        if argument is not None and name not in ARGUMENTS:
+            raise ValueError(f"{type(module).__name__} has an attention with {name}, which the learner ignores")
+    if given.get("dropout"):
+        raise ValueError(f"{type(module).__name__} drops attention weights, which is random")
+    if query.shape[-1] != value.shape[-1]:
+        sizes = f"heads of {query.shape[-1]} numbers in queries and {value.shape[-1]} in values"
+        raise ValueError(f"{type(module).__name__} has {sizes}, and the learner's kernels take one size")
+
+
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float, window: int | None
 ) -> Tensor:
     """torch's SDPA on [documents, longest], padded on the right inside attention only; works on any device.
 
-    Causal, it needs no mask: a real token never sees the padding to its right.
+    Causal, it needs no mask: a real token never sees the padding to its right. A window shorter than the row needs one.
     """
-    if window is not None and longest > window:
-        raise ValueError(f"learner.attention: sdpa knows no sliding window, the model has one of {window}; use varlen")
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]
     index = cu_seqlens[:-1, None] + position.minimum(lengths[:, None] - 1)  # [documents, longest]
     q, k, v = (x[index].transpose(1, 2) for x in (q, k, v))  # [documents, heads, longest, head_dim]
     mask = None if causal else real[:, None, None]
+    if causal and window is not None and longest > window:
+        distance = position[:, None] - position
+        mask, causal = (distance >= 0) & (distance < window), False
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # decided as a graph is made, not in it
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped)
     return out.transpose(1, 2)[real]

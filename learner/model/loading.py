@@ -11,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 
@@ -22,19 +29,31 @@ ADAPTER = ("lora_A", "lora_B")
 """Last words of the names of an adapter's parameters."""
 
 
+def read_config(model: ModelConfig) -> PreTrainedConfig:
+    """The model's config. Raises ConfigError if there is none that transformers can read."""
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """The model without storage, in fp32 and training mode; no dropout, which would randomise log-probabilities."""
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if getattr(config, name, 0):
-            setattr(config, name, 0.0)
+    """The model without storage, in fp32 and training mode."""
+    return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
+
+
+def build(config: PreTrainedConfig, attention: str, device: torch.device, trusted: bool) -> PreTrainedModel:
+    """A model of this config on `device`, in fp32 and training mode, without dropout, which would randomise
+    log-probabilities. Changes `config`."""
+    switch_off_dropout(config)
     if has_experts(config):
         config._experts_implementation = IMPLEMENTATION
-    trusted = model.trust_remote_code
     # a causal attention of ours would not do for the tower, which gets its own in `vision.py`
     attentions = {"text_config": attention, "vision_config": "sdpa"} if sees(config) else attention
-    with torch.device("meta"):
-        empty = _auto_class(config).from_config(
+    with device:
+        empty = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation=attentions, trust_remote_code=trusted
         )
     assert isinstance(empty, PreTrainedModel)
@@ -42,12 +61,22 @@ def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
     return empty
 
 
+def switch_off_dropout(config: PreTrainedConfig) -> None:
+    """Set every rate to 0 whose name says that it drops something, in nested configs too."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            switch_off_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
 def sees(config: Any) -> bool:
     """Whether a model's config is of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a model of `config`."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
@@ -95,9 +124,8 @@ def distribute_weights(
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """The model in the folder `model.path`, in the dtype of its files or in `dtype`, in host memory."""
-    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    trusted = model.trust_remote_code
-    read = _auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted)
+    config, trusted = read_config(model), model.trust_remote_code
+    read = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted)
     assert isinstance(read, PreTrainedModel)
     return read
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from configs.checks import max_sample_tokens
+from configs.checks import COPIES_SHARE, max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
 from learner.model import attention
@@ -156,6 +156,7 @@ def memory_budget(
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
         images = f" and {patches} patches of images" if patches else ""
         sample = f"a sample of {max_sample_tokens(config)} tokens{images}"
+        check_copies(expected, available)
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
@@ -163,6 +164,16 @@ def memory_budget(
         remedy += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {remedy}"])
     return expected, budget
+
+
+def check_copies(expected: Estimate, available: int) -> None:
+    """Raise ConfigError if the servers' copies alone are more than a GPU of `available` bytes holds: no key of the
+    learner makes them smaller."""
+    copies = expected.candidates[0].fixed.get("copies to send", 0)
+    if copies > COPIES_SHARE * available:
+        held = f"rank 0 holds two copies of what is trained for the servers, {copies / GIB:.1f} GiB"
+        remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
+        raise ConfigError([f"model.path: {held}, and a GPU has {available / GIB:.1f} GiB; {remedy}"])
 
 
 def estimate(

@@ -128,36 +128,9 @@ class Policy(nn.Module):
         Both are 0 where `microbatch.sampled` is false: the head skips these tokens. With `loss`, a function of slices
         of `microbatch.scored`, they have no gradient; its sum, [] float32 with gradient, is the third result.
         """
-        scored, hidden, predictor = microbatch.scored, self._hidden(microbatch), microbatch.predictor
-        shared = microbatch.shared is not None
-        inputs = (
-            _Gather.apply(hidden, predictor) if shared else hidden.index_select(0, predictor),  # type: ignore[no-untyped-call]
-            self.model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
-            microbatch.tokens[scored],
-        )
+        hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         options = self.head if temperature is None else self.head._replace(temperature=temperature)
-        if loss is None:
-            outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options)
-        else:
-            outputs = chunked_loss(*inputs, loss, options)
-        zeros = outputs[0].new_zeros(len(microbatch.tokens))
-        return *(zeros.index_copy(0, scored, output) for output in outputs[:2]), *outputs[2:]
-
-    def _hidden(self, microbatch: Microbatch) -> Tensor:
-        """Final hidden states: [tokens, hidden_size]."""
-        decoder = self.model.get_decoder()  # type: ignore[no-untyped-call]
-        tokens, positions = microbatch.tokens, microbatch.positions
-        given = {"input_ids": tokens[None]} if self.sight is None else self.sight.inputs(tokens, microbatch.images)
-        given |= {} if self.mixture is None else self.mixture.keywords(microbatch)
-        hidden: Tensor = decoder(
-            **given,
-            position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
-            use_cache=False,
-            cu_seq_lens_q=microbatch.cu_seqlens,
-            max_length_q=microbatch.max_seqlen,
-            shared_prompts=microbatch.shared,
-        ).last_hidden_state[0]
-        return hidden
+        return apply_head(self.model, hidden, microbatch, options, loss)
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch, temperature: float | None = None) -> Tensor:
@@ -246,6 +219,44 @@ class Policy(nn.Module):
     def attention_cost(self) -> float:
         """FLOPs of attention per token pair over all other FLOPs per token: the q of n + q n² for n tokens."""
         return self.costs.per_pair / (self.costs.per_token + self.costs.per_trainable)
+
+
+def hidden_states(
+    model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, microbatch: Microbatch
+) -> Tensor:
+    """Final hidden states of a packed row: [tokens, hidden_size]."""
+    decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+    tokens, positions = microbatch.tokens, microbatch.positions
+    given = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
+    given |= {} if mixture is None else mixture.keywords(microbatch)
+    hidden: Tensor = decoder(
+        **given,
+        position_ids=positions[None] if positions.dim() == 1 else positions[:, None],
+        use_cache=False,
+        cu_seq_lens_q=microbatch.cu_seqlens,
+        max_length_q=microbatch.max_seqlen,
+        shared_prompts=microbatch.shared,
+    ).last_hidden_state[0]
+    return hidden
+
+
+def apply_head(
+    model: PreTrainedModel, hidden: Tensor, microbatch: Microbatch, options: HeadOptions, loss: ChunkLoss | None = None
+) -> tuple[Tensor, ...]:
+    """What `Policy.forward` returns, from the row's hidden states."""
+    scored, predictor = microbatch.scored, microbatch.predictor
+    shared = microbatch.shared is not None
+    inputs = (
+        _Gather.apply(hidden, predictor) if shared else hidden.index_select(0, predictor),  # type: ignore[no-untyped-call]
+        model.get_output_embeddings().weight,  # type: ignore[no-untyped-call]
+        microbatch.tokens[scored],
+    )
+    if loss is None:
+        outputs: tuple[Tensor, ...] = logprobs_and_entropy(*inputs, options)
+    else:
+        outputs = chunked_loss(*inputs, loss, options)
+    zeros = outputs[0].new_zeros(len(microbatch.tokens))
+    return *(zeros.index_copy(0, scored, output) for output in outputs[:2]), *outputs[2:]
 
 
 class _Gather(torch.autograd.Function):

@@ -77,7 +77,7 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
     """The module that turns patches into features; None for a text model."""
-    tower = getattr(model.model, "visual", None)
+    tower = getattr(getattr(model, "model", None), "visual", None)
     assert tower is None or isinstance(tower, nn.Module)
     return tower
 

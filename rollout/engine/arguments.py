@@ -132,6 +132,30 @@ def registered(package: str, table: str) -> Iterator[str]:
                 yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
 
 
+def unserved_heads(config: Config, cpu: bool) -> Iterator[str]:
+    """A line if vLLM's attention for CPU does not know the model's heads, with which no server would ever start; `cpu`:
+    servers run on one."""
+    size, sizes = model_facts(config.model.path).head_size, list(cpu_head_sizes()) if cpu else []
+    if size and sizes and size not in sizes:
+        known = ", ".join(map(str, sizes))
+        problem = f"vLLM on a CPU serves heads of {known} numbers, and this model's have {size}"
+        yield f"model.path: {config.model.path}: {problem}; take another model, or servers with GPUs"
+
+
+def cpu_head_sizes() -> Iterator[int]:
+    """Sizes of heads that vLLM's attention for CPU computes, read from the source of the installed vLLM; none without
+    it, or where the source says them in another way."""
+    vllm = importlib.util.find_spec("vllm")
+    source = vllm and vllm.origin and Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    if not source or not source.exists():
+        return
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            for line in node.body:
+                if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
+                    yield from (each.value for each in line.value.elts if isinstance(each, ast.Constant))  # type: ignore[misc]
+
+
 def cliffs(config: Config) -> Iterator[str]:
     """A line for each setting of the run file that makes a GPU several times slower, with its price and the remedy.
 

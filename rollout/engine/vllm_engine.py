@@ -30,13 +30,14 @@ from buffer.images import ImageFormat
 from configs.entrypoint import blocked
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.engine.arguments import engine_arguments, environment, on_cpu
+from rollout.engine.arguments import engine_arguments, environment, on_cpu, unserved_heads
 from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
 from rollout.engine.lora.adapter_folder import NUMBER
 from rollout.engine.scheduling.record import unpack
 from rollout.engine.scheduling.scheduler import Reports
+from rollout.engine.start_failure import final_failures
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
@@ -67,6 +68,8 @@ class Engine:
         """Start vLLM with dummy weights, or with the base of an adapter that does nothing: load real ones before
         generating. Raises ConfigError, EngineDead."""
         cpu = on_cpu(config)
+        if problems := list(unserved_heads(config, cpu)):
+            raise ConfigError(problems)
         arguments = engine_arguments(config, seed, cpu, ImageFormat.of(config.model.path, config.data))
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
@@ -80,7 +83,7 @@ class Engine:
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
         # vLLM's processes end with this one: whoever sends SIGTERM to all of a job's lets them work through the drain
-        with translate_engine_errors(), blocked(signal.SIGTERM):
+        with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]

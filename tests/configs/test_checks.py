@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from configs.checks import BUILT_IN, ENGINE_KEYS_ELSEWHERE, ENGINE_KEYS_SET, FILES, check, max_sample_tokens
 from configs.help import keys
 from configs.load import ConfigError, load
+from configs.model_facts import model_facts
 from configs.schema import Config
 
 ROOT = Path(__file__).parents[2]
@@ -390,3 +392,87 @@ def dict_literals(file: Path) -> list[tuple[str, set[str]]]:
         if isinstance(target, ast.Name) and isinstance(value, ast.Dict):
             found.append((target.id, {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}))
     return found
+
+
+ORIGINAL = {"original_max_position_embeddings": 256}
+ROPES = {
+    "none": ({}, 512),
+    "default": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 512),
+    "linear, transformers 4": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+    "linear, transformers 4.45": ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 2048),
+    "linear, transformers 5": ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 2048),
+    "yarn, transformers 4": ({"rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}}, 512),
+    "yarn, transformers 5": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}, 512),
+    "llama3": ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, **ORIGINAL}}, 512),
+    "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 512),
+    "by type of layer": (
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+        1024,
+    ),
+    "of a text config": ({"text_config": {"max_position_embeddings": 8, "rope_scaling": {"factor": 2.0}}}, 16),
+    "gemma3, which writes the product": (
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        512,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_positions_are_read_in_the_words_of_transformers_4_and_5(name: str, model: Path) -> None:
+    """As vLLM 0.32 counts them, which does not start for a longer sample."""
+    given, positions = ROPES[name]
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512, **given}))
+    assert model_facts(str(model)).positions == positions
+    fits = ["data.max_prompt_tokens=8", f"sampling.max_tokens={positions - 8}"]
+    assert not [line for line in all_of(model, *fits) if "positions" in line]
+    (line,) = [line for line in all_of(model, fits[0], f"sampling.max_tokens={positions - 7}") if "positions" in line]
+    assert line.startswith(f"model.path: {model} has {positions} positions, less than ")
+
+
+ARCHITECTURES = {
+    "hybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "it has layers of type linear_attention, and"),
+    "blocks": ({"layers_block_type": ["mamba", "full_attention"]}, "it has layers of type mamba, and"),
+    "compressed tensors": ({"compression_config": {"format": "int"}}, "its weights are quantised (unknown)"),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
+    "mxfp4 in a text config": (
+        {"text_config": {"quantization_config": {"quant_method": "mxfp4"}}},
+        "its weights are quantised (mxfp4)",
+    ),
+    "longrope": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        "its rotary embedding is of type longrope",
+    ),
+    "dynamic": ({"rope_parameters": {"rope_type": "dynamic"}}, "its rotary embedding is of type dynamic"),
+    "of one type of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}},
+        "its rotary embedding is of type dynamic",
+    ),
+    "unknown rope": ({"rope_scaling": {"type": "su"}}, "its rotary embedding is of type su"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_that_would_be_trained_wrongly_are_refused_by_their_config(name: str, model: Path) -> None:
+    given, words = ARCHITECTURES[name]
+    (model / "config.json").write_text(json.dumps({"model_type": "invented", **given}))
+    (line,) = all_of(model)
+    assert line.startswith(f"model.path: {model} (invented): {words}") and re.search("; (take|dequantise)", line)
+
+
+def test_full_and_sliding_attention_are_accepted(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"layer_types": ["sliding_attention", "full_attention"]}))
+    assert all_of(model) == []
+
+
+def all_of(model: Path, *overrides: str) -> list[str]:
+    """Every refusal of a run of `model`, of which only its folder must be there."""
+    try:
+        check(config(f"model.path={model}", *overrides), files=("model.path",))
+    except ConfigError as error:
+        return list(error.problems)
+    return []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.__main__ import count_rows, main
-from configs.checks import check
+from configs.checks import check, unpublishable
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.flow.sequences import open_groups
@@ -266,7 +266,7 @@ def test_facts_of_a_model(model: Path) -> None:
     assert model_facts(str(model)) == ModelFacts(1100, 6, 512)
     assert model_facts("Qwen/Qwen2.5-1.5B") == ModelFacts()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 9, "rope_scaling": {"factor": 4}}))
-    assert model_facts(str(model)).positions is None
+    assert model_facts(str(model)).positions == 36
     (model / "model-1.safetensors").write_bytes(b"\xff" * 9)
     assert model_facts(str(model)) == ModelFacts()
 
@@ -294,3 +294,35 @@ def test_rows_of_a_data_file_are_counted(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_bytes(b"no parquet")
     assert count_rows(tmp_path / "d.parquet") is None
     assert count_rows(tmp_path / "absent.parquet") is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gpu_gib", "lora", "refused"),
+    [(17, 80, False, False), (31, 80, False, True), (31, 140, False, False), (31, 80, True, False)],
+)
+def test_a_model_whose_copies_fill_rank_0_is_refused(
+    tmp_path: Path, parameters: int, gpu_gib: int, lora: bool, refused: bool
+) -> None:
+    """Billions of parameters in bfloat16, of which rank 0 holds two copies for the servers."""
+    shape = [parameters * 10**6, 1000]
+    header = json.dumps({"model.layers.0.q_proj.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    (tmp_path / "config.json").write_text("{}")
+    run = config(f"model.path={tmp_path}", *(["model.lora={rank: 8}"] if lora else []))
+    lines = list(unpublishable(run, gpu_gib << 30))
+    assert bool(lines) is refused and not list(unpublishable(run, None))
+    assert not list(unpublishable(config(f"model.path={tmp_path}", "learner.device=cpu"), gpu_gib << 30))
+    explained = "\n".join(explain(run, gpu_bytes=gpu_gib << 30))
+    assert ("learner rank 0 holds two copies of what is trained for the servers" in explained) is refused
+    assert "publishing: learner rank 0 holds " in explained
+    if refused:
+        assert lines[0].startswith(f"model.path: {tmp_path}: learner rank 0 holds two copies of what is trained for")
+        assert lines[0].endswith("train an adapter (model.lora), take a smaller model, or GPUs with more memory")
+
+
+def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [31 * 10**9], "data_offsets": [0, 0]}})
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    (tmp_path / "config.json").write_text("{}")
+    text = "\n".join(explain(config(f"model.path={tmp_path}")))
+    assert f"note: {tmp_path}: learner rank 0 holds two copies of what is trained for the servers, 115.5 GiB" in text

@@ -13,7 +13,8 @@ import pytest
 from buffer.wire.protocol import WorkItem
 from configs.entrypoint import NOTICE, StopSignals
 from examples.countdown.make_model import make_tokenizer
-from rollout.__main__ import main
+from learner.weights.receiver.staged import WeightsError
+from rollout.__main__ import explain_failure, main
 from rollout.concurrency import Places
 from rollout.drain import RETURNED, Drain
 from rollout.episodes.episode import Episodes, Group
@@ -210,3 +211,13 @@ def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
         rest = server.stderr.read()
         assert waits and "SIGINT: draining" in rest
         assert server.wait(60) == 0
+
+
+@pytest.mark.parametrize(("final", "code"), [(True, 2), (False, 1)])
+def test_weights_that_no_restart_mends_end_the_server_for_good(
+    final: bool, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the code that keepers take for good, and in one line: the process that follows would end the same way."""
+    error = ExceptionGroup("tasks", [WeightsError("version 0: the probe differs", final=final)])
+    assert explain_failure(error) == code
+    assert (capsys.readouterr().err == "python -m rollout: version 0: the probe differs\n") is final

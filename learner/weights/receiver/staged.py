@@ -28,7 +28,12 @@ class ReceivingEngine(Protocol):
 
 
 class WeightsError(RuntimeError):
-    """The received weights are wrong, or the learner refuses this server. The process ends with the text."""
+    """The received weights are wrong, or the learner refuses this server. The process ends with the text. `final`: so
+    would each restart."""
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
 
 
 class StagedPolicy:
@@ -81,12 +86,25 @@ async def confirm(
                 f"version {go.version}: the probe's log-probabilities differ by {difference:.4g} nat on average "
                 f"(weights.probe_tolerance {probe.tolerance:g}): {_few(ours)} here, {_few(theirs)} at the learner"
             )
+            if go.version == 0:
+                reason += _advice(ours, theirs)
             say(Failed(round=go.round, reason=reason, fatal=True))
-            raise WeightsError(reason)
+            raise WeightsError(reason, final=go.version == 0)
     elif go.probe:
         log.warning("weights: version %d is not probed: the learner went on without sending the probe", go.version)
     verify_s = time.perf_counter() - started
     say(Loaded(round=go.round, load_s=load_s, pause_s=pause_s, verify_s=verify_s, probe=difference))
+
+
+def _advice(ours: list[float], theirs: list[float]) -> str:
+    """What to do where the model's own weights already disagree, which no restart mends."""
+    most = max(range(len(ours)), key=lambda i: abs(ours[i] - theirs[i]))
+    worst = f"most at place {most} ({ours[most]:.3f} here, {theirs[most]:.3f} at the learner)"
+    cause = "vLLM and the learner compute this model differently, or read other files"
+    remedy = (
+        "give both ends the same model.path, take another model, or raise weights.probe_tolerance if it is rounding"
+    )
+    return f", {worst}. {cause}: {remedy}"
 
 
 def _few(values: list[float]) -> str:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.doctor.run_file import ROWS, rows_to_try
-from actors.doctor.trial import Judgement, judge_failures, judge_lengths, try_out
+from actors.doctor.run_file import ROWS, parts_to_try, rows_to_try
+from actors.doctor.trial import Judgement, Trial, architecture, judge_failures, judge_lengths, try_out
+from configs.architecture import PROVEN
 from configs.load import load
 from configs.schema import Config
 
@@ -161,3 +162,36 @@ def test_rows_of_the_whole_file_are_tried_its_ends_first(number: int, tried: int
     assert [n for n, _ in rows[:3]] == list(dict.fromkeys([0, (number - 1) // 2, number - 1]))
     assert all(row == {"n": n} for n, row in rows)
     assert len({n for n, _ in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "refused"),
+    [
+        ("cohere", {"logit_scale": 0.25}, "it would be trained wrongly: its head does more than multiply"),
+        ("olmo2", {}, ""),
+        ("qwen2", {}, ""),
+    ],
+)
+def test_a_model_of_a_type_that_no_test_has_proven_is_tried_in_small(
+    kind: str, keys: dict[str, object], refused: str, tmp_path: Path
+) -> None:
+    """From its config alone: there are no weights."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **keys}))
+    trial = Trial(tmp_path)
+    architecture(trial, config(tmp_path, f"model.path={tmp_path}"), [])
+    if refused:
+        (line,) = trial.found.refused
+        assert line.startswith(f"model.path: {tmp_path} ({kind}): {refused}") and trial.found.facts == []
+    else:
+        tried = [f"model.path: {tmp_path}: tried in small, its packed rows are computed exactly"]
+        assert trial.found.refused == [] and trial.found.facts == tried * (kind not in PROVEN)
+
+
+def test_only_types_that_no_test_has_proven_cost_a_trial(tmp_path: Path) -> None:
+    """It imports torch, which takes longer than all other checks."""
+    run = config(tmp_path, f"model.path={tmp_path}")
+    for kind in ("cohere", *PROVEN):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert ("architecture" in parts_to_try(run, [])) is (kind == "cohere")
+    assert "architecture" in parts_to_try(config(tmp_path, "model.path=org/name"), [])
+    assert parts_to_try(run, ["model.path: nope: no such folder"]) == ["reward"]

@@ -134,6 +134,15 @@ def test_bad_input_is_not_tried_again(keep: Callable[..., Keeper]) -> None:
     assert events[-1].text == "data.train: nope: no such file"
 
 
+def test_a_first_policy_that_disagrees_ends_the_server_for_good_in_its_last_words(keep: Callable[..., Keeper]) -> None:
+    """What `rollout.__main__.explain_failure` says, behind lines of vLLM: no second start, which takes minutes."""
+    words = "python -m rollout: version 0: the probe's log-probabilities differ"
+    keeper = keep(f"print('INFO of vLLM'); print({words!r}); raise SystemExit(2)", role="rollout")
+    events = until(keeper, lambda event: event.kind in FINAL)
+    assert [event.kind for event in events if event.kind != "line"] == ["started", "refused"]
+    assert events[-1].text == words
+
+
 @pytest.mark.parametrize(("role", "kind"), [("rollout", "ended"), ("learner", "ended"), ("buffer", "failed")])
 def test_only_the_buffer_must_not_end(keep: Callable[..., Keeper], role: str, kind: str) -> None:
     events = until(keep("pass", role=role), lambda event: event.kind in ("failed", *FINAL))

@@ -101,13 +101,41 @@ def test_no_mask_is_made(tmp_path: Path, mesh) -> None:
     assert max(largest) < 1600 * 1600 / 4
 
 
-def test_sliding_windows_are_refused_beyond_their_length() -> None:
-    heads = torch.randn(1, 2, 6, 4)
-    starts = torch.tensor([0, 6], dtype=torch.int32)
-    with pytest.raises(ValueError, match="sliding window, the model has one of 4"):
-        attention.ATTENTIONS["sdpa"](
-            None, heads, heads, heads, None, cu_seq_lens_q=starts, max_length_q=6, sliding_window=4
-        )
+def test_sliding_windows_hide_what_is_further_back() -> None:
+    """With `sdpa`, on any device, in a row whose documents are longer and shorter than the window."""
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 11, 4, generator=draw) for _ in range(3))
+    row = {"cu_seq_lens_q": torch.tensor([0, 8, 11], dtype=torch.int32), "max_length_q": 8}
+    got, _ = attention.ATTENTIONS["sdpa"](None, q, k, v, None, **row, sliding_window=4)
+    place, document = torch.arange(11), torch.tensor([0] * 8 + [1] * 3)
+    back = place[:, None] - place
+    mask = (document[:, None] == document) & (back >= 0) & (back < 4)
+    scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(got[0].transpose(0, 1), scores.softmax(-1)[0] @ v[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"softcap": 5.0}, "has an attention with softcap, which the learner ignores"),
+        ({"s_aux": torch.ones(2)}, "has an attention with s_aux, which the learner ignores"),
+        ({"dropout": 0.1}, "drops attention weights"),
+        ({"max_length_q": ...}, "does not hand on max_length_q"),
+        ({"value": torch.ones(1, 2, 5, 8)}, "has heads of 4 numbers in queries and 8 in values"),
+    ],
+)
+def test_an_attention_that_would_be_computed_wrongly_is_refused(given: dict, words: str) -> None:
+    x = torch.ones(1, 2, 5, 4)
+    row = {
+        "query": x,
+        "key": x,
+        "value": x,
+        "cu_seq_lens_q": torch.tensor([0, 5], dtype=torch.int32),
+        "max_length_q": 5,
+    }
+    arguments = {name: x for name, x in (row | given).items() if x is not ...}
+    with pytest.raises(ValueError, match=f"Linear {words}"):
+        attention.ATTENTIONS["sdpa"](torch.nn.Linear(1, 1), attention_mask=None, **arguments)
 
 
 def test_choice() -> None:

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config
 
 from buffer.images import Picture, SeenImage
+from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.model import memory
 from learner.model.loading import build_on_meta
@@ -264,6 +265,17 @@ def test_budget_on_cpu(tmp_path: Path) -> None:
     assert budget(100, 200) == 100
     assert budget("auto", 20) == 8192
     assert budget("auto", 10000) == 10009
+
+
+def test_copies_that_no_key_makes_smaller_are_refused_by_what_they_are() -> None:
+    """More ranks would not help: rank 0 holds them whole."""
+
+    def holding(gib: int) -> Estimate:
+        return Estimate([PeakCandidate({"copies to send": gib << 30, "optimizer": 1 << 30}, {"activations": 1 << 20})])
+
+    memory.check_copies(holding(60), 80 << 30)
+    with pytest.raises(ConfigError, match=r"path: rank 0 holds two copies .*, 114\.0 GiB, and a GPU has 80\.0 GiB"):
+        memory.check_copies(holding(114), 80 << 30)
 
 
 def test_out_of_memory_says_what_fills_it_and_what_to_change() -> None:

@@ -2,6 +2,7 @@
 their own."""
 
 import asyncio
+import re
 import signal
 import time
 from contextlib import asynccontextmanager, contextmanager
@@ -270,16 +271,24 @@ def test_a_wrong_bucket_ends_the_server_with_both_checksums():
     run(test())
 
 
-def test_a_probe_that_differs_ends_the_server_with_both_values():
+@pytest.mark.parametrize("version", [0, 5])
+def test_a_probe_that_differs_ends_the_server_with_both_values(version):
+    """Of version 0 for good: a restart would load the same model."""
+
     async def test():
         with a_sender() as sender:
             async with servers(Addresses(sender.address), "rollout-0", error=0.5) as (one,):
-                sender.publish(VersionedPolicy(0), 0)
+                sender.publish(VersionedPolicy(version), version)
                 with pytest.raises(
                     WeightsError, match=r"differ by 0\.5 nat.*weights\.probe_tolerance 0\.02.*at the learner"
-                ):
-                    await one.has(0)
+                ) as error:
+                    await one.has(version)
                 await until_stat(sender, "weights/failed", 1.0)
+        assert error.value.final is (version == 0)
+        advice = re.search(
+            r", most at place \d+ \(-?[\d.]+ here, -?[\d.]+ at the learner\)\. vLLM and the learner", str(error.value)
+        )
+        assert (advice is not None) is (version == 0)
 
     run(test())
 

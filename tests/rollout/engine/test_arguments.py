@@ -1,6 +1,7 @@
 """What Headrace hands to vLLM, and what it refuses."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from rollout.engine.arguments import (
     LINEAR_LAYERS,
     can_fp8,
     cliffs,
+    cpu_head_sizes,
     engine_arguments,
     on_cpu,
     problems,
+    unserved_heads,
     vllm_fields,
 )
 from tests.harness.tiny_experts import tiny_experts
@@ -226,3 +229,35 @@ def test_fp8_without_a_gpu_that_computes_in_it_is_refused():
     else:
         with pytest.raises(ConfigError, match=r"rollout\.engine\.quantization: fp8 needs a GPU"):
             on_cpu(config("auto", quantization="fp8"))
+
+
+def of_model(folder):
+    """A run of the model in `folder`."""
+    run = config()
+    return run.model_copy(update={"model": run.model.model_copy(update={"path": str(folder)})})
+
+
+def test_heads_that_vllm_serves_on_a_cpu_are_those_of_its_source():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes() and 64 in cpu_head_sizes()
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [({"hidden_size": 96, "num_attention_heads": 2}, 48), ({"hidden_size": 64, "head_dim": 16}, 16)],
+)
+def test_heads_of_another_size_are_refused_before_a_server_starts(tmp_path, shape, size):
+    """Each start would fail, after a minute or more."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4} | shape))
+    run = of_model(tmp_path)
+    (line,) = unserved_heads(run, cpu=True)
+    assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU serves heads of 32, 64, ")
+    assert line.endswith(f"and this model's have {size}; take another model, or servers with GPUs")
+    assert not list(unserved_heads(run, cpu=False))
+
+
+def test_heads_that_it_serves_and_models_of_the_hub_are_accepted(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, "hidden_size": 128}))
+    assert not list(unserved_heads(config(), cpu=True)), "of a name on the hub nothing is known"
+    assert not list(unserved_heads(of_model(tmp_path), cpu=True))

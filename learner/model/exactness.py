@@ -1,0 +1,292 @@
+"""Tries, before anything is trained, whether the learner computes a model's packed rows as the model itself would.
+
+`check_exact` builds a copy of the model in small: the same classes and layers with few, narrow layers, short windows
+and random weights, in float32 on the CPU. Documents packed in one row, and answers to a shared prompt, must get the
+log-probabilities that transformers' own eager forward pass gives each document alone. So a family of which nobody has
+heard is either exact or refused by name. It takes a tenth of a second. Called by `learner/__main__.py` and, in a
+process of its own, by `actors/doctor/trial.py`; reads the model's config, never a weight; waits for nothing.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from configs.architecture import unsupported
+from configs.checks import EXPERT_MODELS
+from configs.load import ConfigError
+from configs.schema import ModelConfig
+from learner.model import attention, loading, vision
+from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.flops import Costs
+from learner.model.head import HeadOptions
+from learner.model.microbatch import Microbatch, lay_out
+from learner.model.policy import apply_head, hidden_states
+
+TOLERANCE = 1e-3
+"""Nats by which a log-probability may differ; what is exact differs by 1e-5."""
+GAIN = 3.0
+"""Standard deviation of random activations: large enough that a softcap of 50 is seen."""
+WINDOW = 8
+VOCABULARY = 64
+FAR = 10**7
+"""A place in a document that is longer than any window."""
+TRIED = attention.registered("sdpa") + "_tried"
+"""The attention of the trial: `sdpa`, which also looks at the masks that transformers would make."""
+LENGTHS = (5, 2 * WINDOW + 5, 9)
+"""Tokens of the packed documents; the second is longer than any window."""
+LARGEST = 200_000_000
+"""Parameters of a small copy that is still built."""
+NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+ANSWERS = (4, 1, 6)
+"""Tokens of the answers to a prompt that they share."""
+SIZES = re.compile("window|chunk|local")
+"""Names of lengths that documents must exceed to be changed by them."""
+FOREIGN = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
+    *(TypeError, ValueError),
+)
+"""What transformers, or the code of a model, raises for a model that cannot be run as the learner runs it."""
+REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
+OPTIONS = HeadOptions(1.0, 64, False)
+
+
+class Inexact(ValueError):
+    """The learner computes the model differently from the model itself; the text is a clause about it."""
+
+
+def check_exact(model: ModelConfig, share: bool) -> None:
+    """Raise ConfigError unless packed rows of such a model are found to be computed exactly. `share`:
+    `learner.share_prompts`."""
+    config = loading.read_config(model)
+    kind = config.get_text_config().model_type
+    if found := reasons(config, share, model.trust_remote_code):
+        raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
+
+
+def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
+    """Why the learner would not train such a model exactly; empty if it would. `trusted`: the model's code may run."""
+    if found := list(unsupported(config.to_dict())):
+        return found
+    try:
+        try_out(config, share, trusted)
+    except Inexact as error:
+        return [f"it would be trained wrongly: {error}; {REMEDY}"]
+    return []
+
+
+def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
+    """Raise Inexact if a small copy of such a model is not computed exactly."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs, ours = _built(config, trusted)
+    _check_structure(ours)
+    with torch.no_grad():
+        _compare(theirs, ours, share)
+
+
+def small(config: PreTrainedConfig) -> PreTrainedConfig:
+    """`config` with each kind of layer once or twice, few heads of the same size, and short windows."""
+    config = copy.deepcopy(config)
+    text, layers = config.get_text_config(), config.get_text_config().num_hidden_layers
+    lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
+    kinds = [tuple(x[layer] for x in lists.values()) for layer in range(layers)]
+    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
+    for name, values in lists.items():
+        setattr(text, name, [values[layer] for layer in kept])
+    text.num_hidden_layers = len(kept)
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    pairs, each = min(groups, 2), min(heads // groups, 2)
+    for name, value in (("num_attention_heads", pairs * each), ("num_key_value_heads", pairs)):
+        if hasattr(text, name):
+            setattr(text, name, value)
+    text.hidden_size, text.vocab_size = pairs * each * size, VOCABULARY
+    for name, value in vars(text).items():
+        if isinstance(value, int) and SIZES.search(name) and value > WINDOW:
+            setattr(text, name, WINDOW)
+    for name, value in NARROW.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(value, getattr(text, name)))
+    for part in {id(each): each for each in (config, text)}.values():
+        if isinstance(getattr(part, "pad_token_id", None), int):
+            part.pad_token_id = 0
+    if loading.sees(config):
+        _narrow_tower(config.vision_config, text.hidden_size)
+    return config
+
+
+def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
+    """One narrow block in place of the tower, whose features have the `width` of the text model. No text sees it."""
+    if isinstance(getattr(tower, "depth", None), int):  # the two architectures whose images are known
+        tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
+        tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW["intermediate_size"], width
+
+
+def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model as transformers runs it and as the learner does, with the same random weights."""
+    try:
+        little = small(config)
+        with torch.device("meta"):
+            size = loading.auto_class(little).from_config(little, trust_remote_code=trusted).num_parameters()
+        if size > LARGEST:
+            raise Inexact(f"it cannot be tried, because its copy in small has {size:,} parameters")
+        cpu = torch.device("cpu")
+        theirs = loading.auto_class(little).from_config(
+            copy.deepcopy(little), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
+        )
+        ours = loading.build(little, TRIED, cpu, trusted)
+        if type(ours.config) is not type(little):
+            raise Inexact(f"only its {type(ours).__name__} would be trained, which is a part of the model")
+    except Inexact:
+        raise
+    except FOREIGN as error:
+        raise Inexact(f"it cannot be built with the learner's attention ({_named(error)})") from error
+    _stir(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.eval(), ours
+
+
+def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: Any) -> None:
+    """In place of the mask that transformers would make for a layer: there is none, but raise Inexact if a token sees
+    less of a very long document than of the longest one that is tried, so that the trial cannot show how much."""
+    if q_length == LENGTHS[1]:  # a document alone: the functions of packed rows know no other places
+        zero, first = torch.tensor(0), torch.tensor(0)
+        near, far = (bool(mask_function(zero, zero, torch.tensor(at), first)) for at in (q_length - 1, FAR))
+        if near and not far:
+            raise Inexact("its attention sees only part of a long document, by a length that cannot be tried in small")
+
+
+AttentionInterface.register(TRIED, attention.ATTENTIONS["sdpa"])
+AttentionMaskInterface.register(TRIED, _judge_mask)
+
+
+def _stir(model: PreTrainedModel) -> None:
+    """Random weights that make activations large, and move norms, biases and sinks off their initial values."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * GAIN / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.3 * noise)
+
+
+def _check_structure(model: PreTrainedModel) -> None:
+    """Raise Inexact for what no comparison of log-probabilities shows: random dropout, what is not sent to servers, and
+    experts that are not known to be routed and loaded right."""
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):  # type: ignore[no-untyped-call]
+        raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if kept := [name for name in model.state_dict() if name not in names]:
+        raise Inexact(f"it has values that are no weights and would reach no server ({kept[0]})")
+    for name, module in model.named_modules():
+        rates = {key: x for key, x in vars(module).items() if isinstance(x, float) and ("drop" in key or key == "p")}
+        if dropping := next((key for key, x in rates.items() if x and ("drop" in f"{key} {type(module)}".lower())), ""):
+            raise Inexact(f"its dropout cannot be switched off ({name}.{dropping}: {rates[dropping]:g})")
+        if "expert" in f"{name} {type(module).__name__}".lower() and not has_experts(model.config):
+            raise Inexact(f"it has experts ({name}) that its config does not count")
+    kind = model.config.get_text_config().model_type
+    if has_experts(model.config) and kind not in EXPERT_MODELS:
+        raise Inexact(f"it is a mixture of experts, and only {', '.join(EXPERT_MODELS)} is known to be trained right")
+
+
+def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> None:
+    """Raise Inexact unless both give the same log-probabilities: to a document alone, to packed ones, to answers."""
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
+    prompt, answers = documents[-1], [draw.integers(2, VOCABULARY, length) for length in ANSWERS]
+    cases = [
+        ("a document", _row(documents[1:2]), documents[1:2], 1),
+        ("packed documents", _row(documents), documents, 1),
+    ]
+    if share and attention.why_unshared(ours.config, "sdpa", torch.device("cpu")) is None:
+        row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
+        cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
+    try:
+        Costs.of(ours), attention.most_copied(ours.config)  # what else a policy asks of a model
+        mixture = Mixture.of(ours)
+        sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
+        for what, row, texts, given in cases:
+            with _outputs(ours) as in_ours:
+                got = apply_head(ours, hidden_states(ours, sight, mixture, row), row, OPTIONS)[0][row.scored]
+            with _outputs(theirs) as in_theirs:
+                wanted = torch.cat([_alone(theirs, text)[given - 1 :] for text in texts])
+            if not (difference := float((got - wanted).abs().max())) <= TOLERANCE:
+                where = _first_difference(ours, in_ours, in_theirs)
+                raise Inexact(f"{where}: the log-probabilities of {what} would be {difference:.2g} nat off")
+    except Inexact:
+        raise
+    except FOREIGN as error:
+        raise Inexact(f"its packed rows cannot be computed ({_named(error)})") from error
+
+
+def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
+    """Both ways in which answers see the prompt that they share."""
+    yield "answers to a shared prompt", row
+    yield "answers to a copied prompt", row.copying(math.inf)
+
+
+def _row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
+    """Shared prompts, their answers and whole documents, packed; of those all but the first token is scored."""
+    sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
+    return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
+
+
+def _alone(model: PreTrainedModel, document: np.ndarray) -> Tensor:
+    """Log-probabilities of a document's tokens but the first, by the model's own forward pass: [tokens - 1]."""
+    ids = torch.as_tensor(document)[None]
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+    return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+Parts = dict[str, list[Tensor]]
+"""Outputs [tokens, width] of the parts of each block, in the order in which they were computed."""
+
+
+@contextmanager
+def _outputs(model: PreTrainedModel) -> Iterator[Parts]:
+    """Collects what the parts of each block compute inside."""
+    found: Parts = {}
+
+    def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            found.setdefault(name, []).append(first.flatten(0, -2))
+
+    parts = [
+        (f"{n}.{name}", part) for n, block in enumerate(loading.blocks(model)) for name, part in block.named_children()
+    ]
+    hooks = [part.register_forward_hook(partial(collect, name)) for name, part in parts]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
+    """Which part of a block is the first to compute something else; where none does, it is the head."""
+    blocks = loading.blocks(model)
+    for name, outputs in ours.items():
+        mine, own = torch.cat(outputs), torch.cat(theirs.get(name, outputs))
+        if mine.shape == own.shape and not float((mine - own).abs().max()) <= TOLERANCE * float(1 + own.abs().max()):
+            block, _, part = name.partition(".")
+            kind = type(getattr(blocks[int(block)], part)).__name__
+            return f"its {kind} (layers.{name}) gives a token something else in a packed row"
+    return "its head does more than multiply by the output embedding (a bias, a scale or a softcap)"
+
+
+def _named(error: BaseException) -> str:
+    """Example: `KeyError: 'cu_seq_lens_q'`"""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

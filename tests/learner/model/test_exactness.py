@@ -1,0 +1,242 @@
+"""Models of many families: each is computed as transformers computes it, or is refused by name before anything starts.
+
+`reasons` tries the tiny configs below; one that it accepts is saved and run by a whole `Policy`, packed, against
+transformers' own forward pass of each document.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from configs.load import ConfigError
+from configs.schema import ModelConfig
+from learner.model import exactness, loading
+from learner.model.exactness import check_exact, reasons, small
+from learner.model.microbatch import lay_out
+from tests.harness.world import policy_of
+
+WINDOW = 16
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+GDN = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+EXACT = {
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, **SLIDING}),
+    "qwen2 with yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "llama": ("llama", {}),
+    "mistral with a window": ("mistral", {"sliding_window": WINDOW}),
+    "gemma3_text": ("gemma3_text", {"query_pre_attn_scalar": 32, **SLIDING}),
+    "granite without a scale": ("granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
+    "seed_oss, whose residual_dropout is switched off": ("seed_oss", {"residual_dropout": 0.3}),
+    "starcoder2, whose embedding_dropout is switched off": ("starcoder2", {"embedding_dropout": 0.3}),
+}
+REFUSED = {
+    "gated delta rule": ("qwen3_5_text", GDN, "has layers of type linear_attention"),
+    "convolution": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, "has layers of type conv"),
+    "softcap in attention": (
+        "gemma2",
+        {"attn_logit_softcapping": 5.0},
+        "Gemma2Attention has an attention with softcap",
+    ),
+    "scale in the head": ("granite", {"logits_scaling": 3.0}, "its head does more than"),
+    "another scale in the head": ("cohere", {"logit_scale": 0.25}, "its head does more than"),
+    "softcap in the head": ("vaultgemma", {}, "softcap"),
+    "bias in the head": ("phi", {}, "its head does more than"),
+    "bounds that are not handed on": ("stablelm", {}, "does not hand on cu_seq_lens_q"),
+    "no decoder.layers": ("gpt2", {}, "has no decoder.layers"),
+    "persistent buffers": ("apertus", {}, "would reach no server"),
+    "attention sinks": ("gpt_oss", {"num_local_experts": 4}, "it would be trained wrongly"),
+    "experts of another kind": ("mixtral", {"num_local_experts": 4}, "is a mixture of experts, and only qwen3_moe"),
+    "heads of two sizes": ("youtu", {}, "numbers in queries and|would be trained wrongly"),
+    "rope that follows the row": ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "of type dynamic"),
+    "the same in transformers 4's words": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "a part of a larger model": ("emu3", {}, "only its Emu3ForCausalLM would be trained"),
+    "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"weights are quantised \(fp8\)"),
+}
+
+
+def config_of(kind: str, overrides: dict[str, Any]) -> Any:
+    return AutoConfig.for_model(kind, **COMMON | overrides)
+
+
+def worst_difference(config: Any, folder: Path, mesh: Any) -> float:
+    """Nats by which packed rows of a whole policy are off at most."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    exactness._stir(model)
+    model.save_pretrained(folder)
+    policy = policy_of(ModelConfig(path=str(folder), dtype="float32"), mesh)
+    draw = np.random.default_rng(3)
+    texts = [draw.integers(2, config.get_text_config().vocab_size, length) for length in (40, 7, 25, 33)]
+    ones, zeros = ([np.full(len(x), number) for x in texts] for number in (1, 0))
+    got = policy.score(policy.place(lay_out(texts, ones, zeros, zeros, range(len(texts)))), temperature=1.0)
+    parts = []
+    with torch.no_grad():
+        for text in texts:
+            ids = torch.as_tensor(text)[None]
+            logp = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+            parts += [torch.zeros(1), logp[:-1].gather(-1, ids[0, 1:, None])[:, 0]]
+    return float((got - torch.cat(parts)).abs().max())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_accepted_is_exact(name: str, tmp_path: Path, mesh: Any) -> None:
+    kind, overrides = EXACT[name]
+    assert reasons(config_of(kind, overrides)) == []
+    assert worst_difference(config_of(kind, overrides), tmp_path, mesh) < 1e-4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused_by_name(name: str) -> None:
+    kind, overrides, words = REFUSED[name]
+    (reason,) = reasons(config_of(kind, overrides))
+    assert re.search(words, reason), reason
+
+
+def test_a_whole_size_is_tried_in_small() -> None:
+    """The shape of Qwen2.5-72B: few narrow layers stand for all, heads keep their size."""
+    config = AutoConfig.for_model("qwen2", hidden_size=8192, num_hidden_layers=80, num_attention_heads=64)
+    config.num_key_value_heads, config.intermediate_size = 8, 29568
+    little = small(config)
+    assert (little.num_hidden_layers, little.hidden_size, little.num_attention_heads) == (2, 512, 4)
+    assert reasons(config) == [] and config.hidden_size == 8192
+
+
+class Unknown(LlamaForCausalLM):
+    """A family of which nobody has heard: a llama with one part that computes something else."""
+
+    config_class = type("UnknownConfig", (LlamaConfig,), {"model_type": "unheard_of"})
+    part: type[nn.Module]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = self.part(layer.mlp)
+
+
+class Looks(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.inner = mlp
+
+
+class LooksBack(Looks):
+    """A convolution over neighbouring tokens, which runs on from document to document."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden + hidden.roll(1, dims=1).index_fill(1, torch.tensor([0]), 0.0))
+
+
+class Drops(Looks):
+    """Dropout that no key of the config switches off."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.inner(hidden), 0.1, self.training)
+
+
+class Remembers(Looks):
+    """A scale that is no weight, so no server would get it."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * self.scale
+
+
+class DropsByModule(Looks):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        self.rest = nn.Dropout(0.1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.inner(hidden))
+
+
+class HasExperts(Looks):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        self.experts = nn.ModuleList([mlp])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](hidden)
+
+
+AutoConfig.register("unheard_of", Unknown.config_class)
+AutoModelForCausalLM.register(Unknown.config_class, Unknown)
+PARTS = {
+    LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
+    Drops: r"its Drops \(layers\.0\.mlp\) gives a token something else",
+    Remembers: r"values that are no weights and would reach no server \(model\.layers\.0\.mlp\.scale\)",
+    DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
+    HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",
+}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_a_family_of_which_nobody_has_heard_is_refused_by_what_it_does(part: type[nn.Module]) -> None:
+    Unknown.part = part
+    (reason,) = reasons(Unknown.config_class(**COMMON))
+    assert re.search(PARTS[part], reason), reason
+
+
+def test_the_refusal_names_folder_type_and_remedy(tmp_path: Path) -> None:
+    config_of("cohere", {}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        check_exact(ModelConfig(path=str(tmp_path)), share=True)
+    (line,) = error.value.problems
+    assert line.startswith(f"model.path: {tmp_path} (cohere): it would be trained wrongly: its head does more")
+    assert line.endswith("; take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral")
+
+
+def test_every_rate_of_dropout_is_switched_off() -> None:
+    config = config_of("llama", {"attention_dropout": 0.2, "invented_drop_rate": 0.3})
+    config.vision_config = config_of("llama", {"attention_dropout": 0.4, "num_dropped": 7})
+    loading.switch_off_dropout(config)
+    nested = config.vision_config
+    assert (config.attention_dropout, config.invented_drop_rate, nested.attention_dropout) == (0.0, 0.0, 0.0)
+    assert nested.num_dropped == 7
+
+
+PARTS_ONLY = ("musicgen", "musicgen_melody")
+"""Types whose config cannot be made without those of other models."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PARTS_ONLY))
+def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_path: Path, mesh: Any) -> None:
+    """None is wrong, and none ends in a traceback."""
+    config = AutoConfig.for_model(kind)
+    if not reasons(config):
+        assert worst_difference(small(config), tmp_path, mesh) < 1e-4
