@@ -150,8 +150,8 @@ class LedgerState:
         """Leased -> waiting, until `elsewhere_until` for other servers or, `held_back`, for none: the attempt failed,
         or it was returned."""
         self._unlease(item, reason)
-        item.elsewhere_until = elsewhere_until
-        self.pool.wait(item, held_back)
+        item.elsewhere_until, item.held_back = elsewhere_until, held_back
+        self.pool.wait(item)
 
     def give_up(self, item: ItemState, reason: str) -> None:
         """Leased -> dropped: the last attempt failed."""
@@ -212,7 +212,8 @@ class LedgerState:
                 self._changes.sample_stats.pop(item.number, None)
                 self._changes.discarded.add(item.number)
                 item.samples = item.tokens = item.sampled = item.truncated = 0
-            item.state, item.reason, item.attempts, item.elsewhere_until = "waiting", reason, item.attempts - 1, 0.0
+            item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
+            item.elsewhere_until, item.held_back = 0.0, False
             self._touched.add(item.number)
         self.pool = Pool(self.items.values())
         self.revision += 1

@@ -13,13 +13,15 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
-from buffer.ledger.types import Outcome
+from buffer.ledger.types import Outcome, SampleStats
 from buffer.wire.message import Array, Count, Message
+from buffer.wire.sample import sample_stats
 
 PROTOCOL = 8
 OVERHEAD_PER_ROW = 256
@@ -87,6 +89,11 @@ class Put(Message):
     item: Count
     lease: Count
     samples: list[bytes]
+
+    @cached_property
+    def figures(self) -> list[SampleStats]:
+        """Of each sample, parsed once however often the Put is tried. Raises ValueError, in one line."""
+        return [sample_stats(data) for data in self.samples]
 
 
 class Fail(Message):

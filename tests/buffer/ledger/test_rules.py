@@ -377,6 +377,19 @@ def test_an_item_that_is_held_back_goes_to_nobody_and_keeps_its_place() -> None:
     put(ledger, "a", two)
 
 
+def test_an_item_that_is_held_back_stays_so_when_others_are_taken_back() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=0)
+    held, old = ledger.ask("a", 0, 2, 0.0)
+    ledger.heartbeat("b", 0, [], 0.0)
+    ledger.fail("a", held.item, held.lease, "its images are away", 0.0, returned=True, hold_s=2.0)
+    ledger.rewind(7)  # the run begins there: the other item is too old
+    assert ledger.counts()["waiting"] == 2
+    assert items(ledger.ask("b", 7, 1, 0.0)) == [old.item]
+    assert held.item not in items(ledger.ask("b", 7, 9, 1.0)), "it waits for its time, for every server"
+    ledger.expire(2.0)
+    assert ledger.state.pool.num_held == 0
+
+
 def test_a_dropped_item_is_answered_from_the_store_also_after_a_restart() -> None:
     with Store(None) as store:
         ledger = Ledger(100, groups=2, max_staleness=0, skip_zero_variance=True, recall=store.dropped)
