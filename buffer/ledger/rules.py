@@ -283,8 +283,7 @@ class Ledger:
             )
         if version < self.state.oldest:
             raise LedgerError(self._pruned(version))
-        self.state.mark(version - 1)
-        self.state.ceiling = version
+        self.state.rewind(version)
         self.state.forgive()
         return self.version - version
 

@@ -15,7 +15,7 @@ from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Le
 
 COUNTERS = (
     *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
-    *("wanted_servers", "wanted_by_person"),
+    *("wanted_servers", "wanted_by_person", "restored", "reached"),
 )
 EXAMPLES = 3
 """Rows kept whose attempts failed last."""
@@ -70,6 +70,9 @@ class LedgerState:
         """Oldest batch not pruned."""
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
+        self.restored = self.reached = 0
+        """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later
+        one. Tokens of both may be in the batches to come."""
         self.next_item, self.next_lease = 0, 1
         self.failures_in_row = 0
         """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
@@ -247,6 +250,14 @@ class LedgerState:
             self._changes.batches[version] = version <= last
         self.last_trained = last
         self.revision += 1
+
+    def rewind(self, version: int) -> None:
+        """The learner is at `version` again: later batches count as untrained, and what came of them is undone."""
+        if self.ceiling > version:
+            self.restored = min(self.restored, version) if version <= self.reached else version
+            self.reached = max(self.reached, self.ceiling)
+        self.mark(version - 1)
+        self.ceiling = version
 
     def start_at(self, version: int) -> None:
         """Begin with batch `version`; only while no batch was ever formed."""

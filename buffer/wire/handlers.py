@@ -562,6 +562,7 @@ class Handlers:
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         replay = self.ledger.rewind(rewind.version)
+        self._cut = None  # it says what was undone
         if replay:  # what was trained is not, any more
             self._bytes |= self.store.bytes_batched_since(rewind.version)
             self.bytes_stored = sum(self._bytes.values())
@@ -613,6 +614,7 @@ class Handlers:
         totals = self.ledger.state.totals
         counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
         serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
+        counts |= {"restored": self.ledger.state.restored, "reached": self.ledger.state.reached}
         return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
 
     def _opened(self, batch: FormedBatch) -> bool:

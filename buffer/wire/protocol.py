@@ -23,7 +23,7 @@ from buffer.ledger.types import Outcome, SampleStats
 from buffer.wire.message import Array, Count, Message
 from buffer.wire.sample import sample_stats
 
-PROTOCOL = 8
+PROTOCOL = 9
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 LAUNCHER = "launcher"
@@ -337,6 +337,9 @@ class Part(Message):
     """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
     places: Count = 0
     """Sequences that they had places for."""
+    restored: Count = 0
+    reached: Count = 0
+    """A token with a version above `restored`, up to `reached`, may be of a policy that a rewind undid."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:

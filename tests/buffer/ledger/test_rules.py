@@ -502,6 +502,34 @@ def test_a_group_that_went_back_too_far_is_dispatched_again_as_after_any_failure
     assert [reason.split(",")[0] for reason in ledger.dropped()] == ["sampled under version 0"]
 
 
+def test_versions_that_a_rewind_undid_are_known_also_after_a_restart_of_the_buffer() -> None:
+    with Store(None) as store:
+        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
+
+        def taken(to: int) -> tuple[int, int]:
+            for version in range(ledger.version, to):
+                for lease in ledger.ask("a", version, 1, 0.0):
+                    put(ledger, "a", lease)
+                ledger.take(version)
+            return ledger.state.restored, ledger.state.reached
+
+        ledger.rewind(0)
+        assert taken(9) == (0, 0), "nothing was undone"
+        ledger.rewind(9)
+        assert taken(9) == (0, 0), "a learner that drained undid nothing"
+        ledger.rewind(5)
+        assert taken(9) == (5, 9)
+        ledger.take(6)
+        ledger.rewind(6)
+        assert taken(9) == (5, 9), "tokens of both may be left"
+        store.commit(Transaction(ledger.drain()))
+        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
+        ledger.restore(store.load(), 0.0)
+        assert taken(12) == (5, 9)
+        ledger.rewind(10)
+        assert taken(12) == (10, 12)
+
+
 def test_after_a_rewind_no_version_counts_that_is_to_be_reached_again() -> None:
     ledger = Ledger(100, groups=1, max_staleness=1)
     for version in range(4):

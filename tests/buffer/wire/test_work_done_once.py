@@ -7,7 +7,7 @@ import pytest
 from buffer.problems import Problems
 from buffer.wire import protocol
 from buffer.wire import requests as pending
-from buffer.wire.protocol import Ack, Ask, Heartbeat, Later, Put, Rewind, Stored, Take, Trained, Work
+from buffer.wire.protocol import Ack, Ask, Heartbeat, Later, Part, Put, Rewind, Stored, Take, Trained, Work
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import PROBLEMS, group, make_requests
 
@@ -68,6 +68,9 @@ def test_bytes_of_batches_that_a_rewind_brings_back_count_again() -> None:
     assert handlers.bytes_stored == sum(sizes[item] for item in (6, 7))
     clients.say("l0", Rewind(version=1))
     clients.turn()
+    clients.say("l0", Take(version=2, rank=0, world=1))
+    (part,) = [message for *_, message in clients.turn() if isinstance(message, Part)]
+    assert (part.restored, part.reached) == (1, 3)
     assert handlers.bytes_stored == sum(sizes[item] for item in range(2, 8))
 
 
