@@ -52,8 +52,13 @@ OPTIONS = {
     zmq.RCVHWM: 2,  # messages of each client that wait to be read: groups of megabytes, of thousands of servers
     zmq.LINGER: 1000,
     zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
-    zmq.HEARTBEAT_IVL: 5000,
-    zmq.HEARTBEAT_TIMEOUT: 15000,
+    # No ZMQ_HEARTBEAT_IVL: libzmq 4.3.5 aborts the process where its timer meets a connection that broke while RCVHWM
+    # stopped its reading, as when a client ends during a long commit. The kernel finds a dead network instead.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,  # s
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+    zmq.TCP_MAXRT: 15000,  # ms that sent bytes may stay unacknowledged
 }
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 """Events of which `Speakers` are told."""
@@ -274,8 +279,9 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
-            self._heard[identity.bytes] = int(identity.get(zmq.SRCFD))
+            if (descriptor := _descriptor_of(identity)) is not None:
+                self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
+                self._heard[identity.bytes] = descriptor
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True
@@ -321,6 +327,15 @@ class BufferServer:
         was, self._in_flight = self._in_flight, self._in_flight - size
         if self._in_flight < IN_FLIGHT_BYTES <= was:
             self._on_news()
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """Of the connection over which a message came; None where it came in words of ZeroMQ before 3.0, which is how
+    libzmq takes much of what others send to the port, as an HTTP request. It is refused like any other."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _transient(error: sqlite3.OperationalError | OSError) -> bool:
