@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks.capacity.crowd import Crowd, PartArrived
 from buffer.wire.message import Message
-from buffer.wire.protocol import Finished, Rewind, Take, Trained
+from buffer.wire.protocol import Finished, Results, Rewind, Take, Trained
 
 
 @dataclass
@@ -92,6 +92,7 @@ class Ranks:
         await self.crowd.all_welcome()
         for rank in range(self.crowd.size):
             self.crowd.send(rank, Rewind(version=0))
+            self.crowd.send(rank, Results(known=[]))
         print(json.dumps({"ready": True}), flush=True)
         self._take(0, False)
         await self.crowd.obey(self.obey)
