@@ -137,7 +137,7 @@ def _is_plain(kind: pa.DataType) -> bool:
         return _is_plain(kind.value_type)
     number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-    return number or text or types.is_boolean(kind) or types.is_decimal(kind) or types.is_null(kind)
+    return bool(number or text or types.is_boolean(kind) or types.is_decimal(kind) or types.is_null(kind))
 
 
 def _longest(column: pa.ChunkedArray) -> float:

@@ -273,6 +273,13 @@ def test_any_column_of_a_parquet_file_is_served_or_refused_with_file_and_row(
     assert words in served.outcome(path, words.partition(": ")[0]) if words else not served.outcome(path, "")
 
 
+def test_paths_of_images_that_are_no_text_are_refused(served: Served) -> None:
+    path, broken = served.folder / "images.parquet", pa.ListArray.from_arrays([0, 1, 2, 3], broken_text())
+    pq.write_table(pa.table({"problem": ["a", "b", "c"], "answer": ["1", "2", "3"], "images": broken}), path)
+    with pytest.raises(ProblemsError, match=f"{path}: its images cannot be read .'utf-8' codec"):
+        load_problems(path, DataConfig.model_validate({"train": path}))
+
+
 def test_an_entry_of_a_set_that_cannot_be_served_is_dropped_with_its_reason(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
