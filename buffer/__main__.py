@@ -10,7 +10,6 @@ import logging
 import signal
 import sqlite3
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
 from buffer.store.past import past
 from buffer.store.sqlite import Store
+from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
@@ -74,8 +74,8 @@ async def run(config: Config) -> None:
     raise_open_files(config)
     keep_memory()
     keys = server_keys_for(config.buffer.address, config.run.path)
-    limits = limits_of(config)
-    async with BufferServer(config.buffer.address, limits.max_message, keys) as server:
+    limits, clock = limits_of(config), ListeningClock()
+    async with BufferServer(config.buffer.address, limits.max_message, keys, clock) as server:
         room, truth, path = existing(config.run.path), needs_truth(config), store_path(config)
         index = path and path.with_name(f"{path.name}-rows")
         problems = load_problems(config.data.train, config.data, room, truth=truth, index=index)
@@ -86,7 +86,7 @@ async def run(config: Config) -> None:
             load.write(config, config.run.path / "config.yaml")
             for change in changed:
                 log.info("changed since the last launch: %s", change)
-            handlers = Handlers(restored(config, store, problems), store, problems, limits)
+            handlers = Handlers(restored(config, store, problems, clock.now()), store, problems, limits)
             if any(change.key == "rollout.servers" for change in changed):
                 handlers.ledger.scale(None, by_person=True)  # what the run file says now is newer
             problems.listen(server.wake)
@@ -111,8 +111,8 @@ def store_path(config: Config) -> Path | None:
     return config.buffer.path and config.run.path / config.buffer.path
 
 
-def restored(config: Config, store: Store, problems: Problems) -> Ledger:
-    """The ledger as the store has it."""
+def restored(config: Config, store: Store, problems: Problems, now: float) -> Ledger:
+    """The ledger as the store has it; leases go on, renewed at `now`."""
     batch = config.batch
     ledger = Ledger(
         len(problems),
@@ -131,7 +131,7 @@ def restored(config: Config, store: Store, problems: Problems) -> Ledger:
         eval_every=config.eval.every if config.data.eval else None,
         recall=store.dropped,
     )
-    ledger.restore(store.load(), time.monotonic())
+    ledger.restore(store.load(), now)
     ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks
     return ledger
 

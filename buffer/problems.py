@@ -163,7 +163,7 @@ def _images_of(part: SourcePart, data: DataConfig, every: int, room: Path | None
         return ImageRows(part.rows.images, data.image_dir or part.path.parent, data.max_images, every, room)
     except ImageError as error:
         raise ProblemsError(f"{part.where}: {error}") from None
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         line = str(error).splitlines()[0]
         raise ProblemsError(f"{part.where}: its images cannot be read ({line}); write it again") from None
     except OSError as error:

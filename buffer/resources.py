@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import resource
-import time
 from math import inf
 from pathlib import Path
 
@@ -100,9 +99,9 @@ def collect_rarely() -> None:
 class MemoryWatch:
     """Says in the log, while memory gets short, what the buffer holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self._looked_at = self._told_at = -inf
-        self._collected_at = time.monotonic()
+        self._collected_at = now
 
     def look(self, held: dict[str, int], now: float) -> None:
         """`held`: bytes in memory by what they are. Looks at most every LOOK_S, which costs 0.1 ms."""

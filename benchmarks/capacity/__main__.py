@@ -323,6 +323,8 @@ def rows_of(what: str, found: dict[str, Any], given: dict[str, Any]) -> Iterator
         spread = [take["last"] - take["first"] for take in takes]
         yield row(f"{what}: Take, first to last rank, median of {len(takes)}", float(np.median(spread)), "s")
         yield row(f"{what}: a batch", takes[0]["bytes"] / 1e6, "MB")
+        trained = [seconds for take in takes for seconds in take["trained"]]
+        yield row(f"{what}: Trained of each rank, p99 of {len(trained):,}", ms(trained, 99), "ms")
     yield row(f"{what}: buffer's processor time", found["cpu"], "cores")
     yield row(f"{what}: buffer's memory", found["memory"] / 2**20, "MiB")
     yield row(f"{what}: buffer's open files", found["files"], "files")

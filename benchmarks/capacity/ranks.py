@@ -1,4 +1,4 @@
-"""All learner ranks of the benchmark, in one process: take every batch, train nothing.
+"""All learner ranks of the benchmark, in one process: take every batch, train nothing, and say all that ranks say.
 
 Run by `__main__.py`, which reads a line of JSON per batch: when the first and the last part had come, and their bytes.
 `{"again": true}` on its input has the batch before taken over and over, as by learners that restart, until
@@ -8,6 +8,7 @@ Run by `__main__.py`, which reads a line of JSON per batch: when the first and t
 import json
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import uvloop
 
 from benchmarks.capacity.crowd import Crowd, PartArrived
 from buffer.wire.message import Message
-from buffer.wire.protocol import Finished, Rewind, Take, Trained
+from buffer.wire.protocol import Finished, Results, Rewind, Take, Trained
 
 
 @dataclass
@@ -38,17 +39,27 @@ class Ranks:
         self.version, self.again = 0, False
         self._rounds: dict[tuple[int, int], TakeRound] = {}
         """By rank and number of its Take."""
+        self._trained: dict[tuple[int, int], int] = {}
+        """By rank and number of its Trained: the version."""
+        self.acks: defaultdict[int, list[float]] = defaultdict(list)
+        """By version: how long the answers to its Trained took."""
 
     def _take(self, version: int, repeated: bool) -> None:
+        """Take a batch, each rank its part; a new one once each has said that it has trained the one before."""
         world = self.crowd.size
         taken = TakeRound(version, repeated, world)
         for rank in range(world):
+            if version and not repeated:
+                self._trained[rank, self.crowd.send(rank, trained_before(version))] = version - 1
             take = Take(version=version, rank=rank, world=world, share_prompts=self.share_prompts)
             self._rounds[rank, self.crowd.send(rank, take)] = taken
 
     def _heard(self, client: int, number: int, answer: Message, seconds: float, size: int) -> None:
         if isinstance(answer, Finished):
             raise RuntimeError(answer.why)
+        if (version := self._trained.pop((client, number), None)) is not None:
+            self.acks[version].append(seconds)
+            return
         if not isinstance(answer, PartArrived):
             return
         taken = self._rounds.pop((client, number))
@@ -57,12 +68,12 @@ class Ranks:
         taken.left -= 1
         if not taken.left:
             told = {"version": taken.version, "first": min(taken.times), "last": max(taken.times)}
-            print(json.dumps(told | {"bytes": taken.bytes, "repeated": taken.repeated}), flush=True)
+            told |= {"bytes": taken.bytes, "repeated": taken.repeated}
+            print(json.dumps(told | {"trained": self.acks.pop(taken.version - 1, [])}), flush=True)
             self._next(taken)
 
     def _next(self, taken: TakeRound) -> None:
         if not taken.repeated:
-            self.crowd.send(0, Trained(version=self.version, oldest_kept=max(self.version - 1, 0)))
             self.version += 1
             self._take(self.version, False)
         elif self.again:
@@ -79,10 +90,17 @@ class Ranks:
         """Until the input ends."""
         self.crowd.start()
         await self.crowd.all_welcome()
-        self.crowd.send(0, Rewind(version=0))
+        for rank in range(self.crowd.size):
+            self.crowd.send(rank, Rewind(version=0))
+            self.crowd.send(rank, Results(known=[]))
         print(json.dumps({"ready": True}), flush=True)
         self._take(0, False)
         await self.crowd.obey(self.obey)
+
+
+def trained_before(version: int) -> Trained:
+    """What each rank says before it takes batch `version`."""
+    return Trained(version=version - 1, oldest_kept=max(version - 2, 0))
 
 
 if __name__ == "__main__":

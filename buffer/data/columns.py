@@ -5,6 +5,7 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any
 
+from buffer.data.servable import is_deep, unservable
 from configs.load import ConfigError
 
 ACCEPTED = {
@@ -66,8 +67,8 @@ class ColumnRules:
         problem = f"needs the columns {known}; it has {', '.join(names) or 'none'}"
         raise ProblemsError(f"{where}: {problem}; say in data.columns what they are called")
 
-    def checked(self, row: Mapping[str, Any], where: str) -> None:
-        """Raises ProblemsError for a row whose required columns are not there, or empty."""
+    def checked(self, row: dict[str, Any], where: str) -> None:
+        """Raises ProblemsError for a row whose required columns are not there, or empty, or that cannot be served."""
         needed = self.required(list(row), where)
         for name in needed:
             if row[name] is None:
@@ -75,6 +76,16 @@ class ColumnRules:
         model = row.get("reward_model")
         if "reward_model" in needed and not (isinstance(model, dict) and model.get("ground_truth") is not None):
             raise ProblemsError(f"{where}: reward_model has no ground_truth; fill it, or leave the row out")
+        require_servable(row, where)
+
+
+def require_servable(row: dict[str, Any], where: str) -> None:
+    """Raises ProblemsError for a row that cannot be served, `plain` or not yet."""
+    reason = unservable(row)
+    if reason and not is_deep(row):
+        reason = unservable(plain(row))  # whole numbers beyond 64 bits become text
+    if reason:
+        raise ProblemsError(f"{where}: {reason}; correct it, or leave the row out")
 
 
 def plain(value: Any) -> Any:

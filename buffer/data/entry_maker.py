@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from itertools import count
 from typing import Any
 
+from buffer.data.servable import unservable
 from configs.data.sources import GeneratedSet
 
 KEPT = 16_384
@@ -39,9 +40,11 @@ class MakerEnded(EntryError):
 
 
 class EntryMaker:
-    """The process. It starts with the first request, and again if it has ended; it ends when this process does."""
+    """The process: Python with the arguments `command`. It starts with the first request, and again if it has ended;
+    it ends when this process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = ("-m", "buffer.data.entries")) -> None:
+        self._command = command
         self._process: subprocess.Popen[str] | None = None
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._numbers = count()
@@ -73,7 +76,7 @@ class EntryMaker:
             process.wait()
 
     def _start(self) -> None:
-        line = [sys.executable, "-m", "buffer.data.entries"]
+        line = [sys.executable, *self._command]
         environment = os.environ | {"PYTHONHASHSEED": HASH_SEED, "PYTHONUNBUFFERED": "1"}
         pipe = subprocess.PIPE
         if self._process and self._process.stdin:
@@ -91,7 +94,8 @@ class EntryMaker:
             for line in process.stdout:
                 number, answer = json.loads(line)
                 if "error" in answer:
-                    waiting.pop(number).set_exception(EntryError(answer["error"]))
+                    reason = answer["error"].encode(errors="backslashreplace").decode()
+                    waiting.pop(number).set_exception(EntryError(reason))
                 else:
                     waiting.pop(number).set_result(answer)
         code = process.wait()
@@ -118,6 +122,8 @@ class GeneratedRows:
     """
 
     def __init__(self, made: GeneratedSet) -> None:
+        if reason := unservable({"config": made.config}):
+            raise EntryError(f"its {reason}")
         self.set, self._config = made, json.dumps(made.config, sort_keys=True)
         self._rows: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
         self._retried: set[int] = set()
@@ -168,4 +174,6 @@ class GeneratedRows:
         except EntryError as error:
             return row | {"unmade": str(error)}
         identity["question_sha256"] = made["sha256"]
-        return row | {"problem": made["question"]} | ({"answer": made["answer"]} if "answer" in made else {})
+        whole = row | {"problem": made["question"]} | ({"answer": made["answer"]} if "answer" in made else {})
+        reason = unservable(whole)
+        return row | {"unmade": f"entry {index} of {self.set.name}: {reason}"} if reason else whole

@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,13 +20,18 @@ import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
-from buffer.data.columns import ColumnRules, ProblemsError, plain
+from buffer.data.columns import ColumnRules, ProblemsError, plain, require_servable
 from buffer.data.line_index import LineIndex, bounds_of
+from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
 from buffer.image_rows import IMAGES
 from configs.data.sources import GZIPPED, kind_of, the_list
 
 ROWS_AT_ONCE = 16
 """Rows whose images are in memory at a time while a parquet file is read."""
+MEND = "correct it, or leave the row out"
+TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
+TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
+"""Texts, brackets and commas of JSON."""
 TEXTS = ("prompt", "problem", "answer")
 """Columns of a CSV file that are text whatever is in them: `007` stays `007`."""
 
@@ -97,9 +103,54 @@ def _table(
             raise ProblemsError(f"{where}: reward_model is {kind}, not a struct with ground_truth; {remedy}")
         truth = pc.struct_field(table.column("reward_model"), "ground_truth")
         _require_filled(truth, "reward_model.ground_truth", where)
+    _require_servable(table, where)
     found = images(table.select([needed[0]])) if images else None
     types = {field.name: str(field.type).removeprefix("large_") for field in table.schema}
     return FileRows(table.num_rows, lambda index: plain(table.slice(index, 1).to_pylist()[0]), found, types)
+
+
+def _require_servable(table: pa.Table, where: str) -> None:
+    """Raises ProblemsError for the first row that cannot be served. Only values that may be wrong are looked at one by
+    one: of rare types, or of all where some text is no UTF-8 or some value is very long."""
+    doubtful = [field.name for field in table.schema if not _is_plain(field.type)]
+    try:
+        table.validate(full=True)
+        wrong = any(_longest(column) > 1 for column in table.columns)
+    except pa.ArrowException:
+        wrong = True
+    looked_at = table if wrong else table.select(doubtful)
+    for row in range(table.num_rows if looked_at.num_columns else 0):
+        try:
+            values = plain(looked_at.slice(row, 1).to_pylist()[0])
+        except (ValueError, OverflowError, NotImplementedError) as error:
+            raise ProblemsError(f"{where}: row {row}: {' '.join(str(error).split())}; {MEND}") from None
+        require_servable(values, f"{where}: row {row}")
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether every value of this type, if it is sound and not too long, can be served."""
+    types = pa.types
+    if types.is_struct(kind):
+        names = [field.name for field in kind]
+        return len(set(names)) == len(names) and all(_is_plain(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
+    number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    return bool(number or text or types.is_boolean(kind) or types.is_decimal(kind) or types.is_null(kind))
+
+
+def _longest(column: pa.ChunkedArray) -> float:
+    """Length of the longest text or list anywhere in a column of a plain type, as a share of what may be."""
+    kind, types = column.type, pa.types
+    if types.is_struct(kind):
+        return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)
+    if types.is_list(kind) or types.is_large_list(kind):
+        entries = pc.max(pc.list_value_length(column)).as_py() or 0
+        return max(entries / MOST_ENTRIES, _longest(pc.list_flatten(column)))
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        return (pc.max(pc.binary_length(column)).as_py() or 0) / MOST_BYTES
+    return 0
 
 
 def _images_in(file: pq.ParquetFile, column: str, texts: pa.Table) -> Iterator[tuple[Any, Any]]:
@@ -171,24 +222,74 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
     return FileRows(len(kept), row, found() if with_images else None)
 
 
+class RepeatedKey(ValueError):
+    """A JSON object has a key twice: which of the two is meant?"""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these keys and values. Raises RepeatedKey."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKey(f"the key {twice!a} stands twice in an object")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _decoded(data: bytes) -> Any:
+    """As `json.loads`, but without repeated keys. Raises ValueError, RecursionError."""
+    return DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
+
+
 def _object(line: bytes, rules: ColumnRules, where: str, form: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = _decoded(line)
+    except RepeatedKey as error:
+        raise ProblemsError(f"{where}: {error}; leave one out") from None
     except ValueError as error:
         raise ProblemsError(f"{where}: not JSON ({error}); write {form}") from None
+    except RecursionError:
+        raise ProblemsError(f"{where}: {TOO_DEEP}; {MEND}") from None
     if not isinstance(row, dict):
         raise ProblemsError(f"{where}: not an object of columns; write {form}")
     return rules.row(row, where)
 
 
 def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
+    form = "a list of objects"
     try:
-        rows = the_list(json.loads(data))
-    except (ValueError, RecursionError) as error:
+        rows = the_list(_decoded(data))
+    except (RepeatedKey, RecursionError) as error:
+        for number, text in enumerate(_elements(data.decode(json.detect_encoding(data), "surrogatepass"))):
+            _object(text.encode(errors="surrogatepass"), rules, f"{where}: row {number}", form)  # raises for the one
         raise ProblemsError(f"{where}: no JSON of rows: {error}") from None
+    except ValueError as error:
+        raise ProblemsError(f"{where}: no JSON of rows: {error}") from None
+    for number, row in enumerate(rows):
+        if is_deep(row):
+            raise ProblemsError(f"{where}: row {number}: {TOO_DEEP}; {MEND}")
     lines = [json.dumps(row).encode() for row in rows]
     numbered = ((f"row {n}", line) for n, line in enumerate(lines))
-    return _rows_of(lines, rules, where, _checked(numbered, rules, where, "a list of objects"))
+    return _rows_of(lines, rules, where, _checked(numbered, rules, where, form))
+
+
+def _elements(text: str) -> Iterator[str]:
+    """The texts of the elements of a list in JSON, or of the lists in an object."""
+    opened, start, level = list[str](), 0, 0
+    for token in TOKENS.finditer(text):
+        if token[0] in ("[", "{"):
+            opened.append(token[0])
+            if not level and token[0] == "[" and len(opened) <= 2:
+                start, level = token.end(), len(opened)
+        elif len(opened) == level and token[0] in (",", "]"):
+            yield text[start : token.start()]
+            start = token.end()
+        if token[0] in ("]", "}") and opened:
+            level = 0 if len(opened) == level else level
+            opened.pop()
 
 
 def _csv(data: bytes, delimiter: str, rules: ColumnRules, where: str) -> pa.Table:

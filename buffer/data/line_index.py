@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
+"""Also of the rules by which rows are judged: an index of an earlier one counts as none."""
 DIGEST_BYTES = 32
 
 

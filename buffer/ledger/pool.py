@@ -56,11 +56,11 @@ class Pool:
         """Items that wait for their time, and go to no server before."""
         return len(self._elsewhere.get(NOBODY, ()))
 
-    def wait(self, item: ItemState, held_back: bool = False) -> None:
-        """The item waits to be dispatched again; up to `elsewhere_until` not to the server that had it last, or to
-        none."""
+    def wait(self, item: ItemState) -> None:
+        """The item waits to be dispatched again; up to `elsewhere_until` not to the server that had it last, or,
+        `held_back`, to none."""
         if item.elsewhere_until:
-            held = self._elsewhere.setdefault(NOBODY if held_back else server_name(item.server), deque())
+            held = self._elsewhere.setdefault(NOBODY if item.held_back else server_name(item.server), deque())
             held.append((item.elsewhere_until, item.number))
         else:
             heapq.heappush(self._anywhere, item.number)

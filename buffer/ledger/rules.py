@@ -233,11 +233,6 @@ class Ledger:
         wait_end = self.state.pool.next_wait_end
         return min([*ends, *([] if wait_end is None else [wait_end])], default=None)
 
-    def forgive(self, seconds: float) -> None:
-        """Nobody was listened to for so long: that does not count as silence of the servers."""
-        for server in self.state.servers.values():
-            server.heard += seconds
-
     # requests of the learner
 
     def take(self, version: int) -> FormedBatch | None:
@@ -261,13 +256,19 @@ class Ledger:
         self.state.raise_ceiling(version + 1)
         return self.state.batches[version]
 
-    def trained(self, version: int) -> None:
-        """Batch `version` has been trained. Repeats change nothing, nor does the word of a learner that was replaced
-        since: after a rewind a batch must be taken again before it can be trained again."""
+    def trained(self, version: int) -> list[int]:
+        """Batch `version` has been trained; returns the items that count as trained from now on.
+
+        Every rank says so: all but the first change nothing and cost nothing. Nor does the word of a learner that was
+        replaced since: after a rewind a batch must be taken again before it can be trained again.
+        """
         if version >= self.version:
             raise LedgerError(f"Trained({version}): the next batch is {self.version}; restart the learner to rewind it")
-        if version < self.state.ceiling:
-            self.state.mark(max(version, self.last_trained))
+        if not self.last_trained < version < self.state.ceiling:
+            return []
+        newly = range(self.last_trained + 1, version + 1)
+        self.state.mark(version)
+        return [item for batch in newly for item in self.state.batches[batch].items]
 
     def rewind(self, version: int) -> int:
         """The learner restored `version`: batches from there on count as untrained; returns how many will be served
@@ -287,8 +288,7 @@ class Ledger:
             )
         if version < self.state.oldest:
             raise LedgerError(self._pruned(version))
-        self.state.mark(version - 1)
-        self.state.ceiling = version
+        self.state.rewind(version)
         self.state.forgive()
         return self.version - version
 
@@ -342,6 +342,11 @@ class Ledger:
         return self.state.last_trained
 
     @property
+    def oldest(self) -> int:
+        """Oldest batch that is not pruned."""
+        return self.state.oldest
+
+    @property
     def items(self) -> Mapping[int, ItemState]:
         """Items by number, all but those not yet dispatched, dropped or pruned. To look at only."""
         return self.state.items
@@ -354,10 +359,6 @@ class Ledger:
     def state_of(self, number: int) -> str | None:
         """`ItemState.state` of an item; None if it is not in memory: never dispatched, dropped or pruned."""
         return self.state.items[number].state if number in self.state.items else None
-
-    def untrained(self) -> set[int]:
-        """Items whose samples are yet to be trained."""
-        return {n for n, item in self.state.items.items() if item.state == "stored" or item.batch > self.last_trained}
 
     def counts(self) -> dict[str, int]:
         """Items by state: leased, stored, waiting; batched (not yet trained), trained, dropped in the whole run."""

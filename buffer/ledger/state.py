@@ -15,7 +15,7 @@ from buffer.ledger.types import Changes, FailureKind, FormedBatch, ItemState, Le
 
 COUNTERS = (
     *("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease", "failures_in_row", "given_up"),
-    *("wanted_servers", "wanted_by_person", "flat_in_row"),
+    *("wanted_servers", "wanted_by_person", "flat_in_row", "restored", "reached"),
 )
 GIVEN_UP_FAILED, GIVEN_UP_FLAT = 1, 2
 """Why a run was given up: attempts only fail; groups only lack variance."""
@@ -72,6 +72,9 @@ class LedgerState:
         """Oldest batch not pruned."""
         self.ceiling = 0
         """No policy above this version can exist: since it restored, the learner got no batches for a later one."""
+        self.restored = self.reached = 0
+        """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later
+        one. Tokens of both may be in the batches to come."""
         self.next_item, self.next_lease = 0, 1
         self.failures_in_row = 0
         """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
@@ -157,8 +160,8 @@ class LedgerState:
         """Leased -> waiting, until `elsewhere_until` for other servers or, `held_back`, for none: the attempt failed,
         or it was returned."""
         self._unlease(item, reason)
-        item.elsewhere_until = elsewhere_until
-        self.pool.wait(item, held_back)
+        item.elsewhere_until, item.held_back = elsewhere_until, held_back
+        self.pool.wait(item)
 
     def give_up(self, item: ItemState, reason: str) -> None:
         """Leased -> dropped: the last attempt failed."""
@@ -221,7 +224,8 @@ class LedgerState:
                 self._changes.sample_stats.pop(item.number, None)
                 self._changes.discarded.add(item.number)
                 item.samples = item.tokens = item.sampled = item.truncated = 0
-            item.state, item.reason, item.attempts, item.elsewhere_until = "waiting", reason, item.attempts - 1, 0.0
+            item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
+            item.elsewhere_until, item.held_back = 0.0, False
             self._touched.add(item.number)
         self.pool = Pool(self.items.values())
         self.revision += 1
@@ -256,6 +260,14 @@ class LedgerState:
             self._changes.batches[version] = version <= last
         self.last_trained = last
         self.revision += 1
+
+    def rewind(self, version: int) -> None:
+        """The learner is at `version` again: later batches count as untrained, and what came of them is undone."""
+        if self.ceiling > version:
+            self.restored = min(self.restored, version) if version <= self.reached else version
+            self.reached = max(self.reached, self.ceiling)
+        self.mark(version - 1)
+        self.ceiling = version
 
     def start_at(self, version: int) -> None:
         """Begin with batch `version`; only while no batch was ever formed."""

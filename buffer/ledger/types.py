@@ -82,7 +82,7 @@ class Lengths(NamedTuple):
 
 @dataclass(slots=True)
 class ItemState:
-    """One item as the ledger knows it, and as the store's table `items` has it (the last two fields apart)."""
+    """One item as the ledger knows it, and as the store's table `items` has it (the last three fields apart)."""
 
     number: int
     row: int
@@ -108,6 +108,8 @@ class ItemState:
     """When the lease began, in the caller's clock; not written down."""
     elsewhere_until: float = 0.0
     """While it waits: until then it goes to another server than `server`, which failed at it; not written down."""
+    held_back: bool = False
+    """While it waits: until then it goes to no server at all; not written down."""
 
     def row_values(self) -> tuple[int | str, ...]:
         """What the store writes, in the order of the fields."""

@@ -12,7 +12,7 @@ latest groups in memory: most are batched before they would have to be read back
 
 import errno
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
@@ -274,14 +274,15 @@ class GroupCache:
         """None if it is not cached."""
         return self._groups.get(item)
 
-    def keep(self, items: Collection[int]) -> None:
-        """Forget all others; their memory is freed by `free`: that of hundreds at once would take 20 ms."""
-        for item in [item for item in self._groups if item not in items]:
-            self._forgotten.append(self._groups[item])
-            self.forget(item)
+    def release(self, items: Iterable[int]) -> None:
+        """Forget these; their memory is freed by `free`: that of hundreds at once would take 20 ms."""
+        for item in items:
+            if group := self._groups.get(item):
+                self._forgotten.append(group)
+                self.forget(item)
 
     def free(self, most: int) -> None:
-        """Free the memory of so many groups that are not kept."""
+        """Free the memory of so many groups that were released."""
         del self._forgotten[-most:]
 
     def forget(self, item: int) -> None:

@@ -70,6 +70,7 @@ SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END
 KEPT = f"{ITEM_STATE} WHERE state <> 'dropped' AND (batch = -1 OR batch >= ?)"
 DROPPED = f"{ITEM_STATE} WHERE item = ? AND state = 'dropped'"
 UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
+BATCHED_SINCE = "SELECT item, bytes FROM items WHERE bytes > 0 AND batch >= ? AND state IN ('batched', 'trained')"
 FAILED_ROWS = """
 SELECT row, reason FROM items WHERE state IN ('waiting', 'dropped') AND samples = 0 AND reason <> ''
 ORDER BY changed_at DESC, item DESC LIMIT ?

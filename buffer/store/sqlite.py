@@ -201,6 +201,10 @@ class Store:
         """Bytes of samples that are yet to be trained, by item."""
         return dict(self._db.execute(sql.UNTRAINED))
 
+    def bytes_batched_since(self, version: int) -> dict[int, int]:
+        """Bytes of samples of batch `version` and later ones, trained or not, by item."""
+        return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
+
     def close(self) -> None:
         """Leave one complete file behind and release the lock."""
         self._ends.close()

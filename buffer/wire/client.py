@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from buffer.curve import ClientKeys
 from buffer.ledger.types import FailureKind
 from buffer.wire import protocol
-from buffer.wire.connection import Connection, MessageTooLarge, RefusedError
+from buffer.wire.connection import Connection, MessageTooLarge, ProtocolFault, RefusedError
 from buffer.wire.protocol import EvaluationResult, Part, SetResult, WorkItem
 from buffer.wire.sample import Sample
 from configs.entrypoint import made_progress, unless
@@ -68,7 +68,8 @@ class RolloutClient:
             if isinstance(answer, protocol.Finished):
                 self.finished = answer
                 return None
-            assert isinstance(answer, protocol.Work)
+            if not isinstance(answer, protocol.Work):
+                raise ProtocolFault.of(ask, answer)
             items = answer.items
         self.holding.update(item.lease for item in items)
         return items
@@ -212,7 +213,8 @@ class LearnerClient:
         if isinstance(answer, protocol.Finished):
             self.finished = answer
             return None
-        assert answer is None or isinstance(answer, Part)
+        if answer is not None and not isinstance(answer, Part):
+            raise ProtocolFault.of(take, answer)
         return answer
 
     def interrupt(self) -> None:
@@ -237,7 +239,12 @@ class LearnerClient:
         self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
     async def _fetch(self, known: list[int]) -> None:
-        while isinstance(answer := await self.client.request(protocol.Results(known=known)), EvaluationResult):
+        while True:
+            answer = await self.client.request(wanted := protocol.Results(known=known))
+            if isinstance(answer, protocol.Ack):
+                return
+            if not isinstance(answer, EvaluationResult):
+                raise ProtocolFault.of(wanted, answer)
             known.append(answer.due)
             self._results.put(answer)
 

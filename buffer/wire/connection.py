@@ -65,6 +65,18 @@ class RefusedError(RuntimeError):
         self.reason = reason
 
 
+class ProtocolFault(RuntimeError):
+    """The buffer's answer is not one that the request has: a fault of the software at one of the two ends."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; install the same Headrace everywhere, or report it")
+
+    @classmethod
+    def of(cls, message: Message, answer: Message) -> "ProtocolFault":
+        """For an answer of a kind that `message` does not have."""
+        return cls(f"the buffer answered {type(message).__name__} with {type(answer).__name__}")
+
+
 class MessageTooLarge(RefusedError):
     """A message above `buffer.max_message_mib`, which was not sent."""
 
@@ -171,10 +183,10 @@ class Connection:
             self._put_off.discard(number)
 
     async def expect(self, message: Message, kind: type[Answer]) -> Answer:
-        """`request` for a message with one kind of answer."""
+        """`request` for a message with one kind of answer. Raises ProtocolFault for another kind."""
         answer = await self.request(message)
         if not isinstance(answer, kind):
-            raise RefusedError(f"{type(message).__name__} was answered with {type(answer).__name__}")
+            raise ProtocolFault.of(message, answer)
         return answer
 
     def _send(self, frame: Frame) -> None:
@@ -194,7 +206,10 @@ class Connection:
     async def _read(self) -> None:
         while True:
             first, *large = await self._socket.recv_multipart()
-            number, answer = unpack(first, ANSWERS, large)
+            try:
+                number, answer = unpack(first, ANSWERS, large)
+            except ValueError as error:
+                raise ProtocolFault(f"what the buffer sent cannot be read: {error}") from None
             if number == self._hello_number:
                 self._on_hello_answer(answer)
             elif isinstance(answer, NotRegistered):
@@ -215,7 +230,8 @@ class Connection:
     def _on_hello_answer(self, answer: Message) -> None:
         if isinstance(answer, Refused):
             raise RefusedError(answer.reason)
-        assert isinstance(answer, Welcome)
+        if not isinstance(answer, Welcome):
+            raise ProtocolFault.of(self._hello, answer)
         self.welcome = answer
         self._lost.clear()
         self._welcomed.set()

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -258,12 +258,6 @@ class Handlers:
             self._next_end = (ledger.revision, ledger.state.next_lease), due
         return due
 
-    def forgive(self, seconds: float) -> None:
-        """For so long nobody was listened to: their silence does not count."""
-        self.ledger.forgive(seconds)
-        self._broken = {identity: due + seconds for identity, due in self._broken.items()}
-        self._next_end = (-1, -1), None
-
     def heard(self, identity: bytes, now: float) -> None:
         """A message of this process has come."""
         if peer := self.peers.get(identity):
@@ -291,6 +285,7 @@ class Handlers:
         changes = self.ledger.drain()
         if (ended := reasons.ended(self.ledger)) != self._ended:
             self._ended = changes.scalars["ended"] = ended
+        self._forget_samples(changes.discarded)
         payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         noted, self._noted = tuple(self._noted), []
@@ -313,7 +308,7 @@ class Handlers:
         either."""
         if self.ledger.finished():
             return True
-        return not self._away and self.ledger.admits(version)
+        return not self._away and self.ledger.admits(version) and self._has_rows()
 
     def serves(self, version: int) -> bool:
         """Whether the batch is formed, so that a Take of it only waits for its turn."""
@@ -437,6 +432,10 @@ class Handlers:
         ready = self.problems.num_ready(lambda: self.ledger.upcoming(ask.room))
         return ask.room if ready is None else min(ask.room, ready)
 
+    def _has_rows(self) -> bool:
+        """Whether the next row is there, or need not be made: if not, no Ask gets any."""
+        return not isinstance(self.problems, Problems) or self.problems.num_ready(lambda: self.ledger.upcoming(1)) != 0
+
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
         if self._away:
             return None
@@ -473,7 +472,7 @@ class Handlers:
             raise ValueError(
                 f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.limits.samples}"
             )
-        stats = [sample_stats(data) for data in put.samples]
+        stats = put.figures
         self._check_images(put.item, max(sample.row_images for sample in stats))
         if self.full:
             return None
@@ -563,7 +562,12 @@ class Handlers:
             self._revision += 1
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
-        return protocol.Rewound(replay=self.ledger.rewind(rewind.version))
+        replay = self.ledger.rewind(rewind.version)
+        self._cut = None  # it says what was undone
+        if replay:  # what was trained is not, any more
+            self._bytes |= self.store.bytes_batched_since(rewind.version)
+            self.bytes_stored = sum(self._bytes.values())
+        return protocol.Rewound(replay=replay)
 
     def _take(self, peer: Peer, take: protocol.Take, now: float) -> Message | None:
         if take.rank >= take.world:
@@ -578,7 +582,8 @@ class Handlers:
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
-        if not self._opened(batch):
+        key = take.version, take.world, take.share_prompts
+        if (self._cut is None or self._cut[0] != key) and not self._opened(batch):
             return None
         with self.turn.counted():
             return self._part(take, batch, now)
@@ -591,6 +596,9 @@ class Handlers:
         if self._cut is None or self._cut[0] != key:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
+            if take.version <= self.ledger.last_trained:  # no Trained of it will come that forgets them
+                for item in batch.items:
+                    self._figures.pop(item, None)
         if self.turn.over():
             return None
         try:
@@ -607,6 +615,7 @@ class Handlers:
         totals = self.ledger.state.totals
         counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
         serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
+        counts |= {"restored": self.ledger.state.restored, "reached": self.ledger.state.reached}
         return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
 
     def _opened(self, batch: FormedBatch) -> bool:
@@ -655,14 +664,18 @@ class Handlers:
     def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
-        self.ledger.trained(trained.version)
+        self._forget_samples(self.ledger.trained(trained.version))
+        before = self.ledger.oldest
         oldest = self.ledger.prune(trained.oldest_kept)
-        if self.limits.keep == "checkpoints":
+        if self.limits.keep == "checkpoints" and oldest > before:
             self._void_before = oldest
-        self._cut = None
-        untrained = self.ledger.untrained()
-        self._figures = {item: found for item, found in self._figures.items() if item in untrained}
-        self._bytes = {item: size for item, size in self._bytes.items() if item in untrained}
-        self._cache.keep(untrained)
-        self.bytes_stored = sum(self._bytes.values())
+        if self._cut and self._cut[0][0] <= self.ledger.last_trained:  # a rank may have taken the next batch by now
+            self._cut = None
         return protocol.Ack()
+
+    def _forget_samples(self, items: Collection[int]) -> None:
+        """Samples of these items are trained, or void: they take no room any more."""
+        self._cache.release(items)
+        for item in items:
+            self._figures.pop(item, None)
+            self.bytes_stored -= self._bytes.pop(item, 0)

@@ -13,11 +13,21 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-LIMITS: dict[str, Any] = {"strict_map_key": False, "max_array_len": 2**20, "max_map_len": 2**16, "max_ext_len": 16}
+from buffer.data.servable import MOST_ENTRIES, MOST_KEYS
+
+LIMITS: dict[str, Any] = {
+    "strict_map_key": False,
+    "max_array_len": MOST_ENTRIES,
+    "max_map_len": MOST_KEYS,
+    "max_ext_len": 16,
+}
 """Of what is unpacked before anything is known of it."""
 Frame = bytes | memoryview
 """A message as it travels."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
+TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
+"""For packing: users' code and policies may write half a surrogate pair into an answer or a reason, which are for
+people. Rows with one are refused when they are loaded."""
 FRAME_BYTES = 2**16
 """Mean size from which on byte strings travel as frames: smaller ones are copied sooner than they are sent apart."""
 
@@ -75,8 +85,8 @@ def pack(number: int, message: Message) -> Frame:
     fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
     size = message.size_hint()
     if not size:
-        return bytes(msgpack.packb(fields))
-    packer = msgpack.Packer(autoreset=False, buf_size=size)
+        return bytes(msgpack.packb(fields, **TEXT))
+    packer = msgpack.Packer(autoreset=False, buf_size=size, **TEXT)
     packer.pack(fields)
     return memoryview(packer.getbuffer())
 

@@ -13,15 +13,17 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
-from buffer.ledger.types import Outcome
+from buffer.ledger.types import Outcome, SampleStats
 from buffer.wire.message import Array, Count, Message
+from buffer.wire.sample import sample_stats
 
-PROTOCOL = 8
+PROTOCOL = 9
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 LAUNCHER = "launcher"
@@ -87,6 +89,11 @@ class Put(Message):
     item: Count
     lease: Count
     samples: list[bytes]
+
+    @cached_property
+    def figures(self) -> list[SampleStats]:
+        """Of each sample, parsed once however often the Put is tried. Raises ValueError, in one line."""
+        return [sample_stats(data) for data in self.samples]
 
 
 class Fail(Message):
@@ -330,6 +337,9 @@ class Part(Message):
     """Sequences that all servers ran when the batch was cut, by their last heartbeats."""
     places: Count = 0
     """Sequences that they had places for."""
+    restored: Count = 0
+    reached: Count = 0
+    """A token with a version above `restored`, up to `reached`, may be of a policy that a rewind undid."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:

@@ -10,7 +10,6 @@ the first of a group that gets no answer speaks for all of it, and Asks are trie
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ class PendingRequests:
             self._check(frames)
             number, message = unpack(data, protocol.REQUESTS)
         except ValueError as error:
-            self._refuse(identity, number_of(data), "malformed", str(error))
+            self._refuse(identity, number_of(data), "malformed", str(error), now)
             return
         self.handlers.heard(identity, now)
         peer = self.handlers.peers.get(identity)
@@ -255,7 +254,7 @@ class PendingRequests:
             answer = self._handle(request, now)
         except ValueError as error:
             self._unpark(request)
-            self._refuse(request.identity, request.number, request.kind, str(error))
+            self._refuse(request.identity, request.number, request.kind, str(error), now)
             return
         if answer is None:
             self._park(request)
@@ -271,24 +270,33 @@ class PendingRequests:
             return protocol.NotRegistered()
         if isinstance(request.message, protocol.Status):
             return self._state(now)
+        if isinstance(request.message, protocol.Put) and self.handlers.full and not self._has_place(request):
+            return self._put_it_off(request, request.message)
         return self.handlers.answer(peer, request.number, request.message, now)
 
     def _park(self, request: PendingRequest) -> None:
         peer = self.handlers.peers[request.identity]
         if isinstance(request.message, protocol.Put) and self._parked.get(request.key) is not request:
-            size = sum(map(len, request.message.samples))
-            if self.parked_bytes + size > PARKED_BYTES:
-                request.message = request.message.model_copy(update={"samples": []})
-                self._put_off[request.key] = request, size
-                return self._answer(request, protocol.Later())
-            self.parked_bytes += size
+            self.parked_bytes += _size(request.message)
         self._parked.add(request, self.handlers.waits_for(peer, request.message))
         self._note_learner(request)
+
+    def _has_place(self, request: PendingRequest) -> bool:
+        """Whether a Put may wait here: one that does already, or within PARKED_BYTES."""
+        assert isinstance(request.message, protocol.Put)
+        parked = self._parked.get(request.key) is request
+        return parked or self.parked_bytes + _size(request.message) <= PARKED_BYTES
+
+    def _put_it_off(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
+        """Keep nothing of the group, nor look into it before it comes again."""
+        request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
+        self._put_off[request.key] = request, _size(put)
+        return protocol.Later()
 
     def _unpark(self, request: PendingRequest) -> None:
         if known := self._parked.pop(request.key):
             if isinstance(known.message, protocol.Put):
-                self.parked_bytes -= sum(map(len, known.message.samples))
+                self.parked_bytes -= _size(known.message)
             self._note_learner(request)
 
     def _note_learner(self, request: PendingRequest) -> None:
@@ -309,9 +317,8 @@ class PendingRequests:
     def _answer(self, request: PendingRequest, answer: Message) -> None:
         self._out.append((request.identity, *pack_frames(request.number, answer)))
 
-    def _refuse(self, identity: bytes, number: int, what: str, reason: str) -> None:
+    def _refuse(self, identity: bytes, number: int, what: str, reason: str, now: float) -> None:
         self.errors[what] += 1
-        now = time.monotonic()
         if now >= self._logged_at.get(what, -math.inf) + REPEAT_S:  # a flood must not fill the disk
             self._logged_at[what] = now
             log.warning("refused %s, %d since the start: %s", what, self.errors[what], reason)
@@ -329,3 +336,7 @@ class PendingRequests:
             seconds = now - request.since
             waiters.append(protocol.Waiter(who=peer.hello.name, kind=request.kind, why=why, seconds=seconds))
         return self.handlers.state(waiters, self.errors.total(), now)
+
+
+def _size(put: protocol.Put) -> int:
+    return sum(map(len, put.samples))

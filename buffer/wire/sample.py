@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
-from buffer.wire.message import LIMITS, Array, Count, Message, in_words, open_map
+from buffer.wire.message import LIMITS, TEXT, Array, Count, Message, in_words, open_map
 
 
 class SampleImage(Message):
@@ -126,7 +126,7 @@ class Sample(Message):
 
     def pack(self) -> bytes:
         """The sample as bytes: what `Put` carries, the store keeps and `Part` delivers, unopened."""
-        return bytes(msgpack.packb(self.model_dump()))
+        return bytes(msgpack.packb(self.model_dump(), **TEXT))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Sample":

@@ -26,6 +26,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, split
 from buffer.resources import MemoryWatch
+from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.handlers import LoopTurn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
@@ -39,8 +40,6 @@ COPY_BELOW = 2**16
 TURN_S = 0.005, 0.02
 """How long parts are made for Takes before messages are looked at again: as long as all else took in this turn, within
 these bounds."""
-DEAF_S = 0.5
-"""A turn of the event loop, or a wait beyond its time, that took longer is time in which nobody could be heard."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
 TRANSIENT = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR_SHMSIZE}
@@ -53,8 +52,13 @@ OPTIONS = {
     zmq.RCVHWM: 2,  # messages of each client that wait to be read: groups of megabytes, of thousands of servers
     zmq.LINGER: 1000,
     zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
-    zmq.HEARTBEAT_IVL: 5000,
-    zmq.HEARTBEAT_TIMEOUT: 15000,
+    # No ZMQ_HEARTBEAT_IVL: libzmq 4.3.5 aborts the process where its timer meets a connection that broke while RCVHWM
+    # stopped its reading, as when a client ends during a long commit. The kernel finds a dead network instead.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 5,  # s
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+    zmq.TCP_MAXRT: 15000,  # ms that sent bytes may stay unacknowledged
 }
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 """Events of which `Speakers` are told."""
@@ -112,15 +116,18 @@ class Speakers:
 
 
 class BufferServer:
-    """Async context manager: bound once entered, closed when left. `address` is the bound one."""
+    """Async context manager: bound once entered, closed when left. `address` is the bound one. `clock` is the one that
+    the ledger was restored by."""
 
-    def __init__(self, address: str, max_message: int, keys: ServerKeys | None = None) -> None:
+    def __init__(
+        self, address: str, max_message: int, keys: ServerKeys | None = None, clock: ListeningClock | None = None
+    ) -> None:
         if keys is None and not is_loopback(address):
             raise ListenError(
                 f"buffer.address {address} is beyond loopback and there are no keys: make them with "
                 "`python -m buffer keys CONFIG`, or listen on tcp://127.0.0.1:PORT"
             )
-        self.address, self.keys = address, keys
+        self.address, self.keys, self.clock = address, keys, clock or ListeningClock()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
@@ -129,7 +136,7 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None
-        """When something ends by the clock."""
+        """When something ends by `clock`."""
         self._news = False
         self._in_flight = 0
         """Bytes of large answers that ZeroMQ has not yet handed to the network."""
@@ -191,15 +198,15 @@ class BufferServer:
     async def serve(self, requests: PendingRequests) -> None:
         """Serve until cancelled. Everything received by then is committed and answered, unless the disk is full."""
         self._loop = asyncio.get_running_loop()
-        memory = MemoryWatch()
+        memory = MemoryWatch(self.clock.now())
         while True:
+            self.clock.mark()
             await self._wake(at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
+            self.clock.mark()
             began = time.monotonic()
-            if self._due is not None and began - self._due > DEAF_S:  # the process was stopped while it waited
-                requests.handlers.forgive(began - self._due)
             requests.begin_turn(LoopTurn(seconds=0.0))
             received, more = self._receive()
-            now = time.monotonic()
+            now = self.clock.now()
             for frames in received:
                 requests.receive(frames, now)
             for identity in self._ended():
@@ -213,9 +220,6 @@ class BufferServer:
                 await self._answer(requests, now, more)
             requests.handlers.ledger.draw_ahead()
             requests.handlers.let_go()
-            turn_s = time.monotonic() - began
-            if turn_s > DEAF_S:  # a commit waited for the disk: what was said meanwhile is still to be read
-                requests.handlers.forgive(turn_s)
             memory.look(requests.held | {"parts on their way": self._in_flight}, now)
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
@@ -229,9 +233,10 @@ class BufferServer:
         """Wait for a message or for the clock; not at all if there is something to do `at_once`."""
         if at_once or self._plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
-        wait_s = None if self._due is None else max(0.0, self._due - time.monotonic())
+        wait_s = TICK_S if self._due is None else min(max(0.0, self._due - self.clock.now()), TICK_S)
+        self.clock.mark(wait_s)
         if not self.has_news():
-            polling = self._poller.poll(None if wait_s is None else round(wait_s * 1000) + 1)
+            polling = self._poller.poll(round(wait_s * 1000) + 1)
             self._polling = asyncio.ensure_future(polling)
             try:
                 await self._polling
@@ -274,8 +279,9 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
-            self._heard[identity.bytes] = int(identity.get(zmq.SRCFD))
+            if (descriptor := _descriptor_of(identity)) is not None:
+                self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
+                self._heard[identity.bytes] = descriptor
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True
@@ -321,6 +327,15 @@ class BufferServer:
         was, self._in_flight = self._in_flight, self._in_flight - size
         if self._in_flight < IN_FLIGHT_BYTES <= was:
             self._on_news()
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """Of the connection over which a message came; None where it came in words of ZeroMQ before 3.0, which is how
+    libzmq takes much of what others send to the port, as an HTTP request. It is refused like any other."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _transient(error: sqlite3.OperationalError | OSError) -> bool:

@@ -17,6 +17,8 @@ from learner.algorithms.inputs import LossInputs
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Lower ends of the age buckets: 0, 1, 2-3, 4-7, ..., 64 and more versions."""
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
+UNDONE = "undone"
+"""The bucket of tokens whose age is not known, because a rewind undid the policy that sampled them, or may have."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 """Sums that are [samples], for `combine`."""
@@ -62,13 +64,18 @@ def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
-    """Sums of the rows of `table` [tokens, 4] by age bucket."""
+    """Sums of the rows of `table` [tokens, 4] by age bucket. A token of a policy that a rewind undid, or may have, has
+    no age: it is in a bucket of its own, and never among those of the policy being trained."""
     assert inputs.versions is not None
-    age = torch.where(inputs.sampled, inputs.version - inputs.versions, 0).clamp(min=0)
+    first, last = inputs.undone
+    undone = (inputs.versions > inputs.version) | ((inputs.versions > first) & (inputs.versions <= last))
+    age = torch.where(inputs.sampled & ~undone, inputs.version - inputs.versions, 0)
     bucket = torch.stack([age >= low for low in AGES[1:]]).sum(0)  # copying AGES to the GPU would block
-    rows = table.new_zeros(len(AGES), table.shape[1]).index_add(0, bucket, table)
+    bucket = torch.where(undone, len(AGES), bucket)
+    rows = table.new_zeros(len(AGES) + 1, table.shape[1]).index_add(0, bucket, table)
     sums = {"token_age": age.double().sum(), "token_age_max": _largest(age.double())}
-    for name, row in zip(BUCKETS, rows.unbind(), strict=True):
+    sums["tokens_with_age"] = table[:, 0].sum() - rows[-1, 0]
+    for name, row in zip((*BUCKETS, UNDONE), rows.unbind(), strict=True):
         sums |= dict(zip((f"age/{name}/{what}" for what in ("tokens", "k1", "k3", "m2")), row.unbind(), strict=True))
     return sums
 
@@ -151,8 +158,8 @@ MEANS: dict[str, tuple[str, str]] = {
     "mismatch/k3_fresh": ("age/0/k3", "age/0/tokens"),
     "mismatch/m2_fresh": ("age/0/m2", "age/0/tokens"),
     **{f"offpolicy/{m}_age_{b}": (f"age/{b}/{m}", f"age/{b}/tokens") for b in BUCKETS[1:] for m in ("k1", "k3", "m2")},
-    **{f"age/share_{b}": (f"age/{b}/tokens", "tokens") for b in BUCKETS},
-    "age/token_mean": ("token_age", "tokens"),
+    **{f"age/share_{b}": (f"age/{b}/tokens", "tokens") for b in (*BUCKETS, UNDONE)},
+    "age/token_mean": ("token_age", "tokens_with_age"),
     "ratio/mean": ("weight", "tokens"),
     **{f"limit/{what}_{sign}": (f"{sign}/{what}", "tokens") for what in ("masked", "capped") for sign in SIGNS},
     "entropy/mean": ("entropy", "tokens"),

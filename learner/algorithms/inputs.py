@@ -44,6 +44,8 @@ class LossInputs:
     """int: version that sampled the token."""
     version: int = 0
     """Version being trained."""
+    undone: tuple[int, int] = (0, 0)
+    """Versions above the first, up to the second, name two policies each: one that a rewind undid, and a later one."""
     num_prompts: int | None = None
     """Groups in the whole batch; required by `aggregation: prompt`."""
     prompt_tokens: Tensor | None = None

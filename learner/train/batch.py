@@ -110,6 +110,8 @@ class Batch:
     """Of this rank's rows: each shared prompt counts once, dummies do not."""
     squares: int
     """Of this rank's rows: what attention costs (`Unit.squares`)."""
+    undone: tuple[int, int] = (0, 0)
+    """`restored` and `reached` of `Part`."""
 
     @classmethod
     def from_part(
@@ -157,7 +159,7 @@ class Batch:
         microbatches = [pack([units[i] for i in chosen]) for chosen in balance(sizes, costs, budget, number)]
         versions = [_num_versions(sample) for sample in samples]
         known = (part.version, part.rows, versions, segments, turns, most > 1 and number > 1)
-        return cls(*known, microbatches, sum(lengths), sum(squares))
+        return cls(*known, microbatches, sum(lengths), sum(squares), (part.restored, part.reached))
 
 
 def documents_of(

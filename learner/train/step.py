@@ -152,6 +152,7 @@ class Algorithm:
             "num_tokens": int(sampled.sum()),
             "num_prompts": len(group_tokens),
             "version": batch.version,
+            "undone": batch.undone,
             "scattered": batch.scattered,
         }
 

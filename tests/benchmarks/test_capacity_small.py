@@ -30,6 +30,9 @@ def test_the_benchmark_of_many_clients_works(tmp_path: Path) -> None:
     for phase in ("as fast as it goes", "at a tenth of that", "at a tenth, a batch taken over and over"):
         for figure in FIGURES:
             assert any(what.startswith(phase) and figure in what for what in values), (phase, figure)
+    (trained,) = [what for what in values if what.startswith("as fast as it goes: Trained of each rank")]
+    said = int(trained.rpartition(" ")[2])
+    assert said and said % SMALL["ranks"] == 0, "every rank says it, as in a run"
     assert values["as fast as it goes: groups"] > 0
     assert values["killed and serving again"] > 0
     assert all(row["what"] in done.stdout for row in result["rows"])

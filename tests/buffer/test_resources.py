@@ -76,7 +76,7 @@ def test_memory_that_gets_short_is_told_with_what_is_held_and_not_each_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
-    watch = MemoryWatch()
+    watch = MemoryWatch(0.0)
     watch.look({"groups that wait": 2**29}, 0.0)
     monkeypatch.setattr(resources, "LOW_BYTES", 2**60)
     for now in (1.0, 10.0, 20.0, 100.0):

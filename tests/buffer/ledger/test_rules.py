@@ -377,6 +377,19 @@ def test_an_item_that_is_held_back_goes_to_nobody_and_keeps_its_place() -> None:
     put(ledger, "a", two)
 
 
+def test_an_item_that_is_held_back_stays_so_when_others_are_taken_back() -> None:
+    ledger = Ledger(100, groups=2, max_staleness=0)
+    held, old = ledger.ask("a", 0, 2, 0.0)
+    ledger.heartbeat("b", 0, [], 0.0)
+    ledger.fail("a", held.item, held.lease, "its images are away", 0.0, returned=True, hold_s=2.0)
+    ledger.rewind(7)  # the run begins there: the other item is too old
+    assert ledger.counts()["waiting"] == 2
+    assert items(ledger.ask("b", 7, 1, 0.0)) == [old.item]
+    assert held.item not in items(ledger.ask("b", 7, 9, 1.0)), "it waits for its time, for every server"
+    ledger.expire(2.0)
+    assert ledger.state.pool.num_held == 0
+
+
 def test_a_dropped_item_is_answered_from_the_store_also_after_a_restart() -> None:
     with Store(None) as store:
         ledger = Ledger(100, groups=2, max_staleness=0, skip_zero_variance=True, recall=store.dropped)
@@ -487,6 +500,34 @@ def test_a_group_that_went_back_too_far_is_dispatched_again_as_after_any_failure
         "a", again.item, again.lease, sampled_under(0), 0.0
     )  # a server that always errs cannot stop the run
     assert [reason.split(",")[0] for reason in ledger.dropped()] == ["sampled under version 0"]
+
+
+def test_versions_that_a_rewind_undid_are_known_also_after_a_restart_of_the_buffer() -> None:
+    with Store(None) as store:
+        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
+
+        def taken(to: int) -> tuple[int, int]:
+            for version in range(ledger.version, to):
+                for lease in ledger.ask("a", version, 1, 0.0):
+                    put(ledger, "a", lease)
+                ledger.take(version)
+            return ledger.state.restored, ledger.state.reached
+
+        ledger.rewind(0)
+        assert taken(9) == (0, 0), "nothing was undone"
+        ledger.rewind(9)
+        assert taken(9) == (0, 0), "a learner that drained undid nothing"
+        ledger.rewind(5)
+        assert taken(9) == (5, 9)
+        ledger.take(6)
+        ledger.rewind(6)
+        assert taken(9) == (5, 9), "tokens of both may be left"
+        store.commit(Transaction(ledger.drain()))
+        ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
+        ledger.restore(store.load(), 0.0)
+        assert taken(12) == (5, 9)
+        ledger.rewind(10)
+        assert taken(12) == (10, 12)
 
 
 def test_after_a_rewind_no_version_counts_that_is_to_be_reached_again() -> None:

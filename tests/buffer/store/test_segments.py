@@ -27,11 +27,11 @@ def test_a_later_group_of_an_item_takes_the_place_of_the_earlier() -> None:
     assert cache.get(1) == group(20) and cache.bytes == 40
 
 
-def test_what_is_not_kept_is_forgotten() -> None:
+def test_what_is_released_is_forgotten() -> None:
     cache = GroupCache(100)
     for item in range(3):
         cache.add(item, group(10))
-    cache.keep({1, 7})
+    cache.release([0, 2, 7])
     assert [cache.get(item) is not None for item in range(3)] == [False, True, False] and cache.bytes == 20
     cache.forget(0)
     assert cache.bytes == 20

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from buffer.wire.client import LearnerClient, RefusedError, RolloutClient, heartbeats
-from buffer.wire.protocol import Part, Take
+from buffer.wire.connection import ProtocolFault
+from buffer.wire.message import Message, pack, unpack
+from buffer.wire.protocol import REQUESTS, Due, Hello, Part, State, Status, Take, Welcome
 from configs.entrypoint import PROGRESS, made_progress
 from tests.harness.buffer_process import Buffer, buffer, client, group, in_loop, make_requests, rollout
 from tests.harness.ports import free_port
@@ -256,6 +260,69 @@ def test_a_batch_that_is_trained_again_is_no_progress(tmp_path, monkeypatch):
         batches.take(1)
         batches.trained(1, 0)
         assert (tmp_path / "progress").exists()
+
+
+class Mistaken:
+    """A buffer that answers each request but Hello with `answer`."""
+
+    def __init__(self, answer: bytes | Message) -> None:
+        self.answer, self.context = answer, zmq.asyncio.Context()
+
+    async def __aenter__(self) -> str:
+        self.socket = self.context.socket(zmq.ROUTER)
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.serving = asyncio.create_task(self._serve())
+        return f"tcp://127.0.0.1:{port}"
+
+    async def _serve(self) -> None:
+        while True:
+            who, frame = await self.socket.recv_multipart()
+            number, message = unpack(frame, REQUESTS)
+            answer = Welcome(max_message=2**20) if isinstance(message, Hello) else self.answer
+            await self.socket.send_multipart([who, answer if isinstance(answer, bytes) else pack(number, answer)])
+
+    async def __aexit__(self, *error: object) -> None:
+        self.serving.cancel()
+        self.socket.close(0)
+        self.context.term()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Due(due=3), "the buffer answered {} with Due"),
+        (b"\xc1", "what the buffer sent cannot be read: not MessagePack"),
+        (bytes(pack(2, Due(due=3)))[:-1] + b"\xa1x", "what the buffer sent cannot be read: Due.due"),
+    ],
+)
+@in_loop
+async def test_an_answer_of_another_kind_is_a_fault_of_the_software_and_no_refusal(answer, words):
+    calls = {
+        "Status": lambda client: client.expect(Status(), State),
+        "Ask": lambda client: RolloutClient(client, lambda: 0).ask(1),
+        "Where": lambda client: RolloutClient(client, lambda: 0).where(None),
+    }
+    for kind, call in calls.items():
+        async with Mistaken(answer) as address, client(address) as connection:
+            with pytest.raises(ProtocolFault) as fault:
+                await call(connection)
+            assert str(fault.value).startswith(words.format(kind)) and "install the same Headrace" in str(fault.value)
+            assert not isinstance(fault.value, RefusedError | ValueError)
+
+
+@in_loop
+async def test_a_learner_that_gets_no_part_and_no_result_says_so():
+    async with Mistaken(Due(due=3)) as address:
+
+        def learn() -> None:
+            with LearnerClient(address, "learner-0", "f" * 16, 0, 1, timeout_s=60) as batches:
+                with pytest.raises(ProtocolFault, match="answered Take with Due"):
+                    batches.take(0)
+                batches.follow_evaluations([])
+                with pytest.raises(ProtocolFault, match="answered Results with Due"):
+                    batches.last_evaluations()
+
+        await asyncio.to_thread(learn)
 
 
 def test_batches_end_when_the_versions_do():

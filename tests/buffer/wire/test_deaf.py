@@ -5,17 +5,21 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
+from buffer.ledger.types import Transaction
 from buffer.wire import connection
+from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.message import pack, unpack
-from buffer.wire.protocol import ANSWERS, Ask, Heartbeat, News, Put, Scale, Stored
+from buffer.wire.protocol import ANSWERS, Ask, Evaluate, Fail, Heartbeat, News, Put, Scale, Stored
 from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import Clients, hello
 from tests.buffer.wire.test_scale import kept
-from tests.harness.buffer_process import group, make_requests
+from tests.buffer.wire.test_turns import Scripted
+from tests.harness.buffer_process import group, in_loop, make_requests
 
 LEASE_S, STALL_S = 1.0, 2.5
 
@@ -91,15 +95,108 @@ def test_what_a_server_said_while_a_commit_was_slow_is_heard_before_its_leases_e
     assert all(isinstance(one, Stored) and one.accepted for one in stored)
 
 
-def test_silence_in_which_nobody_listened_ends_no_lease() -> None:
-    requests = make_requests(lease_s=10.0)
-    clients, ledger = Clients(requests), requests.handlers.ledger
-    clients.say("a", Ask(request=1, version=0, room=2))
-    requests.handlers.forgive(100.0)
-    requests.expire(105.0)
-    assert any(server.leases for server in ledger.servers.values())
-    requests.expire(111.0)
-    assert not any(server.leases for server in ledger.servers.values())
+class Deaf(Scripted):
+    """A buffer by a made-up time, which passes only where a test says so: in the next commit, or in the next wait."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(make_requests(groups=10, max_staleness=4, lease_s=10.0, **changes))
+        self.time = self.commit_s = self.stopped_s = 0.0
+        self.clock = ListeningClock(lambda: self.time)
+        commit = self.requests.commit
+
+        def slowly(transaction: Transaction) -> None:
+            self.time += self.commit_s
+            commit(transaction)
+
+        self.requests.commit = slowly  # type: ignore[method-assign]
+
+    async def _wake(self, at_once: bool) -> None:
+        await super()._wake(at_once)
+        self.clock.mark(TICK_S)
+        self.time += self.stopped_s
+
+    async def said(self, *said: tuple[str, Any], commit_s: float = 0.0, stopped_s: float = 0.0) -> list[Any]:
+        """The answers of one turn, after a stop of so long and with a commit of so long."""
+        self.answers.clear()
+        self.commit_s, self.stopped_s = commit_s, stopped_s
+        await self.turn(*said)
+        self.commit_s = self.stopped_s = 0.0
+        return self.answers
+
+
+SLOW = [{"commit_s": 35.0}, {"stopped_s": 35.0}]
+"""Three and a half leases."""
+
+
+@pytest.mark.parametrize("deaf", SLOW)
+@in_loop
+async def test_what_is_dispatched_before_a_long_silence_of_the_buffer_keeps_its_lease(deaf: dict[str, float]) -> None:
+    """The heartbeat that was sent while the answer was held up names no lease, and is read first."""
+    async with Deaf() as server:
+        await server.said(("a", hello("a")), ("b", hello("b")))
+        ask = Ask(request=1, version=0, room=4)
+        (work,) = await server.said(("a", ask), **({} if "stopped_s" in deaf else deaf))
+        leases = [item.lease for item in work.items]
+        (first,) = await server.said(("a", Heartbeat(version=0, holding=[])), **({} if "commit_s" in deaf else deaf))
+        (second,) = await server.said(("a", Heartbeat(version=0, holding=leases)))
+        assert first.revoked == second.revoked == [] and not server.requests.handlers.ledger.failed()
+        server.time += 0.4  # as between any two turns
+        puts = [Put(item=it.item, lease=it.lease, samples=[s.pack() for s in group(it.item)]) for it in work.items]
+        assert all(stored.accepted for stored in await server.said(*(("a", put) for put in puts)))
+
+
+@pytest.mark.parametrize("deaf", SLOW)
+@in_loop
+async def test_a_claim_outlives_a_long_silence_of_the_buffer(deaf: dict[str, float]) -> None:
+    async with Deaf(eval_every=2) as server:
+        await server.said(("a", hello("a")), ("b", hello("b")))
+        (due,) = await server.said(("a", Evaluate(version=0)), **({} if "stopped_s" in deaf else deaf))
+        assert due.due == 0
+        beat = ("b", Heartbeat(version=0, holding=[]))
+        news, claimed = await server.said(beat, ("b", Evaluate(version=0)), **({} if "commit_s" in deaf else deaf))
+        assert news.evaluation == "none" and claimed.due is None
+        (own,) = await server.said(("a", Heartbeat(version=0, holding=[], evaluating=0)))
+        assert own.evaluation == "none"
+
+
+@pytest.mark.parametrize("deaf", SLOW)
+@in_loop
+async def test_a_failed_item_still_goes_to_another_server_after_a_long_silence_of_the_buffer(
+    deaf: dict[str, float],
+) -> None:
+    async with Deaf() as server:
+        await server.said(("a", hello("a")), ("b", hello("b")), ("b", Heartbeat(version=0, holding=[])))
+        (work,) = await server.said(("a", Ask(request=1, version=0, room=1)))
+        (failed,) = work.items
+        fail = Fail(item=failed.item, lease=failed.lease, reason="it broke")
+        await server.said(("a", fail), **({} if "stopped_s" in deaf else deaf))
+        await server.said(**({} if "commit_s" in deaf else deaf))
+        (work,) = await server.said(("a", Ask(request=2, version=0, room=1)))
+        assert [item.item for item in work.items] != [failed.item]
+        (work,) = await server.said(("b", Ask(request=1, version=0, room=1)))
+        assert [item.item for item in work.items] == [failed.item]
+
+
+@in_loop
+async def test_silence_of_a_server_to_which_the_buffer_listened_ends_its_leases() -> None:
+    async with Deaf() as server:
+        await server.said(("a", hello("a")), ("a", Ask(request=1, version=0, room=2)))
+        for _ in range(25):
+            assert not server.requests.handlers.ledger.failed()
+            server.time += 0.4
+            await server.said()
+        assert sum(server.requests.handlers.ledger.failed().values()) == 2
+
+
+def test_the_clock_stands_still_while_the_process_is_deaf() -> None:
+    time = 100.0
+    clock = ListeningClock(lambda: time)
+    for wait_s, passed_s, counted_s in [(0.0, 0.4, 0.4), (0.0, 60.0, 0.0), (0.5, 0.6, 0.6), (0.5, 60.0, 0.5)]:
+        clock.mark(wait_s)
+        before = clock.now()
+        time += passed_s
+        clock.mark()
+        assert clock.now() - before == pytest.approx(counted_s)
 
 
 def test_a_scale_waits_for_room_on_the_disk_like_everything_else(tmp_path: Path) -> None:

@@ -601,7 +601,8 @@ async def test_a_restarted_learner_gets_identical_batches():
             assert await learner.expect(Rewind(version=1), Rewound) == Rewound(replay=2)
             again = [await take(learner, version) for version in (1, 2)]
             assert [part.generated for part in again] == [6, 6]  # a count of the run so far, not of the batch
-            assert again == [part.model_copy(update={"generated": 6}) for part in before[1:]]
+            of_run = {"generated": 6, "restored": 1, "reached": 3}
+            assert again == [part.model_copy(update=of_run) for part in before[1:]]
             with pytest.raises(RefusedError, match="batch 0 is gone"):
                 await learner.request(Rewind(version=0))
 

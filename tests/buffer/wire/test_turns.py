@@ -129,7 +129,7 @@ def test_what_is_to_be_freed_is_neither_found_nor_counted() -> None:
     cache = GroupCache(100)
     for item in range(4):
         cache.add(item, [(bytes(10), None)])  # type: ignore[list-item]
-    cache.keep({3})
+    cache.release([0, 1, 2])
     assert cache.get(0) is None and cache.bytes == 10 and len(cache._forgotten) == 3
     cache.add(0, [(bytes(20), None)])  # type: ignore[list-item]
     cache.free(8)

@@ -1,6 +1,7 @@
 """Measures: sums, their combination, metrics by name, and alerts that fire when and only when they should."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,26 @@ def test_each_age_has_its_bucket() -> None:
     expected = [sum(low <= age < high for age in ages) for low, high in zip(AGES, [*AGES[1:], 1000], strict=True)]
     assert [int(sums[f"age/{bucket}/tokens"]) for bucket in BUCKETS] == expected
     assert sum(summary(sums)[f"age/share_{bucket}"] for bucket in BUCKETS) == pytest.approx(1)
+
+
+def test_tokens_of_a_policy_that_a_rewind_undid_are_not_fresh_and_have_no_age() -> None:
+    """The learner trains 70 again, after a rewind to 60 from 72: versions 61 to 72 name two policies each."""
+    given = replace(inputs([0.1, 5.0, 5.0, 5.0, 0.2, 9.0], [60, 61, 70, 72, 58, -1]), undone=(60, 72))
+    sums = mismatch_sums(given)
+    metrics = summary(sums)
+    assert not [name for name in metrics if name.startswith("mismatch/")], "no token is known to be fresh"
+    assert metrics["age/share_undone"] == pytest.approx(3 / 5)
+    assert metrics["offpolicy/k1_age_8-15"] == pytest.approx(-0.15, rel=1e-5)
+    assert metrics["age/token_mean"] == pytest.approx(11) and metrics["age/token_max"] == 12
+    later = summary(mismatch_sums(replace(given, version=73, versions=torch.tensor([60, 61, 73, 72, 73, 73]))))
+    assert metrics["offpolicy/k1"] == later["offpolicy/k1"], "whatever their age, all tokens count together"
+    assert later["mismatch/k1_fresh"] == pytest.approx(-2.6, rel=1e-5), "what is sampled after that is fresh again"
+
+
+def test_a_version_that_is_yet_to_come_is_not_fresh() -> None:
+    metrics = summary(mismatch_sums(inputs([0.1, 5.0], [70, 71])))
+    assert metrics["mismatch/k1_fresh"] == pytest.approx(-0.1, rel=1e-5)
+    assert metrics["age/share_undone"] == pytest.approx(1 / 2) and metrics["age/token_mean"] == 0
 
 
 def test_sequence_weights_are_not_truncated() -> None:

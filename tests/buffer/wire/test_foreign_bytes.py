@@ -1,0 +1,65 @@
+"""What arrives at the buffer's port and is of no client, and what libzmq makes of connections that break: harmless."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+from buffer.wire.protocol import State, Status
+from tests.harness.buffer_process import buffer, client, in_loop
+
+GREETING = b"\xff" + bytes(8) + b"\x7f"
+PROBES = {
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: Mozilla/5.0 (X11; Linux x86_64)\r\nAccept: */*\r\n\r\n"
+    * 4,
+    "ZMTP 1.0": b"\x01\x00\x02\x00A\x01\x00",
+    "ZMTP 2.0": GREETING + b"\x01\x05" + b"\x00\x00" + b"\x00\x01A",
+    "ZMTP 2.0, many frames": GREETING + b"\x01\x05" + b"\x00\x00" + b"\x01\x01A" * 3 + b"\x00\x01B" * 50,
+    "ZMTP 3, then anything": GREETING + b"\x03\x00NULL" + bytes(48) + os.urandom(300),
+    "TLS": bytes.fromhex("1603010200010001fc0303") + os.urandom(509),
+    "SSH": b"SSH-2.0-OpenSSH_9.6\r\n" + os.urandom(100),
+    "Redis": b"*1\r\n$4\r\nPING\r\n" * 20,
+    "zeros": bytes(500),
+}
+
+
+@in_loop
+async def test_foreign_bytes_end_nothing_and_are_counted() -> None:
+    async with asyncio.timeout(30), buffer() as it, client(it.address, "o", "observer") as observer:
+        host, port = it.address.removeprefix("tcp://").split(":")
+        for data in PROBES.values():
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(data)
+            await asyncio.sleep(0.02)
+            writer.close()
+            assert isinstance(await observer.expect(Status(), State), State)
+        while not it.requests.errors["malformed"]:
+            await asyncio.sleep(0.01)
+
+
+BROKEN_WHILE_DEAF = """
+import time, zmq
+from buffer.wire.server import OPTIONS
+
+SOON = {zmq.HEARTBEAT_IVL: 20}  # ms: each timer of the buffer's own socket comes up while nobody reads
+with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    for option, value in OPTIONS.items():
+        router.setsockopt(option, SOON.get(option, value))
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    for _ in range(3):
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"tcp://127.0.0.1:{port}")
+            for _ in range(50):
+                dealer.send(bytes(100_000))
+            time.sleep(0.1)
+            dealer.close(0)
+    time.sleep(0.1)
+    while router.poll(100):
+        router.recv_multipart()
+"""
+
+
+def test_a_client_that_ends_while_the_buffer_does_not_read_does_not_end_it() -> None:
+    """libzmq's own timer met such a connection, and aborted the process: `Assertion failed: !_io_error`."""
+    ended = subprocess.run([sys.executable, "-c", BROKEN_WHILE_DEAF], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
