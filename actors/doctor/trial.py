@@ -252,7 +252,7 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
             found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
 
 
-def architecture(trial: Trial, config: Config, rows: Rows) -> None:
+def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     """Have the learner compute a small copy of a model whose type no test has proven to be trained exactly."""
     from buffer.images import read_model_file
 

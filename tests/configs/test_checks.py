@@ -395,7 +395,7 @@ def dict_literals(file: Path) -> list[tuple[str, set[str]]]:
 
 
 ORIGINAL = {"original_max_position_embeddings": 256}
-ROPES = {
+ROPES: dict[str, tuple[dict[str, object], int]] = {
     "none": ({}, 512),
     "default": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 512),
     "linear, transformers 4": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
@@ -434,7 +434,7 @@ def test_positions_are_read_in_the_words_of_transformers_4_and_5(name: str, mode
     assert line.startswith(f"model.path: {model} has {positions} positions, less than ")
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {
     "hybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "it has layers of type linear_attention, and"),
     "blocks": ({"layers_block_type": ["mamba", "full_attention"]}, "it has layers of type mamba, and"),
     "compressed tensors": ({"compression_config": {"format": "int"}}, "its weights are quantised (unknown)"),
