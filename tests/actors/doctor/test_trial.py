@@ -178,7 +178,7 @@ def test_a_model_of_a_type_that_no_test_has_proven_is_tried_in_small(
     """From its config alone: there are no weights."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **keys}))
     trial = Trial(tmp_path)
-    architecture(trial, config(tmp_path, f"model.path={tmp_path}"), [])
+    architecture(trial, config(tmp_path, f"model.path={tmp_path}"), [], 0)
     if refused:
         (line,) = trial.found.refused
         assert line.startswith(f"model.path: {tmp_path} ({kind}): {refused}") and trial.found.facts == []
