@@ -99,7 +99,7 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "set it to 8000 or more, or shorten those",
         ),
         (
-            ["rollout.task=tool.py:play", "rollout.engine.max_model_len=16384"],
+            ["rollout.task=tool.py:play", "rollout.engine.max_model_len=16384", "learner.tokens_per_microbatch=8192"],
             "learner.tokens_per_microbatch: 8192 is less than rollout.engine.max_model_len 16384, the longest sample; "
             "set it to 16384 or more",
         ),

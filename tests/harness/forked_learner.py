@@ -53,4 +53,4 @@ def run(argv: list[str], environment: dict[str, str], log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
     sys.argv = ["learner", *argv]
-    run_and_exit(learner.main, learner.log)
+    run_and_exit(learner.main, learner.log, is_rank=True)

@@ -32,7 +32,7 @@ def run_learner(folder: Path, mesh: DeviceMesh, stop: int) -> None:
     """Train from the newest checkpoint to version `stop`."""
     model = ModelConfig(path=str(folder / "model"), dtype="float32")
     policy = world.policy_of(model, mesh)
-    algorithm = world.algorithm_of(policy, 64)
+    algorithm = world.algorithm_of(policy, 200)
     learner = world.LEARNER.model_copy(update={"checkpoint_every": 1, "export_every": 2})
     checkpoints = Checkpoints(folder / "checkpoints", model, learner, algorithm.optimizer, versions=10**6)
     start = checkpoints.restore(policy)

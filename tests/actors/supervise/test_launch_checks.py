@@ -27,7 +27,7 @@ def words(tmp_path: Path) -> list[str]:
         "run.folder": tmp_path / "runs",
         "model.path": tmp_path / "model",
         "data.train": tmp_path / "p.jsonl",
-        "reward.function": "countdown",
+        "reward.function": "exact_match",
         "buffer.address": f"tcp://127.0.0.1:{free_port()}",
     }
     return [f"--{key}={value}" for key, value in keys.items()]
