@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 
+DOMAIN = "headrace"
+"""The ZAP domain of both wires."""
 NAMES = ("server.public", "server.secret", "client.public", "client.secret")
 
 
@@ -41,6 +45,26 @@ class ClientKeys:
     server_public: bytes
     public: bytes
     secret: bytes = field(repr=False)
+
+
+def judge_connections(
+    context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: ServerKeys | None
+) -> AsyncioAuthenticator:
+    """Have each connection to `socket`, which is not bound yet, judged before its first message is read. Stop the
+    authenticator that is returned before the context ends.
+
+    With keys only the run's clients are let in. Without keys every peer of this machine is, as long as it speaks
+    ZMTP 3: libzmq takes foreign bytes, such as a web page's request, for ZMTP 1 or 2, and a socket with a ZAP domain
+    turns these away (https://rfc.zeromq.org/spec/27).
+    """
+    authenticator = AsyncioAuthenticator(context)
+    authenticator.start()
+    socket.zap_domain = DOMAIN.encode()
+    if keys:
+        authenticator.configure_curve_callback(DOMAIN, keys)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    return authenticator
 
 
 def make_keys(folder: Path) -> Path:

@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from buffer.curve import ServerKeys, is_loopback, split
+from buffer.curve import ServerKeys, is_loopback, judge_connections, split
 from buffer.resources import MemoryWatch
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.handlers import LoopTurn
@@ -158,8 +158,7 @@ class BufferServer:
 
     async def __aenter__(self) -> "BufferServer":
         try:
-            if self.keys:
-                self._require_key(self.keys)
+            self._auth = judge_connections(self._context, self._socket, self.keys)
             self._bind()
         except BaseException:
             await self.__aexit__()
@@ -173,13 +172,6 @@ class BufferServer:
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
-
-    def _require_key(self, keys: ServerKeys) -> None:
-        self._auth = AsyncioAuthenticator(self._context)
-        self._auth.start()
-        self._auth.configure_curve_callback("*", keys)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
 
     def _bind(self) -> None:
         host, port = split(self.address)
@@ -279,9 +271,8 @@ class BufferServer:
                 identity, *rest = self._plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return received, False
-            if (descriptor := _descriptor_of(identity)) is not None:
-                self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
-                self._heard[identity.bytes] = descriptor
+            self._heard.pop(identity.bytes, None)  # a dict keeps the order of first insertions
+            self._heard[identity.bytes] = int(identity.get(zmq.SRCFD))
             received.append([identity.bytes, *(frame.buffer for frame in rest)])
             gathered += sum(map(len, rest))
         return received, True
@@ -327,15 +318,6 @@ class BufferServer:
         was, self._in_flight = self._in_flight, self._in_flight - size
         if self._in_flight < IN_FLIGHT_BYTES <= was:
             self._on_news()
-
-
-def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Of the connection over which a message came; None where it came in words of ZeroMQ before 3.0, which is how
-    libzmq takes much of what others send to the port, as an HTTP request. It is refused like any other."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return None
 
 
 def _transient(error: sqlite3.OperationalError | OSError) -> bool:

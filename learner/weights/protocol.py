@@ -21,8 +21,9 @@ import msgpack
 import zmq
 import zmq.asyncio
 from pydantic import Field
+from zmq.auth.asyncio import AsyncioAuthenticator
 
-from buffer.curve import ClientKeys, ServerKeys
+from buffer.curve import ClientKeys, ServerKeys, judge_connections
 from buffer.wire.message import Count, Message, open_map, validate
 
 PROTOCOL = 5
@@ -245,16 +246,16 @@ def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
     return validate(open_map(data), kinds)
 
 
-def router(context: zmq.asyncio.Context, host: str, keys: ServerKeys | None) -> tuple[zmq.asyncio.Socket, str]:
-    """The learner's socket, bound to a free port of `host`, and its address."""
+def router(
+    context: zmq.asyncio.Context, host: str, keys: ServerKeys | None
+) -> tuple[zmq.asyncio.Socket, AsyncioAuthenticator, str]:
+    """The learner's socket, bound to a free port of `host`, who judges its connections, and its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
-    if keys:
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    authenticator = judge_connections(context, socket, keys)
     bracketed = f"[{host}]" if ":" in host else host
     port = socket.bind_to_random_port(f"tcp://{bracketed}")
-    return socket, f"tcp://{bracketed}:{port}"
+    return socket, authenticator, f"tcp://{bracketed}:{port}"
 
 
 def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys | None) -> zmq.asyncio.Socket:

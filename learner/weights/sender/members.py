@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from buffer.curve import ServerKeys
 from buffer.wire.connection import broken
@@ -107,11 +106,7 @@ class Members:
     async def listen(self) -> AsyncIterator[str]:
         """Admit servers within the block; yields the address they join at. Says Bye to all at the end."""
         with zmq.asyncio.Context() as context:
-            authenticator = AsyncioAuthenticator(context) if self._keys else None
-            if authenticator:
-                authenticator.start()
-                authenticator.configure_curve_callback("*", self._keys)
-            self._socket, address = protocol.router(context, self._host, self._keys)
+            self._socket, authenticator, address = protocol.router(context, self._host, self._keys)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(work) for work in (self._read(), self._watch(), self._beat())]
@@ -122,8 +117,7 @@ class Members:
                 for member in self:
                     self.say(member, protocol.Bye())
                 self._socket.close()
-                if authenticator:
-                    authenticator.stop()
+                authenticator.stop()
 
     def say(self, member: Member, message: Message) -> None:
         """Send without waiting: the queue is unbounded."""

@@ -4,8 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
-from buffer.wire.protocol import State, Status
+import pytest
+
+from buffer.wire.message import pack
+from buffer.wire.protocol import PROTOCOL, Hello, State, Status
 from tests.harness.buffer_process import buffer, client, in_loop
 
 GREETING = b"\xff" + bytes(8) + b"\x7f"
@@ -24,17 +28,37 @@ PROBES = {
 
 
 @in_loop
-async def test_foreign_bytes_end_nothing_and_are_counted() -> None:
+async def test_foreign_bytes_end_nothing() -> None:
     async with asyncio.timeout(30), buffer() as it, client(it.address, "o", "observer") as observer:
-        host, port = it.address.removeprefix("tcp://").split(":")
         for data in PROBES.values():
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data)
-            await asyncio.sleep(0.02)
-            writer.close()
+            await answer_to(data, it.address, 1)
             assert isinstance(await observer.expect(Status(), State), State)
-        while not it.requests.errors["malformed"]:
-            await asyncio.sleep(0.01)
+
+
+async def answer_to(data: bytes, address: str, most: int = -1) -> bytes:
+    """What the peer at `address` sends back, up to `most` bytes, until it ends the connection or resets it."""
+    host, port = address.removeprefix("tcp://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    answer = b""
+    with suppress(ConnectionResetError):
+        while len(answer) != most and (more := await reader.read(1)):
+            answer += more
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("greeting", ["ZMTP 1", "ZMTP 2"])
+@in_loop
+async def test_a_message_in_an_older_protocol_is_not_read(greeting: str) -> None:
+    """A web page can send these bytes: the body of a request is a message that the buffer would understand."""
+    hello = bytes(pack(0, Hello(name="page", token="0", role="observer", protocol=PROTOCOL, fingerprint="")))
+    frame = bytes([len(hello) + 1, 0]) + hello if greeting == "ZMTP 1" else bytes([0, len(hello)]) + hello
+    head = b"\x01\x00" if greeting == "ZMTP 1" else GREETING + b"\x01\x05\x00\x00"
+    async with asyncio.timeout(30), buffer() as it, client(it.address, "o", "observer") as observer:
+        assert b"Welcome" not in await answer_to(head + frame, it.address)
+        state = await observer.expect(Status(), State)
+        assert state.errors == 0
 
 
 BROKEN_WHILE_DEAF = """

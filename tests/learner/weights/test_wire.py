@@ -16,6 +16,7 @@ from learner.weights.probe import ShownProbe, shown_tokens
 from learner.weights.protocol import Checksums, Probe
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
+from tests.buffer.wire.test_foreign_bytes import PROBES, answer_to
 from tests.harness.scenes import GRACE_S, intercept
 from tests.harness.server_process import ServerProcess
 from tests.harness.tiny_vlm import tiny_tokenizer
@@ -370,5 +371,19 @@ def test_a_probe_with_a_picture_is_drawn_at_both_ends(staging):
                 assert sender.stats()["weights/probe"] < 1e-9
         finally:
             sender.close()
+
+    run(test())
+
+
+def test_foreign_bytes_end_no_learner_and_a_server_joins_beside_them():
+    """Among them what libzmq takes for an older protocol, such as a web page's request."""
+
+    async def test():
+        with a_sender() as sender:
+            for data in PROBES.values():
+                await answer_to(data, sender.address, 1)
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
 
     run(test())
