@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.auth.thread import ThreadAuthenticator
 
 DOMAIN = "headrace"
 """The ZAP domain of both wires."""
@@ -49,15 +49,15 @@ class ClientKeys:
 
 def judge_connections(
     context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: ServerKeys | None
-) -> AsyncioAuthenticator:
-    """Have each connection to `socket`, which is not bound yet, judged before its first message is read. Stop the
-    authenticator that is returned before the context ends.
+) -> ThreadAuthenticator:
+    """Have each connection to `socket`, which is not bound yet, judged before its first message is read, by a thread,
+    so that a busy event loop delays no connection. Stop the authenticator that is returned before the context ends.
 
     With keys only the run's clients are let in. Without keys every peer of this machine is, as long as it speaks
     ZMTP 3: libzmq takes foreign bytes, such as a web page's request, for ZMTP 1 or 2, and a socket with a ZAP domain
     turns these away (https://rfc.zeromq.org/spec/27).
     """
-    authenticator = AsyncioAuthenticator(context)
+    authenticator = ThreadAuthenticator(zmq.Context.shadow(context))
     authenticator.start()
     socket.zap_domain = DOMAIN.encode()
     if keys:

@@ -192,6 +192,8 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     if result.failures:
         failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if code == 128 + FORCING:  # the exit code names the signal that this process got, not the one that it passed on
+            code = 128 + node.forced_by
         rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
         ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
         if node.killed:
@@ -217,6 +219,8 @@ class Node:
         """Of each rank's environment: all meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
+        self.forced_by: int = FORCING
+        """The second signal, from wherever it came."""
         self.why, self.killed = "", False
         """What ended on another node, and whether the ranks of this one were ended for it."""
         self._stopping = threading.RLock()  # a signal's handler may interrupt itself
@@ -230,6 +234,8 @@ class Node:
         every node gets its own, none of them counts for more than one."""
         with self._stopping:
             before, self._level = self._level, max(level, self._level)
+            if before < 2 <= level:
+                self.forced_by = number
             for count in range(before, level):  # a second SIGTERM may be the first one, sent to all processes at once
                 pass_on(FORCING if count else number)
 

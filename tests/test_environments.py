@@ -57,7 +57,7 @@ def words(folder: Path, tmp_path: Path) -> list[str]:
         "run.folder": tmp_path / "runs",
         "model.path": folder / "model",
         "data.train": folder / "p.jsonl",
-        "reward.function": "countdown",
+        "reward.function": "exact_match",
         "buffer.address": f"tcp://127.0.0.1:{free_port()}",
     }
     return [f"--{key}={value}" for key, value in keys.items()]

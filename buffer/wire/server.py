@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import zmq
 import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, judge_connections, split
 from buffer.resources import MemoryWatch
@@ -49,7 +49,9 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
     zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
-    zmq.RCVHWM: 2,  # messages of each client that wait to be read: groups of megabytes, of thousands of servers
+    # Messages of each client that wait to be read: groups of megabytes, of thousands of servers. The ZAP domain takes
+    # one place: the end of a connection is seen although two messages wait.
+    zmq.RCVHWM: 3,
     zmq.LINGER: 1000,
     zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
     # No ZMQ_HEARTBEAT_IVL: libzmq 4.3.5 aborts the process where its timer meets a connection that broke while RCVHWM
@@ -132,7 +134,7 @@ class BufferServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         """The same socket for calls that do not wait: a future for each message would cost more than the message."""
-        self._auth: AsyncioAuthenticator | None = None
+        self._auth: ThreadAuthenticator | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None

@@ -21,7 +21,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 from pydantic import Field
-from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import ClientKeys, ServerKeys, judge_connections
 from buffer.wire.message import Count, Message, open_map, validate
@@ -248,7 +248,7 @@ def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
 
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys | None
-) -> tuple[zmq.asyncio.Socket, AsyncioAuthenticator, str]:
+) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
     """The learner's socket, bound to a free port of `host`, who judges its connections, and its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)

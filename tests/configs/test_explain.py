@@ -276,7 +276,7 @@ def test_the_command_line_judges(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text('{"problem": "1", "answer": "1"}\n\n{"problem": "2", "answer": "2"}\n')
-    argv = [f"--model.path={model}/nowhere", "--data.train=d.jsonl", "--reward.function=countdown"]
+    argv = [f"--model.path={model}/nowhere", "--data.train=d.jsonl", "--reward.function=exact_match"]
     assert main([*argv, "--data.epochs=1"]) == 2
     shown = capfd.readouterr()
     assert "2 problems make 0.1 batches" in shown.out

@@ -9,7 +9,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rollout.episodes.episode import Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.tasks.environment import HOST
 from tests.harness.fakes import FakeEngine
-from tests.rollout.agents.test_environments import RELEASES, python
+from tests.rollout.agents.test_environments import CLASSIC, TASKS, Python, python
 
 __all__ = ["python"]
 
@@ -124,14 +123,16 @@ def test_the_agent_by_url_is_the_same(how: str, by_chat: list[Group], tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", RELEASES)
-def test_the_environment_is_the_same(name: str, python: Callable[[str], Path], by_chat: list[Group], tmp_path: Path):
-    own, rows = python(name), tmp_path / "rows.jsonl"
+@pytest.mark.parametrize("environment", [CLASSIC, TASKS], ids=lambda environment: environment[0])
+def test_the_environment_is_the_same(
+    environment: tuple[str, str], python: Python, by_chat: list[Group], tmp_path: Path
+) -> None:
+    own, rows = python(environment), tmp_path / "rows.jsonl"
     install = ["-m", "uv", "pip", "install", "--quiet", "--no-deps", "--reinstall", "--python", str(own)]
     subprocess.run([own, *install, str(FOLDER / "environment")], check=True)
     subprocess.run([own, HOST, "export", "calculator_environment", rows], check=True, capture_output=True)
     with rows.open() as lines:
-        given = [json.loads(line) for line, _ in zip(lines, range(PLAYED[RELEASES[name]]), strict=False)]
+        given = [json.loads(line) for line, _ in zip(lines, range(PLAYED[environment[1]]), strict=False)]
     assert [(row["problem"], row["answer"]) for row in given] == [(row["problem"], row["answer"]) for row in ROWS][
         : len(given)
     ]

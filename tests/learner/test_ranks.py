@@ -30,7 +30,8 @@ def on_signal(number, frame):
     if how != "stubborn" or len(got) == 2:
         os._exit(3 if how == "ends" else 0 if len(got) == 1 else 128 + number)
 
-signal.signal(signal.SIGTERM, on_signal)
+for number in signal.SIGTERM, signal.SIGQUIT:  # the second one is passed on as SIGQUIT
+    signal.signal(number, on_signal)
 say("began")
 assert sys.argv[1:3] == ["-m", "learner"] and os.environ["LOCAL_RANK"] == rank and os.environ["WORLD_SIZE"] == "2"
 while True:

@@ -27,7 +27,7 @@ STAND_IN = ROOT / "tests" / "harness" / "stand_in"
 SETTINGS: dict[str, Any] = {
     "run": {"versions": 2},
     "data": {"max_prompt_tokens": 8},
-    "reward": {"function": "countdown"},
+    "reward": {"function": "exact_match"},
     "sampling": {"max_tokens": 30},
     "batch": {"groups": 2, "samples": 4, "max_staleness": 1},
     "learner": {"device": "cpu", "threads": 1, "tokens_per_microbatch": 64, "checkpoint_every": 1},
