@@ -7,7 +7,7 @@ of core.
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,10 +92,10 @@ def definitions(source: str, file: str) -> tuple[list[Size], list[Size]]:
     return classes, functions
 
 
-def main(largest: int = 12) -> None:
+def main(largest: int = 12, packages: Sequence[str] = PACKAGES) -> None:
     print(f"{'package':<12}{'files':>8}{'code':>10}{'words':>10}")
     sizes: dict[str, list[Size]] = {"files": [], "classes": [], "functions": []}
-    for package in PACKAGES:
+    for package in packages:
         sources = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in (ROOT / package).rglob("*.py")}
         code, text = sum(map(code_lines, sources.values())), sum(map(words, sources.values()))
         print(f"{package:<12}{len(sources):>8,}{code:>10,}{text:>10,}")

@@ -13,6 +13,7 @@ from tests.system.chaos import chaos
 from tests.system.chaos_audit import Finding, audit
 from tests.system.chaos_run import AGENTS, VARIANTS, Run, Variant
 
+pytestmark = pytest.mark.long
 KILLS, MORE_KILLS = 8, 16
 AGENT_SEED = 0
 """Kills by which a server is met twice, learner and buffer at least once."""
@@ -28,7 +29,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("variant", [one for one in VARIANTS if one is not AGENTS], ids=lambda one: one.name)
 def test_more_kills(variant: Variant, tmp_path: Path) -> None:
     kills, counts = chaos(tmp_path / variant.name, variant, MORE_KILLS, seed=0)
