@@ -91,15 +91,15 @@ JUDGES = {name: EVERY[name] for name in ("configs", "doctor", "launch")}
 LEARNER = {"learner": EVERY["learner"]}
 UNKNOWN = "no interface of this machine"
 CASES: list[tuple[dict[str, str], dict[str, Callable[[Sequence[str]], int]], str]] = [
-    ({"OMP_NUM_THREADS": "0"}, EVERY, "OMP_NUM_THREADS: '0' is no number of threads; unset it, or set 1 or more"),
-    ({"OMP_NUM_THREADS": "abc"}, EVERY, "OMP_NUM_THREADS: 'abc' is no number of threads"),
-    ({"MKL_NUM_THREADS": "-2"}, EVERY, "MKL_NUM_THREADS: '-2' is no number"),
+    ({"OMP_NUM_THREADS": "0"}, EVERY, "OMP_NUM_THREADS: '0' is not a number of threads; unset it, or set 1 or more"),
+    ({"OMP_NUM_THREADS": "abc"}, EVERY, "OMP_NUM_THREADS: 'abc' is not a number of threads"),
+    ({"MKL_NUM_THREADS": "-2"}, EVERY, "MKL_NUM_THREADS: '-2' is not a number"),
     ({"GLOO_SOCKET_IFNAME": "eth77"}, EVERY, f"GLOO_SOCKET_IFNAME: eth77 is {UNKNOWN} (lo"),
     ({"NCCL_SOCKET_IFNAME": "=eth77"}, EVERY, f"NCCL_SOCKET_IFNAME: =eth77 is {UNKNOWN}"),
-    ({"http_proxy": "http://proxy:abc"}, EVERY, "http_proxy: http://proxy:abc is no address of a proxy; write http://"),
-    ({"ALL_PROXY": "socks5://"}, EVERY, "ALL_PROXY: socks5:// is no address of a proxy"),
-    ({"VLLM_RPC_BASE_PATH": "/" + "x" * 112}, EVERY, "has 113 bytes, vLLM's sockets fit into 70; unset it"),
-    ({"VLLM_RPC_BASE_PATH": "/no/such"}, EVERY, "VLLM_RPC_BASE_PATH: /no/such is no folder that can be written"),
+    ({"http_proxy": "http://proxy:abc"}, EVERY, "http_proxy: http://proxy:abc is not the address of a proxy; write"),
+    ({"ALL_PROXY": "socks5://"}, EVERY, "ALL_PROXY: socks5:// is not the address of a proxy"),
+    ({"VLLM_RPC_BASE_PATH": "/" + "x" * 112}, EVERY, "has 113 bytes, but vLLM's sockets allow 70; unset it"),
+    ({"VLLM_RPC_BASE_PATH": "/no/such"}, EVERY, "VLLM_RPC_BASE_PATH: /no/such is not a writable folder"),
     ({"VLLM_PORT": "tcp://10.0.0.7:80"}, JUDGES | SERVERS, "VLLM_PORT: vLLM cannot read 'tcp://10.0.0.7:80'"),
     ({"VLLM_CPU_KVCACHE_SPACE": "much"}, JUDGES | SERVERS, "VLLM_CPU_KVCACHE_SPACE: vLLM cannot read 'much' (invalid"),
     ({"RANK": "0", "WORLD_SIZE": "4"}, LEARNER, "learner.ranks: 1, but WORLD_SIZE is 4; set learner.ranks to 4, or un"),
@@ -297,7 +297,7 @@ def test_output_that_does_not_fit_is_no_success() -> None:
         line = [sys.executable, "-m", "actors", "--help"]
         env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
         done = subprocess.run(line, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (1, "what was printed is not all written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "the output is incomplete: No space left on device\n")
 
 
 def test_too_few_open_files_are_refused(words: list[str]) -> None:

@@ -313,10 +313,10 @@ def test_a_model_whose_copies_fill_rank_0_is_refused(
     assert bool(lines) is refused and not list(unpublishable(run, None))
     assert not list(unpublishable(config(f"model.path={tmp_path}", "learner.device=cpu"), gpu_gib << 30))
     explained = "\n".join(explain(run, gpu_bytes=gpu_gib << 30))
-    assert ("learner rank 0 holds two copies of what is trained for the servers" in explained) is refused
+    assert ("learner rank 0 holds two copies of trained weights for the servers" in explained) is refused
     assert "publishing: learner rank 0 holds " in explained
     if refused:
-        assert lines[0].startswith(f"model.path: {tmp_path}: learner rank 0 holds two copies of what is trained for")
+        assert lines[0].startswith(f"model.path: {tmp_path}: learner rank 0 holds two copies of trained weights for")
         assert lines[0].endswith("train an adapter (model.lora), take a smaller model, or GPUs with more memory")
 
 
@@ -325,4 +325,4 @@ def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     (tmp_path / "config.json").write_text("{}")
     text = "\n".join(explain(config(f"model.path={tmp_path}")))
-    assert f"note: {tmp_path}: learner rank 0 holds two copies of what is trained for the servers, 115.5 GiB" in text
+    assert f"note: {tmp_path}: learner rank 0 holds two copies of trained weights for the servers, 115.5 GiB" in text
