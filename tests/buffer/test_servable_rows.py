@@ -168,8 +168,8 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LINES = {
-    b'{"problem": "?", "answer": "2", "answer": "3"}': "the key 'answer' stands twice in an object",
-    b'{"problem": "?", "answer": {"a": 1, "b": [{"c": 1, "c": 2}]}}': "the key 'c' stands twice in an object",
+    b'{"problem": "?", "answer": "2", "answer": "3"}': "the key 'answer' appears twice in an object",
+    b'{"problem": "?", "answer": {"a": 1, "b": [{"c": 1, "c": 2}]}}': "the key 'c' appears twice in an object",
     b'{"problem": "?", "answer": "\xed\xa0\xbd"}': "answer has half a surrogate pair, '\\ud83d' at character 0",
     b'{"problem": "?", "answer": "2", "\\udc00": 1}': "a key of the row has half a surrogate pair",
     b'{"problem": "?", "answer": "2", "x": [{"y": "a\\udc00"}]}': "x[0].y has half a surrogate pair",
@@ -193,7 +193,7 @@ def test_a_wrong_row_is_named(served: Served, small_bounds: None, line: bytes, w
     text = {"rows.jsonl": b"\n".join([good, good, line, good]), "rows.json": listed}
     path.write_bytes(text.get(kind, b'{"version": {"no": [1, 2]}, "data": ' + listed + b"}"))
     if words.startswith("not JSON") and kind != "rows.jsonl":
-        with pytest.raises(ProblemsError, match="no JSON of rows"):
+        with pytest.raises(ProblemsError, match="not JSON with rows"):
             load_problems(path, DataConfig.model_validate({"train": path}))
         return
     assert words in served.outcome(path, "line 3: " if kind == "rows.jsonl" else "row 2: ")

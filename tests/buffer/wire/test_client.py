@@ -291,8 +291,8 @@ class Mistaken:
     ("answer", "words"),
     [
         (Due(due=3), "the buffer answered {} with Due"),
-        (b"\xc1", "what the buffer sent cannot be read: not MessagePack"),
-        (bytes(pack(2, Due(due=3)))[:-1] + b"\xa1x", "what the buffer sent cannot be read: Due.due"),
+        (b"\xc1", "the buffer's message cannot be read: not MessagePack"),
+        (bytes(pack(2, Due(due=3)))[:-1] + b"\xa1x", "the buffer's message cannot be read: Due.due"),
     ],
 )
 @in_loop
