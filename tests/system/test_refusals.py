@@ -239,7 +239,7 @@ def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path
     ended = python("configs", YAML, *given, f"--reward.function=[{parts}]")
     assert ended.returncode == 0, ended.stderr
     assert "\nvalid, fingerprint " in ended.stdout
-    assert "prompts: that of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
+    assert "prompts: the prompt of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
     first, second = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
     assert "fails on 3 of 3 rows, row 0: ZeroDivisionError" in first and "SystemExit: 3" in second
 

@@ -183,7 +183,7 @@ def test_a_model_of_a_type_that_no_test_has_proven_is_tried_in_small(
         (line,) = trial.found.refused
         assert line.startswith(f"model.path: {tmp_path} ({kind}): {refused}") and trial.found.facts == []
     else:
-        tried = [f"model.path: {tmp_path}: tried in small, its packed rows are computed exactly"]
+        tried = [f"model.path: {tmp_path}: a small copy was tried; its packed rows are computed exactly"]
         assert trial.found.refused == [] and trial.found.facts == tried * (kind not in PROVEN)
 
 

@@ -127,7 +127,7 @@ def test_a_template_that_fits_the_model_is_no_warning(template: str):
 
 def test_a_turn_that_the_template_closes_with_a_token_that_ends_none_is_warned_of():
     (warning,) = judged("base").warnings
-    problem = "the chat template closes an answer with <|im_end|>, and answers do not end at it; add it"
+    problem = "the chat template closes an answer with <|im_end|>, but generation does not stop at it; add it"
     assert warning == f"sampling.stop: []: {problem}"
     assert judged("base", "--sampling.stop=['<|im_end|>']").warnings == []
     assert judged("base", "--data.chat_template=none").warnings == []
@@ -146,8 +146,8 @@ def test_an_argument_that_the_template_does_not_know_is_warned_of():
 def test_a_pattern_that_can_never_match_is_warned_of(pattern: str, warned: bool):
     part = f"{{function: regex, kwargs: {{pattern: '{pattern}'}}, name: format}}"
     found = judged("r1", f"--reward.function=[{part}, {{function: countdown}}]")
-    assert "note: prompts end with <think>: an answer begins behind it, and rewards do not see it" in found.facts
-    never = "the pattern of format needs <think> in an answer, and prompts end with it already; write (<think>)? there"
+    assert "note: prompts end with <think>: the answer begins after it, and rewards do not see it" in found.facts
+    never = "the pattern of format needs <think> in an answer, but prompts already end with it; write (<think>)? there"
     assert found.warnings == [f"reward.function: {never}"] * warned
     assert judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]").warnings == []
 
