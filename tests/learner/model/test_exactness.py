@@ -72,7 +72,7 @@ REFUSED = {
     "another scale in the head": ("cohere", {"logit_scale": 0.25}, "its head does more than"),
     "softcap in the head": ("vaultgemma", {}, "softcap"),
     "bias in the head": ("phi", {}, "its head does more than"),
-    "bounds that are not handed on": ("stablelm", {}, "does not hand on cu_seq_lens_q"),
+    "bounds that are not passed on": ("stablelm", {}, "does not pass on cu_seq_lens_q"),
     "no decoder.layers": ("gpt2", {}, "has no decoder.layers"),
     "persistent buffers": ("apertus", {}, "would reach no server"),
     "attention sinks": ("gpt_oss", {"num_local_experts": 4}, "it would be trained wrongly"),
@@ -198,7 +198,7 @@ AutoModelForCausalLM.register(Unknown.config_class, Unknown)
 PARTS = {
     LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
     Drops: r"its Drops \(layers\.0\.mlp\) gives a token something else",
-    Remembers: r"values that are no weights and would reach no server \(model\.layers\.0\.mlp\.scale\)",
+    Remembers: r"persistent buffers, which would reach no server \(model\.layers\.0\.mlp\.scale\)",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
     HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",
 }

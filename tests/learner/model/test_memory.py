@@ -274,7 +274,7 @@ def test_copies_that_no_key_makes_smaller_are_refused_by_what_they_are() -> None
         return Estimate([PeakCandidate({"copies to send": gib << 30, "optimizer": 1 << 30}, {"activations": 1 << 20})])
 
     memory.check_copies(holding(60), 80 << 30)
-    with pytest.raises(ConfigError, match=r"path: rank 0 holds two copies .*, 114\.0 GiB, and a GPU has 80\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"path: rank 0 holds two copies .*, 114\.0 GiB, but a GPU has 80\.0 GiB"):
         memory.check_copies(holding(114), 80 << 30)
 
 

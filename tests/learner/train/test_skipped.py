@@ -35,9 +35,7 @@ def test_rewards_beyond_float32(tmp_path: Path, mesh, caplog, scale: float) -> N
     assert figures["gradient/skipped"] == 1 and figures["gradient/zero"] == 0 and "gradient/norm" not in figures
     assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(policy).items())
     (line,) = lines(caplog)
-    assert line.startswith(
-        "version 4: the step was skipped, the weights stay as they are: advantages are beyond float32"
-    )
+    assert line.startswith("version 4: the step was skipped, the weights stay as they are: advantages exceed float32")
     assert f"{abs(scale):.3g}" in line and "\n" not in line and len(line) < 300
     assert step.step(policy, whole(make_samples()))["gradient/skipped"] == 0 and step.skipped.in_row == 0
 
@@ -64,10 +62,10 @@ def test_a_norm_that_overflows_though_its_parts_are_finite(tmp_path: Path, mesh)
 @pytest.mark.parametrize(
     ("metrics", "sums", "cause"),
     [
-        (SKIPPED, TEACHES | {UNFIT_ADVANTAGES: 1.0}, "advantages are beyond float32, of rewards from -2 to 1e+41"),
+        (SKIPPED, TEACHES | {UNFIT_ADVANTAGES: 1.0}, "advantages exceed float32, with rewards from -2 to 1e+41"),
         (SKIPPED | {"loss": float("nan")}, TEACHES, "the loss is nan"),
         (SKIPPED | {"loss": -float("inf")}, TEACHES, "the loss is -inf"),
-        (SKIPPED | {"gradient/overflowed": 1.0}, TEACHES, "the norm of the gradient is beyond float32 though"),
+        (SKIPPED | {"gradient/overflowed": 1.0}, TEACHES, "the norm of the gradient exceeds float32, but"),
         (SKIPPED, TEACHES, "a part of the gradient is not finite"),
         (ZERO, TEACHES, "the loss masks every token"),
         (ZERO, TEACHES | {TAUGHT: 0.0}, "no advantage differs from zero"),

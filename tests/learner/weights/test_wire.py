@@ -287,7 +287,7 @@ def test_a_probe_that_differs_ends_the_server_with_both_values(version):
                 await until_stat(sender, "weights/failed", 1.0)
         assert error.value.final is (version == 0)
         advice = re.search(
-            r", most at place \d+ \(-?[\d.]+ here, -?[\d.]+ at the learner\)\. vLLM and the learner", str(error.value)
+            r", most at position \d+ \(-?[\d.]+ here, -?[\d.]+ at the learner\)\. vLLM and", str(error.value)
         )
         assert (advice is not None) is (version == 0)
 
