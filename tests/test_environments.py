@@ -89,7 +89,7 @@ EVERY: dict[str, Callable[[Sequence[str]], int]] = {
 }
 JUDGES = {name: EVERY[name] for name in ("configs", "doctor", "launch")}
 LEARNER = {"learner": EVERY["learner"]}
-UNKNOWN = "no interface of this machine"
+UNKNOWN = "not an interface of this machine"
 CASES: list[tuple[dict[str, str], dict[str, Callable[[Sequence[str]], int]], str]] = [
     ({"OMP_NUM_THREADS": "0"}, EVERY, "OMP_NUM_THREADS: '0' is not a number of threads; unset it, or set 1 or more"),
     ({"OMP_NUM_THREADS": "abc"}, EVERY, "OMP_NUM_THREADS: 'abc' is not a number of threads"),
@@ -307,7 +307,7 @@ def test_too_few_open_files_are_refused(words: list[str]) -> None:
     line = [sys.executable, "-c", code, *words, "--reward.function=none", "--model.path=/no/such"]
     command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "ulimit -n: 64 files may be open, and the buffer of this run needs 106; start the buffer" in done.stdout
+    assert "ulimit -n: 64 files may be open, but the buffer of this run needs 106; start the buffer" in done.stdout
 
 
 ODD = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "0", "TZ": "Nowhere/Else", "PYTHONIOENCODING": "ascii", "LANG": "C"}

@@ -118,7 +118,7 @@ def test_ground_truths_that_a_built_in_reward_cannot_use_are_found_before_the_st
     (line,) = try_out(["reward"], run, [(n, ROW if function == "countdown" else bad) for n in range(3)]).refused
     assert line.startswith(f"data.train: d.jsonl: no row has a ground truth that {function} can use, row 0: ")
     if function == "reasoning_gym":
-        assert "the row is of no set of reasoning-gym: its extra_info.reasoning_gym names no entry" in line
+        assert "the row does not come from reasoning-gym: its extra_info.reasoning_gym names no entry" in line
         return
     assert "; correct it, or name another column in data.columns" in line
     judgement = try_out(["reward"], run, [*((n, good) for n in range(5)), (7, ROW | {"answer": None})])

@@ -197,7 +197,7 @@ AutoConfig.register("unheard_of", Unknown.config_class)
 AutoModelForCausalLM.register(Unknown.config_class, Unknown)
 PARTS = {
     LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
-    Drops: r"its Drops \(layers\.0\.mlp\) gives a token something else",
+    Drops: r"its Drops \(layers\.0\.mlp\) gives a token another output",
     Remembers: r"persistent buffers, which would reach no server \(model\.layers\.0\.mlp\.scale\)",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
     HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",

@@ -42,9 +42,9 @@ def test_a_last_message_of_the_assistant_is_continued(template: str):
 
 def test_a_last_message_that_cannot_be_continued_is_refused():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(PromptError, match="its last message calls a tool; what the tool said must follow"):
+    with pytest.raises(PromptError, match="its last message calls a tool; the tool's result must follow"):
         shown("qwen2.5", {"prompt": [{"role": "user", "content": "hi"}, call]})
-    with pytest.raises(PromptError, match="the chat template changes its last message, which an answer continues"):
+    with pytest.raises(PromptError, match="the chat template changes its last message, so no answer can continue it"):
         shown("r1", chat(("user", "hi"), ("assistant", "hm</think>")))
 
 
@@ -63,7 +63,7 @@ WRONG: list[tuple[Row, str]] = [
     (chat(("user", ["hi"])), "message 0, of role 'user', has a part of type 'str' that is 'hi'"),
     (chat(("user", [{"type": "text", "text": None}])), "has a part of type 'text' that is {'type': 'text', 'text': No"),
     (chat(("user", [{"type": "video"}])), "has a part of type 'video'"),
-    (chat(("user", [{"type": "image"}])), "has an image, and the row has none in its column images"),
+    (chat(("user", [{"type": "image"}])), "has an image, but the row has none in its column images"),
     (
         chat(("usr", "hi")),
         "message 0 has the role 'usr'; system, developer, user, assistant, tool are known, and",

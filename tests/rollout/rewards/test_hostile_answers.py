@@ -151,7 +151,7 @@ def judge() -> Iterator[AnswerJudge]:
     ("text", "why"),
     [
         ("9**9**9**9", "more than 0.3 s of processor time"),
-        ("os.kill(os.getpid(), 9)", "it ends the process that reads it"),
+        ("os.kill(os.getpid(), 9)", "it crashes the process that reads it"),
         ("[0] * 10**12", "MemoryError"),
         ("(lambda f: f(f))(lambda f: f(f))", "RecursionError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
@@ -196,7 +196,7 @@ def test_reasoning_gym_gives_up_on_an_answer_that_takes_long():
         score = reasoning_score(text, row["extra_info"])
         assert score["gave_up"] == gave_up and score["score"] < 1
     entry_maker().close()
-    with pytest.raises(TruthError, match="the row is of no set of reasoning-gym"):
+    with pytest.raises(TruthError, match="the row does not come from reasoning-gym"):
         reasoning_score("", json.loads('{"split": "train"}'))
 
 

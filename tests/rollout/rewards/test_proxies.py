@@ -57,7 +57,9 @@ async def test_a_proxy_that_is_away_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_kind_of_proxy_that_calls_cannot_go_through_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1080")
-    with pytest.raises(ValueError, match=r"reached through socks5://.*no socks5 proxy; .*add judge.test to no_proxy"):
+    with pytest.raises(
+        ValueError, match=r"reached through socks5://.*socks5 proxies are not supported; .*add judge.test to no_proxy"
+    ):
         HttpModel(url="http://judge.test:8000")
     HttpModel(url="http://127.0.0.1:8000")
     monkeypatch.setenv("no_proxy", "judge.test")
