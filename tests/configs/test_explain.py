@@ -303,7 +303,7 @@ def test_rows_of_a_data_file_are_counted(tmp_path: Path) -> None:
 def test_a_model_whose_copies_fill_rank_0_is_refused(
     tmp_path: Path, parameters: int, gpu_gib: int, lora: bool, refused: bool
 ) -> None:
-    """Billions of parameters in bfloat16, of which rank 0 holds two copies for the servers."""
+    """Rank 0 holds two copies of billions of bfloat16 parameters for the servers."""
     shape = [parameters * 10**6, 1000]
     header = json.dumps({"model.layers.0.q_proj.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())

@@ -296,7 +296,7 @@ class Mistaken:
     ],
 )
 @in_loop
-async def test_an_answer_of_another_kind_is_a_fault_of_the_software_and_no_refusal(answer, words):
+async def test_an_answer_of_another_kind_is_a_protocol_fault_not_a_refusal(answer, words):
     calls = {
         "Status": lambda client: client.expect(Status(), State),
         "Ask": lambda client: RolloutClient(client, lambda: 0).ask(1),
@@ -311,7 +311,7 @@ async def test_an_answer_of_another_kind_is_a_fault_of_the_software_and_no_refus
 
 
 @in_loop
-async def test_a_learner_that_gets_no_part_and_no_result_says_so():
+async def test_a_learner_with_a_wrong_answer_to_take_or_results_raises():
     async with Mistaken(Due(due=3)) as address:
 
         def learn() -> None:
