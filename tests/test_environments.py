@@ -160,9 +160,7 @@ def test_valid_variables_are_not_refused(given: dict[str, str]) -> None:
     assert variables.problems(given) == []
 
 
-def test_a_launch_gives_no_process_a_place_in_another_job(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_gives_no_process_a_place_in_another_job(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they did, and the learner tried for 615 s to join the ranks at MASTER_ADDR."""
     for name, value in (JOB | PROXIED | {"PYTHONIOENCODING": "ascii", "MINE": "1"}).items():
         monkeypatch.setenv(name, value)
