@@ -47,13 +47,13 @@ check: $(STAMP)
 	$(RUN) -m mypy .
 
 # Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two workers take little more than half
-# as long as one on two cores. A worker that dies ends the run, which says in which test. WORKERS=0 runs the tests one after the other.
+# as long as one on two cores. If a worker dies, the run ends and names the test. WORKERS=0 runs the tests one after the other.
 WORKERS ?= 2
 SPREAD = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 test: $(STAMP)
 	$(RUN) -m pytest $(SPREAD) --lane fast $(TESTS)
 
-# Whole runs and what takes long; SHARD=2/5 is the second of five parts. Without SHARD all of it, and the oldest packages after it.
+# Whole runs and slow tests; SHARD=2/5 is the second of five parts. Without SHARD: all parts, then the oldest packages.
 test-long: $(STAMP)
 	$(RUN) -m pytest $(SPREAD) --lane long $(if $(SHARD),--shard $(SHARD)) $(TESTS)
 	$(if $(SHARD),,$(MAKE) --no-print-directory oldest)
@@ -81,7 +81,7 @@ chaos: $(STAMP)
 soak: $(STAMP)
 	$(RUN) -m benchmarks.soak $(SOAK)
 
-# How many small faults in the code the tests find (tests/mutants.py). MUTANTS adds areas and flags, as in MUTANTS="ledger --lane fast".
+# Count how many small faults in the code the tests find (tests/mutants.py). MUTANTS adds areas and flags, as in MUTANTS="ledger --lane fast".
 mutants: $(STAMP)
 	$(RUN) -m tests.mutants $(MUTANTS)
 

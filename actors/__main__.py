@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def guarded(argv: Sequence[str]) -> int:
-    """Run `argv` under a guard, forward the first SIGINT or SIGTERM to it and FORCING for later ones; its exit code."""
+    """Run `argv` under a guard and return its exit code. Forwards the first SIGINT or SIGTERM, and FORCING for each
+    later one."""
     command = Guarded("launcher", argv, env=os.environ | {ABOVE: str(os.getpid())})
     with StopSignals(drain=command.signal, force=lambda number: command.signal(FORCING)):
         return command.wait()

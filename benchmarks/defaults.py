@@ -1,10 +1,11 @@
-"""What does a run file that says nothing about speed cost, beside hand-tuned keys? And does what `auto` takes fit?
+"""Compares the speed of a run file without keys for speed with hand-tuned keys, and checks that the choices of `auto`
+fit.
 
 `python -m benchmarks.defaults` needs GPUs and has two parts.
 `--parts runs`: whole runs of 1.5B, one GPU serves and one learns, answers of 512, 16 groups of 16 a version. Two run
-files run at the same time on one host of four GPUs and then change places: one says nothing about speed (`silent`), one
-has the best hand-tuned keys (`tuned`). `--against before` compares with the keys that silence meant in the first weeks.
-`--parts fit`: one rank trains a step of each shape of FITS at the settings that `auto` chooses: peak memory beside its
+files run at the same time on one host of four GPUs and then change places: one has no key for speed (`silent`), one has
+the best hand-tuned keys (`tuned`). `--against before` compares with the earlier defaults.
+`--parts fit`: one rank trains a step of each shape of FITS at the settings that `auto` chooses: peak memory against its
 estimate, and how many run out of memory. Each shape is a process of its own, as many at a time as there are GPUs.
 Random weights. Prints one table and writes JSON after each part.
 """
@@ -108,7 +109,7 @@ def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
 
 
 def both(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`silent` and the other run file at the same time, then in each other's place."""
+    """Run `silent` and the other run file at the same time, then swap their GPUs."""
     pair = ("silent", args.against)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
     gpus = torch.cuda.device_count()
@@ -138,7 +139,7 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess.Popen[str]":
-    """This benchmark as a process that measures one thing on the GPUs from `first` on."""
+    """Start this benchmark as a process that measures one case on the GPUs from `first` on."""
     flags = [f"--shape={args.shape}", f"--versions={args.versions}", f"--warm-up={args.warm_up}", f"--work={args.work}"]
     command = [sys.executable, "-m", "benchmarks.defaults", *words, *flags, f"--start-s={args.start_s}"]
     seen = {"FIRST_GPU": str(first)} if words[0] == "--one" else {"CUDA_VISIBLE_DEVICES": str(first)}
@@ -147,7 +148,7 @@ def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess
 
 
 def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    """Its last line; `error` if it printed none."""
+    """Return the last line of the process; `error` if there is none."""
     out, _ = process.communicate()
     lines = out.splitlines()
     if process.returncode or not lines:
@@ -157,7 +158,7 @@ def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def one_step(index: int) -> dict[str, Any]:
-    """One rank trains two steps of FITS[index], as `learner/__main__.py` would set it up."""
+    """Train two steps of FITS[index] on one rank, set up as in `learner/__main__.py`."""
     import tempfile
 
     import torch.distributed as dist
@@ -187,7 +188,7 @@ def one_step(index: int) -> dict[str, Any]:
     mesh = init_device_mesh("cuda", (1,))
     config = decide_gather(decide_speed(config, device, mesh, 0), device, mesh, 0)
     expected, budget = memory_budget(config, device, 1, keeps_reference(config), True)
-    # what rank 0 keeps to send is not made here, so that memory is taken from what may be used
+    # rank 0's copies for servers are not made here, so their size is subtracted from the memory
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     held = torch.empty(copies, dtype=torch.uint8, device=device)
     policy = Policy(config.model, config.learner, mesh, random=True)
@@ -214,7 +215,7 @@ def one_step(index: int) -> dict[str, Any]:
 
 
 def filled(budget: int, length: int, vocabulary: int) -> list[Any]:
-    """Samples that fill two microbatches of `budget` tokens with documents of at most `length`."""
+    """Make samples that fill two microbatches of `budget` tokens with documents of at most `length`."""
     import numpy as np
 
     from buffer.wire.message import Array
@@ -239,7 +240,7 @@ def filled(budget: int, length: int, vocabulary: int) -> list[Any]:
 
 
 def fits(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each shape of FITS: peak beside estimate; at the end how many failed."""
+    """Measure each shape of FITS: its peak and estimate, and how many shapes failed."""
     free: Queue[int] = Queue()
     for gpu in range(max(torch.cuda.device_count(), 1)):
         free.put(gpu)
@@ -275,7 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="runs,fit")
     parser.add_argument("--against", default="tuned", choices=[keys for keys in KEYS if keys != "silent"])
-    parser.add_argument("--turns", type=int, default=2, help="how often the two run; they change places each time")
+    parser.add_argument("--turns", type=int, default=2, help="how often the two run; they swap GPUs each time")
     parser.add_argument("--shape", default="Qwen2.5-1.5B")
     parser.add_argument("--only", default="", help="shapes of `fit` whose names contain this")
     parser.add_argument("--versions", type=int, default=16)
@@ -290,7 +291,7 @@ def main() -> int:
         print(json.dumps(whole_run(args, args.one) if args.one else one_step(args.fit)))
         return 0
     if not torch.cuda.is_available():
-        parser.error("no GPU is seen: on a CPU every choice of speed is made already")
+        parser.error("no GPU is found; on a CPU `auto` has no choice")
     rows: list[dict[str, Any]] = []
     for part in args.parts.split(","):
         rows += {"runs": both, "fit": fits}[part](args)

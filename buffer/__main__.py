@@ -100,7 +100,7 @@ async def run(config: Config) -> None:
                 log.info("stopping (%s again to force quit)", signal.Signals(number).name)
                 serving.cancel()
 
-            with StopSignals(drain, last=True):  # the learner's last version still needs it
+            with StopSignals(drain, last=True):  # the learner still needs the buffer for its last version
                 await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()
@@ -112,7 +112,7 @@ def store_path(config: Config) -> Path | None:
 
 
 def restored(config: Config, store: Store, problems: Problems, now: float) -> Ledger:
-    """The ledger as the store has it; leases go on, renewed at `now`."""
+    """Rebuild the ledger from the store. Leases stay valid and are renewed at `now`."""
     batch = config.batch
     ledger = Ledger(
         len(problems),

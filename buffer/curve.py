@@ -50,12 +50,13 @@ class ClientKeys:
 def judge_connections(
     context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: ServerKeys | None
 ) -> ThreadAuthenticator:
-    """Have each connection to `socket`, which is not bound yet, judged before its first message is read, by a thread,
-    so that a busy event loop delays no connection. Stop the authenticator that is returned before the context ends.
+    """Start an authenticator that accepts or rejects each connection to `socket`, which is not bound yet.
 
-    With keys only the run's clients are let in. Without keys every peer of this machine is, as long as it speaks
-    ZMTP 3: libzmq takes foreign bytes, such as a web page's request, for ZMTP 1 or 2, and a socket with a ZAP domain
-    turns these away (https://rfc.zeromq.org/spec/27).
+    It runs in a thread, so a busy event loop delays no connection. The caller stops it before the context ends.
+
+    With keys, only the run's clients are accepted. Without keys, every peer on this machine that speaks ZMTP 3 is
+    accepted. libzmq takes foreign bytes, such as a browser's HTTP request, for ZMTP 1 or 2, and a socket with a ZAP
+    domain rejects these (https://rfc.zeromq.org/spec/27).
     """
     authenticator = ThreadAuthenticator(zmq.Context.shadow(context))
     authenticator.start()

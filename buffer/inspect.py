@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 LONGEST_LINE = 1 << 20
-"""Characters of a printed line."""
+"""Most characters of a printed line."""
 COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",

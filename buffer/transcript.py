@@ -159,7 +159,7 @@ def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndar
 
 def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False) if tokenizer else ""
-    return visible(text, 16 * len(text) + 1)  # whole: who shows it folds it
+    return visible(text, 16 * len(text) + 1)  # not shortened here: the caller that shows it does that
 
 
 def _common(passages: Sequence[Passage], others: Sequence[Passage]) -> int:

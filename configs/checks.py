@@ -83,8 +83,8 @@ NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size
 """Keys of `rollout.engine` with which vLLM returns no routes, unless they are 1."""
 
 COPIES_SHARE = 0.9
-"""Share of a GPU that the copies for the servers may fill: the rest is for CUDA and NCCL. Of 80 GB that is a full model
-of 17 G parameters in bfloat16, beside its shard."""
+"""Share of a GPU that the copies for the servers may fill; the rest is for CUDA and NCCL. With 80 GB, the largest full
+model has about 17 G parameters in bfloat16."""
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """Values of `rollout.engine.quantization`: vLLM quantises the weights of each policy as they are loaded."""
@@ -110,25 +110,25 @@ def check(
 
 
 def _variables(config: Config) -> list[str]:
-    """What is wrong with this process's environment. A cluster's nodes have interfaces of their own."""
+    """What is wrong with this process's environment. Interfaces are not checked with a cluster: its nodes have their
+    own."""
     return variables.problems(os.environ, interfaces=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts at which the run's own processes are reached, which no proxy knows."""
+    """Hosts of the run's own processes, which are never reached through a proxy."""
     given = [urlsplit(config.buffer.address).hostname or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     return [host for host in dict.fromkeys(given) if host not in ("", "*", "0.0.0.0", "::")]
 
 
 def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
-    """Whether the policy's copies for the servers are more than a learner's GPU with `gpu_bytes` holds (None: there is
-    none)."""
+    """Yield a line if the policy's copies for the servers do not fit a learner's GPU of `gpu_bytes` (None: no GPU)."""
     sent = model_facts(config.model.path).sent_bytes(config.model)
     if gpu_bytes and config.learner.device != "cpu" and sent > COPIES_SHARE * gpu_bytes:
-        needed = f"learner rank 0 holds two copies of what is trained for the servers, {sent / 2**30:,.1f} GiB"
+        needed = f"learner rank 0 holds two copies of trained weights for the servers, {sent / 2**30:,.1f} GiB"
         remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
-        yield f"model.path: {config.model.path}: {needed}, and a GPU has {gpu_bytes / 2**30:,.1f} GiB; {remedy}"
+        yield f"model.path: {config.model.path}: {needed}, but a GPU has {gpu_bytes / 2**30:,.1f} GiB; {remedy}"
 
 
 def max_sample_tokens(config: Config) -> int:
@@ -161,7 +161,7 @@ def existing(path: Path) -> Path:
 
 
 def _architecture(config: Config) -> Iterator[str]:
-    """What the learner would train wrongly. What only the built model shows, `learner.model.exactness` tries."""
+    """Yield why config.json shows that training would be wrong. `learner.model.exactness` tries the built model."""
     path = config.model.path
     facts = model_facts(path)
     yield from (f"model.path: {path} ({facts.kind}): {reason}" for reason in facts.unsupported)

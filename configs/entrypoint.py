@@ -35,8 +35,8 @@ PROGRESS = "HEADRACE_PROGRESS"
 NOTICE = "HEADRACE_NOTICE"
 """In the environment of a kept process: the file in which its keeper says how long a drain may take, in seconds."""
 ABOVE = "HEADRACE_ABOVE"
-"""In the environment of a process whose signals come from a process above it (the launcher's from its front process, a
-kept process's from its keeper, a rank's from its node's learner): that one forces it with FORCING."""
+"""In the environment of a process that gets its signals from a process above it: the launcher from its front process, a
+kept process from its keeper, a rank from its node's learner. The process above forces it with FORCING."""
 FORCING = signal.SIGQUIT
 TIE = f"from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 """The first statements of a spawned process."""
@@ -75,9 +75,10 @@ class StopSignals:
     Handlers run in the event loop if one is running, else in the main thread between two bytecodes, where they must not
     print. `force` ends the process at once unless another one is given.
 
-    Slurm, systemd and others send SIGTERM to all processes of a job at once. A process with a process above it gets
-    that signal twice then, its own and the one that is passed on, and means one: FORCING alone forces it. `last`: it is
-    kept, and ends after others that need it, so it waits for the signal of its keeper, who leaves a notice first.
+    Slurm, systemd and others send SIGTERM to all processes of a job at once. A process with a process above it then
+    gets the signal twice, directly and forwarded. It counts both as one, and only FORCING forces it. `last`: other
+    processes need this one until they have ended, so it waits for the signal of its keeper, which first leaves a
+    notice.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class StopSignals:
 
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
-    """Hold signals back from this thread, and from each process that it starts inside, for as long as that lives."""
-    resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and lets signals in after it
+    """Block signals in this thread, and in each process that it starts inside, for the life of that process."""
+    resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -204,7 +205,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
     """Call `main(sys.argv[1:])` and end the process with its exit code, whatever threads still run.
 
     The outermost boundary of a process: an exception of `main` is logged with its traceback and becomes exit code 1.
-    The environment is made safe first (`variables.py`); `is_rank`: its variables may give this process a place.
+    The environment is made safe first (`variables.py`). `is_rank`: keep variables that make this process a rank.
     """
     variables.prepare(is_rank)
     try:
@@ -221,8 +222,8 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
             stream.flush()
         except BrokenPipeError:  # nobody reads it any more
             pass
-        except OSError as error:  # the disk that it goes to is full
+        except OSError as error:  # the disk that stdout goes to is full
             code = code or FAILED
             with contextlib.suppress(OSError):
-                os.write(2, f"what was printed is not all written: {error.strerror}\n".encode())
+                os.write(2, f"the output is incomplete: {error.strerror}\n".encode())
     os._exit(code)

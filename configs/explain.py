@@ -19,7 +19,7 @@ NEARLY_FULL = 0.85
 """Share of its places with sequences from which on a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 USUAL_GPU_BYTES = 80 * 10**9
-"""Assumed where no GPU is seen."""
+"""Assumed if no GPU is found."""
 AS_FAST = 0.96
 """Share of the versions from which on fewer sequences count as being as fast: simulations differ by that much."""
 

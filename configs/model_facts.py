@@ -53,9 +53,9 @@ class ModelFacts:
     """Numbers that a server keeps of one token, its keys and values in all layers; None where not every layer attends
     to the whole sequence."""
     unsupported: tuple[str, ...] = ()
-    """Why the learner would not train it exactly, as far as config.json says."""
+    """Reasons in config.json why the learner would not train the model exactly."""
     head_size: int | None = None
-    """Numbers of a head's query."""
+    """Size of an attention head."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         """Parameters of the adapter `model.lora`."""
@@ -68,8 +68,11 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Memory that the learner's rank 0 has for the servers' copies: two of what is trained, one of what is frozen;
-        of an adapter the adapter alone. 0 where unknown."""
+        """Bytes that the learner's rank 0 needs for the servers' copies: two copies of trained weights, one of frozen
+        weights.
+
+        With an adapter only the adapter is sent. 0 if unknown.
+        """
         saved, frozen = self.saved_parameters(model) or 0, (self.tower or 0) if "vision" in model.freeze else 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 

@@ -1,8 +1,8 @@
-"""Text of users and policies as a terminal, a log or a page may show it, and figures of bounded width. Pure functions.
+"""Makes text of users and policies safe to show in a terminal, a log or a page, and bounds figures. Pure functions.
 
-Each place that shows such text passes it through `visible` where it leaves the process: the log's formatter
+Each place that shows such text passes it through `visible` just before the text leaves the process: the log's formatter
 (`entrypoint.py`), the keeper's log file, the display, `status`, the screen, the report, the page's JSON, `python -m
-buffer show`, Prometheus, and what is printed of a run that ends. What came before may be anything.
+buffer show`, Prometheus, and the last lines about a run. Before that point the text may hold any character.
 """
 
 import logging
@@ -10,42 +10,44 @@ import re
 from typing import Any
 
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: escape sequences begin with one
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they change the direction of the text beside them
-    "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # other line breaks, marks and tags that nobody sees
-    "\ud800-\udfff]"  # halves of a pair, which no encoding carries
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
+    "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # other line breaks, invisible marks and tags
+    "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 MOST_CHARS = 4000
-"""Of a text that is shown, unless its place says otherwise."""
+"""Most characters of a shown text, unless a place has its own limit."""
 MOST_LOGGED = 1 << 15
-"""Characters of a log record, a traceback included."""
+"""Most characters of a log record, with its traceback."""
 MOST_DIGITS = 14
-"""Characters of a figure."""
+"""Most characters of a figure."""
 
 
 def visible(text: str, most: int = MOST_CHARS) -> str:
-    """`text` of at most `most` characters (the middle is left out), with what a terminal would obey as numbers:
-    `"a\\x1b[2J"` -> `"a\\\\u001b[2J"`. Tabs and line feeds stay. What is visible is left as it is."""
+    """Return `text` with control characters written as numbers: `"a\\x1b[2J"` -> `"a\\\\u001b[2J"`.
+
+    Keeps tabs and line feeds. A text of more than `most` characters loses its middle.
+    """
     return folded(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", folded(text, 2 * most)), most)
 
 
 def colourless(text: str) -> str:
-    """`text` without the escape sequences of colours, with which processes print their lines."""
+    """Remove the escape sequences of colours from `text`."""
     return COLOUR.sub("", text)
 
 
 def folded(text: str, most: int) -> str:
-    """`text` with its middle left out so that `most` characters are left, with those that say so."""
+    """Shorten `text` to `most` characters: a note replaces its middle."""
     if len(text) <= most:
         return text
-    said = f" [... {len(text) - most:,} characters and these ...] "
+    said = f" [... {len(text) - most:,} or more characters left out ...] "
     kept = max(most - len(said), 0)
     return (text[: kept - kept // 3] + said + text[len(text) - kept // 3 :])[:most]
 
 
 def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
-    """The same JSON value with each of its texts, keys too, made visible."""
+    """Make each text of a JSON value visible, its keys included."""
     if isinstance(data, str):
         return visible(data, most)
     if isinstance(data, dict):
@@ -54,7 +56,7 @@ def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
 
 
 def figure(value: float, form: str) -> str:
-    """`value` in the format `form`, or with three digits and an exponent where that is too wide: `"1e+41"`."""
+    """Format `value` by `form`, or with three digits and an exponent if that is too wide: `"1e+41"`."""
     text = format(value, form)
     return text if len(text) <= MOST_DIGITS else format(value, ".3g")
 

@@ -256,8 +256,8 @@ class BatchConfig(Section):
     target_staleness: Annotated[int, Field(ge=0)] | None = None
     """Admit work as if this were the bound, to train on fresher data than the bound requires; null means the bound."""
     skip_zero_variance: bool = False
-    """Leave groups whose rewards are all equal out of training; other groups take their place. After 1,000 such groups
-    in a row, or those of 10 batches if that is more, the run is given up."""
+    """Leave groups whose rewards are all equal out of training; other groups take their place. The run is given up
+    after 1,000 such groups in a row, or as many as 10 batches have if that is more."""
 
 
 class AlgorithmConfig(Section):
@@ -358,12 +358,13 @@ class LearnerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The gradient is clipped to this global norm."""
     activation_checkpointing: Literal["auto", "none", "selective", "block"] = "auto"
-    """Recompute each transformer block in the backward pass (`block`), everything in it except matmuls and attention
-    (`selective`), or keep all activations (`none`). `auto` takes the fastest with which microbatches of 8,192 tokens
-    fit, or those that `tokens_per_microbatch` says; on CPU `block`."""
+    """Recompute each transformer block in the backward pass (`block`), recompute everything in it except matmuls and
+    attention (`selective`), or keep all activations (`none`). `auto` takes the fastest one that fits microbatches of
+    8,192 tokens, or of `tokens_per_microbatch`; on CPU it takes `block`."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each transformer block with torch.compile: takes a minute at the start, then is faster and needs as
-    little memory as `selective`. `auto` compiles on GPUs if the run has 20 versions or more, not with `cpu_offload`."""
+    """Compile each transformer block with torch.compile. This takes a minute at the start; steps are then faster and
+    need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, but not with
+    `cpu_offload`."""
     cpu_offload: bool = False
     """Keep master weights and optimizer state in host memory."""
     timeout_s: Seconds = 600.0
@@ -392,8 +393,8 @@ class ChatConfig(Section):
     reasoning_parser: str | None = None
     """vLLM's parser that parts reasoning from an answer, such as `qwen3` or `deepseek_r1`; null: it stays text."""
     template_kwargs: dict[str, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task: those that send
-    messages, and those that get the prompt of a row, as `single_turn` does."""
+    """Further arguments of the chat template, such as `{enable_thinking: false}`, for every task, whether it sends
+    messages or gets the prompt of a row, as `single_turn` does."""
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None

@@ -1,9 +1,9 @@
-"""What the processes of a run take from environment variables: what is dropped, set and refused.
+"""Environment variables of a run's processes: which are dropped, set and refused.
 
-A pod, a shell or a scheduler sets variables for other programs. `for_children` drops those that would give a launched
-process a place in somebody else's job, `prepare` makes this process's own environment safe at its start, `problems`
-lists what no process can work with, one line each with variable, value and remedy. Reads the machine (interfaces,
-folders), imports nothing but the standard library, waits for nothing.
+A pod, a shell or a scheduler sets variables for other programs. `for_children` drops variables that would make a
+launched process a member of another job. `prepare` makes this process's own environment safe at its start. `problems`
+lists bad variables, one line each with value and remedy. Reads the machine (interfaces, folders), imports only the
+standard library, waits for nothing.
 """
 
 import io
@@ -20,14 +20,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""The place of a rank among all ranks, as torchrun sets it."""
+"""Variables in which torchrun gives a rank its number."""
 PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
 """Names and patterns of the variables that give a process its place in a job of torchrun, PyTorchJob or vLLM."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun, which passes signals on to its ranks and kills those that do not end."""
+"""Set by torchrun, which forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NO_PROXY = ("no_proxy", "NO_PROXY")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -36,20 +36,20 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SOCKET_BYTES = 107
 """Longest path of a Unix socket in Linux."""
 RAY_BYTES = 25
-"""Longest folder in which Ray's sockets fit: `/headrace-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/
-plasma_store` follows."""
+"""Longest folder for Ray's sockets. Ray appends `/headrace-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/
+plasma_store`."""
 VLLM_BYTES = SOCKET_BYTES - 37
-"""Longest folder in which vLLM's sockets fit: a slash and a UUID follow."""
+"""Longest folder for vLLM's sockets. vLLM appends a slash and a UUID."""
 WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
-"""Longest folder in which the weights wire's socket fits."""
+"""Longest folder for the socket of the weights wire."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """The environment of the processes that the launcher starts: without anybody's PLACE, as `prepare` leaves it.
+    """Return the environment for processes that the launcher starts: like `prepare`, without variables of PLACE.
 
-    `hosts` of the run are reached without a proxy. What a process prints is UTF-8, which its keeper reads.
+    `hosts` of the run are reached without a proxy. Processes print UTF-8, which their keepers read.
     """
     kept = {key: value for key, value in environment.items() if not has_place(key) and key != "PYTHONIOENCODING"}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
@@ -61,8 +61,11 @@ def has_place(name: str) -> bool:
 
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make this process's environment safe: what is said can be printed in any locale and with any stream closed,
-    this machine is reached without a proxy, and the user has a name. Nobody's PLACE is left unless this `is_rank`."""
+    """Make this process's environment safe.
+
+    Afterwards output works in any locale and with closed streams, this machine is reached without a proxy, and the user
+    has a name. Variables of PLACE are removed unless this process `is_rank`.
+    """
     open_streams()
     for name in [] if is_rank else list(filter(has_place, environment)):
         del environment[name]
@@ -70,13 +73,15 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 
 
 def open_streams() -> None:
-    """Open /dev/null where this process was started with a standard stream closed: else the next file that it opens
-    gets the stream's number, and what is printed lands there. Have stdout escape what its encoding lacks."""
+    """Open /dev/null in place of closed standard streams, and let stdout escape characters that its encoding lacks.
+
+    Without this, the next opened file would get the number of the closed stream, and output would go to that file.
+    """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
             os.set_inheritable(number, True)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -88,9 +93,9 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """`no_proxy` and `NO_PROXY` with this machine's loopback and `hosts` added; nothing where no proxy is named.
+    """Return `no_proxy` and `NO_PROXY` with loopback and `hosts` added; empty if no proxy is set.
 
-    Some libraries read one of the two names, some the other one first.
+    Both names are set because libraries differ in which one they read first.
     """
     if not any(environment.get(name) for name in PROXIES):
         return {}
@@ -100,9 +105,9 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The proxy for `url` by the environment; None: it is reached directly.
+    """Return the proxy for `url` by the environment; None if `url` is reached directly.
 
-    Loopback never goes through a proxy, nor does what `no_proxy` names: a host, a domain with all hosts below it, a
+    Loopback never goes through a proxy. Nor does anything in `no_proxy`: a host, a domain with its subdomains, a
     network such as 10.0.0.0/8, or `*`.
     """
     at = urlsplit(url)
@@ -118,7 +123,7 @@ def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine's own address, by name or number."""
+    """Whether `host` is a loopback name or address."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -138,8 +143,11 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """A name, and a home that can be written, for a user id that the machine does not know, as containers run them:
-    torch and vLLM ask for both when they are imported. Nothing where there are any."""
+    """Return USER and a writable HOME for a user id without an entry on this machine, as in containers; empty if both
+    exist.
+
+    torch and vLLM need both when they are imported.
+    """
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -152,8 +160,10 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """A folder of at most `longest` bytes that can be written, for Unix sockets: the temporary one if it is short, else
-    XDG_RUNTIME_DIR, or one of SHORT. None: there is none."""
+    """Return a writable folder for Unix sockets, of at most `longest` bytes; None if there is none.
+
+    Tries the temporary folder, then XDG_RUNTIME_DIR, then SHORT.
+    """
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -161,7 +171,7 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
-    """The folder for temporary files, as Python chooses it; None: no folder takes a file."""
+    """Return Python's folder for temporary files; None if no folder is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -169,12 +179,12 @@ def temporary() -> str | None:
 
 
 def can_write(folder: str | Path) -> bool:
-    """Whether this process may make a file in `folder`."""
+    """Whether this process can create a file in `folder`."""
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the files in `folder` the mode that the umask asks for: safetensors makes its own with 0600 always."""
+    """Set the mode of the files in `folder` by the umask: safetensors always creates files with 0600."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
     umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
     for path in folder.iterdir():
@@ -183,18 +193,18 @@ def apply_umask(folder: Path) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True) -> list[str]:
-    """A line for each variable with which some process of a run cannot work, with its value and the remedy.
+    """Return a line for each variable with which a process of a run cannot work, with value and remedy.
 
-    `interfaces`: whether those of this machine are meant, as they are without a cluster.
+    `interfaces`: check network interfaces, which are this machine's unless a cluster is used.
     """
     found = [*_folders(environment), *_threads(environment), *_proxies(environment)]
     return found + (list(_interfaces(environment)) if interfaces else [])
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """A line for each variable that names a folder of caches that cannot be written, or that nobody reads any more.
+    """Return a line for each variable that names a cache folder that is not writable, or that is no longer read.
 
-    `model`: the run's, by its folder or its name on the hub, whose files are loaded into HF_HOME.
+    `model`: the run's model, by folder or by name on the hub; its files are downloaded into HF_HOME.
     """
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
@@ -220,25 +230,25 @@ def warnings(environment: Mapping[str, str], model: str) -> list[str]:
 def _folders(environment: Mapping[str, str]) -> Iterator[str]:
     if temporary() is None:
         named = environment.get("TMPDIR", "not set")
-        yield f"TMPDIR: {named}: neither it nor /tmp takes a file; make room there, or name a folder that has some"
+        yield f"TMPDIR: {named}: neither this folder nor /tmp is writable; free some space, or name another folder"
         return
     if socket_folder(RAY_BYTES, environment) is None:
         folder = temporary() or ""
-        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, Ray's sockets fit into {RAY_BYTES}"
+        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, but Ray's sockets allow {RAY_BYTES}"
         yield f"{long}, and none of {', '.join(SHORT)} can be written; set TMPDIR to a shorter folder"
     if path := environment.get(RPC_PATH):
         size = len(os.fsencode(path))
         if size > VLLM_BYTES:
-            yield f"{RPC_PATH}: {path} has {size} bytes, vLLM's sockets fit into {VLLM_BYTES}; unset it"
+            yield f"{RPC_PATH}: {path} has {size} bytes, but vLLM's sockets allow {VLLM_BYTES}; unset it"
         elif not can_write(path):
-            yield f"{RPC_PATH}: {path} is no folder that can be written; unset it, or make the folder"
+            yield f"{RPC_PATH}: {path} is not a writable folder; unset it, or make the folder"
 
 
 def _threads(environment: Mapping[str, str]) -> Iterator[str]:
     for name in THREADS:
         value = environment.get(name)
         if value is not None and not all(word.strip().isdecimal() and int(word) > 0 for word in value.split(",")):
-            yield f"{name}: {value!r} is no number of threads; unset it, or set 1 or more"
+            yield f"{name}: {value!r} is not a number of threads; unset it, or set 1 or more"
 
 
 def _proxies(environment: Mapping[str, str]) -> Iterator[str]:
@@ -250,7 +260,7 @@ def _proxies(environment: Mapping[str, str]) -> Iterator[str]:
         except ValueError:
             usable = False
         if not usable:
-            yield f"{name}: {value} is no address of a proxy; write http://HOST:PORT, or unset it"
+            yield f"{name}: {value} is not the address of a proxy; write http://HOST:PORT, or unset it"
 
 
 def _interfaces(environment: Mapping[str, str]) -> Iterator[str]:
@@ -258,9 +268,9 @@ def _interfaces(environment: Mapping[str, str]) -> Iterator[str]:
     for variable in filter(environment.get, INTERFACES):
         value = environment[variable]
         words = [word.strip() for word in value.lstrip("^=").split(",")]
-        starts = variable == "NCCL_SOCKET_IFNAME" and not value.startswith("=")  # NCCL takes a name's beginning
-        if value.startswith("^") and variable == "NCCL_SOCKET_IFNAME":  # these it leaves out
+        starts = variable == "NCCL_SOCKET_IFNAME" and not value.startswith("=")  # NCCL matches the beginning of a name
+        if value.startswith("^") and variable == "NCCL_SOCKET_IFNAME":  # NCCL excludes these
             continue
         if not any(name.startswith(word) if starts else name == word for name in here for word in words if word):
-            remedy = "unset it: the one on the route to the other ranks is then used"
-            yield f"{variable}: {value} is no interface of this machine ({', '.join(here)}); {remedy}"
+            remedy = "unset it, so that the interface on the route to the other ranks is used"
+            yield f"{variable}: {value} is not an interface of this machine ({', '.join(here)}); {remedy}"

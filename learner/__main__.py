@@ -1,14 +1,14 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`. `python -m
 learner merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter (`learner/saved/merge.py`), `digest
-CHECKPOINT MODEL` prints of MODEL the digest that CHECKPOINT has of its base (`base_digest.py`).
+CHECKPOINT MODEL` prints the digest of MODEL, to compare with the digest of the base in CHECKPOINT (`base_digest.py`).
 
 Starts its node's share of `learner.ranks` ranks unless torchrun or srun has started them; builds the parts of
 `loop.py` and runs it. Waits for the buffer, and through it for batches. The first SIGINT or SIGTERM ends the run after
 the current version and a checkpoint (exit 0), the second at once. Exit 2: config, model, device or nodes do not work,
 found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
-checkpoint. Exit 3: the data ended before the last version; 4: the run was given up, because attempts only fail, its
-last checkpoint could not be written, an image is not the one that the policy saw, or no step changes anything any more
-(`train/skipped.py`).
+checkpoint. Exit 3: the data ended before the last version; 4: the run was given up, because all attempts fail, the last
+checkpoint could not be written, an image differs from the one that the policy saw, or the steps no longer change
+anything (`train/skipped.py`).
 """
 
 import logging
@@ -80,7 +80,7 @@ from learner.weights.sender.publish import Bystander, Follower, Sender
 log = logging.getLogger("learner")
 PROG = "python -m learner"
 OVER = (NoDiskSpace, PictureMismatch, RouteMismatch, StepsSkipped)
-"""Errors that a new start would only repeat."""
+"""Errors that a restart would only repeat."""
 LAST_PUBLISH_S = 10.0
 """Time that the rollout servers get at the end to take the last policy."""
 
@@ -198,8 +198,11 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
 
 
 def decide_speed(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
-    """`config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, for all ranks alike,
-    though their GPUs may differ: a collective of them. `patches`: most of one sample."""
+    """Return `config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, the same on
+    all ranks.
+
+    A collective, because GPUs of ranks may differ. `patches`: the most that one sample has.
+    """
     written, versions, on_gpu = config.learner, config.run.versions, device.type == "cuda"
     tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
     automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})

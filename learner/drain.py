@@ -22,7 +22,7 @@ class Draining:
 
     @property
     def interrupted(self) -> bool:
-        """A signal ends the run."""
+        """Whether a signal ends the run."""
         return self._begun
 
     @property

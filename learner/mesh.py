@@ -27,18 +27,21 @@ from learner.weights.channel import own_address
 
 log = logging.getLogger(__name__)
 MEET_S = 300.0
-"""Time that ranks, or nodes, have to find each other."""
+"""Time within which ranks, or nodes, must find each other."""
 AGAIN_S = 0.5
 """Time between two attempts to reach a store that is not there yet."""
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""In the environment, torch's own word: `True` where MASTER_ADDR and MASTER_PORT are of a store that exists already."""
+"""torch's variable: `True` if a store already listens at MASTER_ADDR and MASTER_PORT."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """The default process group, with gloo for CPU tensors, and its mesh. Not destroyed after an error: a failed rank
-    just exits. Raises ConfigError if the ranks do not find each other."""
+    """Start the default process group, with gloo for CPU tensors, and yield its mesh.
+
+    The group is not destroyed after an error: a failed rank just exits. Raises ConfigError if the ranks do not find
+    each other.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
@@ -53,8 +56,10 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int, int]:
-    """The store in which all ranks are, this one's number and how many they are, once each has come. Raises ConfigError
-    if some do not within `limit_s`: what gave this process its place has not started them."""
+    """Wait until all ranks have reached the store; returns the store, this rank's number and the number of ranks.
+
+    Raises ConfigError if a rank is missing after `limit_s`: the environment names ranks that nobody started.
+    """
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -67,7 +72,7 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
     except dist.DistError as error:
         why = str(error).splitlines()[0][:200]
         raise ConfigError(
-            [f"MASTER_PORT: what listens at {host}:{port} is no store of ranks ({why}); {UNSET}"]
+            [f"MASTER_PORT: the listener at {host}:{port} is not a store of ranks ({why}); {UNSET}"]
         ) from None
     store = PrefixStore(f"ranks/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     come = [f"come/{number}" for number in range(world)]
@@ -82,8 +87,10 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait until somebody listens at `host`; why nobody does after `limit_s`, empty if somebody does. torch would print
-    a page of stack frames for each attempt."""
+    """Wait until a process listens at `host`; returns "", or after `limit_s` why none does.
+
+    torch would print a page of stack frames for each attempt.
+    """
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:

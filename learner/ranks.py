@@ -44,7 +44,7 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 
     Example: of 16 tasks for 16 ranks on 2 nodes, SLURM_PROCID 9 becomes RANK 9, LOCAL_RANK 1.
     """
-    told = {"RANK", "NODE_RANK", PROGRESS}  # the last is a keeper's, which may itself be in a task of srun
+    told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS; it may run in a task of srun
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
     remedy = "unset SLURM_STEP_NUM_TASKS if srun has not started this process"
@@ -53,7 +53,7 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
         return {}
     if tasks not in (learner.ranks, learner.nodes):
         problem = f"learner.ranks: {learner.ranks} on learner.nodes {learner.nodes}, but srun has started {tasks} tasks"
-        raise ConfigError([f"{problem}; start {learner.ranks}, one a rank, or {learner.nodes}, one a node"])
+        raise ConfigError([f"{problem}; start {learner.ranks} (one per rank) or {learner.nodes} (one per node)"])
     process = str(number("SLURM_PROCID", environment, 0, tasks - 1, remedy))
     if tasks == learner.ranks:
         nodes = number("SLURM_STEP_NUM_NODES", {"SLURM_STEP_NUM_NODES": "1", **environment}, 1, tasks, remedy)
@@ -64,10 +64,10 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 
 
 def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
-    """Raise ConfigError if what started this process has given it no place, or another one than the run file's.
+    """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file.
 
-    Variables that give no place here are removed: those of a rank without RANK, and of a job of one rank all of them.
-    LOCAL_RANK, where it is missing, follows from RANK.
+    Without RANK, the other variables of a rank are removed; for a job of one rank all of them are. A missing LOCAL_RANK
+    is computed from RANK.
     """
     if "RANK" in environment:
         _check_rank(learner, environment)
@@ -80,11 +80,11 @@ def check_environment(learner: LearnerConfig, environment: MutableMapping[str, s
 def _check_rank(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
     ranks, unset = learner.ranks, UNSET
     world = number("WORLD_SIZE", environment, 1, None, f"set it to learner.ranks ({ranks}), or {unset}")
-    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows how many it has started
+    if world != ranks and (ranks > 1 or TORCHRUN not in environment):  # torchrun knows how many ranks it has started
         problem = f"learner.ranks: {ranks}, but WORLD_SIZE is {world}"
         raise ConfigError([f"{problem}; set learner.ranks to {world}, or {unset}: the learner starts its own ranks"])
     rank = number("RANK", environment, 0, world - 1, f"give each rank its own of WORLD_SIZE ({world}), or {unset}")
-    if world == 1:  # it meets nobody
+    if world == 1:  # there is no other rank to meet
         for name in (*RANK, *MEETING, "NODE_RANK"):
             environment.pop(name, None)
         return
@@ -122,11 +122,11 @@ def _check_meeting(environment: Mapping[str, str]) -> None:
         socket.getaddrinfo(master, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         remedy = "set it to the first node's address"
-        raise ConfigError([f"MASTER_ADDR: {master} is the name of no machine ({error.strerror}); {remedy}"]) from None
+        raise ConfigError([f"MASTER_ADDR: {master} is not a known machine ({error.strerror}); {remedy}"]) from None
 
 
 def number(name: str, environment: Mapping[str, str], least: int, most: int | None, remedy: str) -> int:
-    """The number in a variable. Raises ConfigError, with `remedy`, if it is none between `least` and `most`."""
+    """Read the number in a variable. Raises ConfigError, with `remedy`, unless it is between `least` and `most`."""
     value = environment.get(name)
     if value is not None and value.strip().isdecimal():
         found = int(value)
@@ -137,7 +137,7 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why the other ranks would not find this one, rank 0, at `host`; empty if its own connection arrives there."""
+    """Why the other ranks would not find rank 0 at `host`; empty if its own connection to `host` arrives."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -155,7 +155,7 @@ def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
             return f"MASTER_PORT: {port} is taken on this machine, where rank 0 listens; choose a free one"
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror
         remedy = "set it to an address of this machine at which the other ranks reach it"
-        return f"MASTER_ADDR: rank 0 is not found at {host}, port {port} ({why} within {limit_s:g} s); {remedy}"
+        return f"MASTER_ADDR: rank 0 cannot be reached at {host}, port {port} ({why} within {limit_s:g} s); {remedy}"
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
@@ -192,7 +192,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     if result.failures:
         failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code == 128 + FORCING:  # the exit code names the signal that this process got, not the one that it passed on
+        if code == 128 + FORCING:  # report the signal that this process received, not the one that it forwarded
             code = 128 + node.forced_by
         rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
         ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
@@ -220,7 +220,7 @@ class Node:
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self.forced_by: int = FORCING
-        """The second signal, from wherever it came."""
+        """The second signal, sent to any node."""
         self.why, self.killed = "", False
         """What ended on another node, and whether the ranks of this one were ended for it."""
         self._stopping = threading.RLock()  # a signal's handler may interrupt itself
@@ -236,7 +236,7 @@ class Node:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
                 self.forced_by = number
-            for count in range(before, level):  # a second SIGTERM may be the first one, sent to all processes at once
+            for count in range(before, level):  # ranks ignore a repeated SIGTERM, which may be a duplicate
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:

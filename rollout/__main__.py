@@ -4,8 +4,8 @@
 Waits, in this order: for reward and task to be loaded in their workers, for the buffer to accept it, for vLLM to start,
 for the learner's first policy (vLLM starts with dummy weights, which never generate). Then it makes groups and loads
 policies until the buffer has no more problems and the last policy has arrived. Exit codes: 0 done or drained, 1 failed
-(the log says why), 2 refused before anything was started, or because the initial model disagrees with the learner's in
-the probe of version 0, 130 forced.
+(the log says why), 2 input refused before anything was started, or the probe of version 0 failed because vLLM and the
+learner disagree about the initial model, 130 forced.
 """
 
 import asyncio
@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception) -> int:
-    """Say on stderr or in the log what ended the server; returns its exit code: BAD_INPUT if another start would end
-    the same way."""
+    """Report on stderr or in the log what ended the server; returns the exit code, BAD_INPUT if a restart would end the
+    same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print(f"{PROG}: the buffer refuses this server: {cause}", file=sys.stderr)

@@ -44,7 +44,7 @@ class RewardError(EpisodeError):
 
 
 class TruthError(ValueError):
-    """The ground truth of a row cannot be used by its reward, whatever the answer: an error of the data."""
+    """The reward cannot use the row's ground truth, whatever the answer: an error in the data."""
 
     permanent = True
 

@@ -1,8 +1,9 @@
 """Imports a user's file as Python would: `module_of(path)`, for rewards and tasks.
 
 The module is in `sys.modules` under a name that child processes can import too, so that dataclasses, pydantic, pickle
-and process pools work. The name is the file's own where no other module has it. Else (`json.py`, `rollout.py`, a second
-`score.py`) it is PREFIX and the quoted path: whoever imports that name imports this file first, which finds the path.
+and process pools work. The name is the file's own unless another module has it (`json.py`, `rollout.py`, a second
+`score.py`). Then it is PREFIX and the quoted path: an import of that name imports this module first, which finds the
+path.
 """
 
 import os
@@ -16,15 +17,16 @@ from types import ModuleType
 from urllib.parse import quote, unquote
 
 PREFIX = f"{__name__}."
-"""In front of the quoted path of a file, or of the outermost package that holds it, whose own name is taken."""
+"""Prefix of the module name of a file or outermost package whose own name is taken; the quoted path follows."""
 INIT = "__init__.py"
-__path__: list[str] = []  # Python looks for modules "within" this one, by its finders
+__path__: list[str] = []  # makes Python look for modules "within" this one, by its finders
 
 
 def module_of(file: str) -> ModuleType:
-    """The module of `file`, from the current folder; the same one each time. Raises what the file raises.
+    """Import `file`, relative to the current folder, once; later calls return the same module. Raises what the file
+    raises.
 
-    The file's folder comes first in `sys.path`. The file may import relatively to the packages that it is in.
+    The file's folder comes first in `sys.path`. A file in a package may use relative imports.
     """
     path = Path(os.path.abspath(file))
     top, inner = package_of(path)
@@ -43,7 +45,7 @@ def module_of(file: str) -> ModuleType:
 
 
 def loaded(spec: ModuleSpec) -> ModuleType:
-    """The module of `spec`, in `sys.modules` while it runs, as Python has it."""
+    """Run the module of `spec`; it is in `sys.modules` meanwhile, as in Python."""
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     assert spec.loader is not None
@@ -56,7 +58,7 @@ def loaded(spec: ModuleSpec) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[Path, list[str]]:
-    """The file itself, or the folder of the outermost package that holds it, and the names from there to the file.
+    """Return the file, or the folder of the outermost package with the file, and the names from there to the file.
 
     Example: `/my/score.py` -> `(/my/score.py, [])`; `/my/tools/score.py` beside a `__init__.py` ->
     `(/my/tools, ["score"])`
@@ -69,7 +71,7 @@ def package_of(path: Path) -> tuple[Path, list[str]]:
 
 
 def is_taken(top: Path) -> bool:
-    """Whether the name of a file or package is that of another module."""
+    """Whether another module has the name of this file or package."""
     if top.stem in sys.modules:
         known = getattr(sys.modules[top.stem], "__file__", None)
         return known is None or not same(known, top)
@@ -78,7 +80,7 @@ def is_taken(top: Path) -> bool:
 
 
 def is_folder(found: ModuleSpec) -> bool:
-    """Whether it is a mere folder, without `__init__.py`: to Python, any file of that name comes before it."""
+    """Whether it is a folder without `__init__.py`: Python prefers any file of that name."""
     return found.loader is None or isinstance(found.loader, NamespaceLoader)
 
 
@@ -89,8 +91,8 @@ def same(known: str, top: Path) -> bool:
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
-    """Have the file's neighbours found before all else, and in child processes, which get `sys.path`, too. A taken name
-    is left to whoever has it: `json` stays Python's."""
+    """Make the other modules in the file's folder importable, before all others and in child processes too, which get
+    `sys.path`. A taken name keeps its module: `json` stays Python's."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
         sys.meta_path.insert(0, Neighbours(str(folder), top.stem))
@@ -101,12 +103,12 @@ def make_importable(folder: Path, top: Path, taken: bool) -> None:
 
 
 def quoted(path: Path) -> str:
-    """The path as a part of a module's name, which has no dots."""
+    """Quote the path for a module's name, which has no dots."""
     return quote(str(path)).replace(".", "%2E")
 
 
 class Neighbours(MetaPathFinder):
-    """Finds the modules of a folder before all others, but for the name that is taken."""
+    """Finds the modules of a folder before all others, except the taken name."""
 
     def __init__(self, folder: str, taken: str) -> None:
         self.folder, self.taken = folder, taken
@@ -114,7 +116,7 @@ class Neighbours(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Only modules that lie in no package."""
+        """Find only top-level modules."""
         if path is not None or fullname == self.taken:
             return None
         found = PathFinder.find_spec(fullname, [self.folder])
@@ -122,12 +124,12 @@ class Neighbours(MetaPathFinder):
 
 
 class QuotedPaths(MetaPathFinder):
-    """Finds files and packages by PREFIX and quoted path, in whatever process unpickles something of theirs."""
+    """Finds files and packages by PREFIX and quoted path, also in processes that only unpickle their objects."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What lies in such a package is found by Python, from the package's folder."""
+        """Find the file or package itself; Python finds the modules inside the package."""
         name = fullname.removeprefix(PREFIX)
         if name == fullname or "." in name:
             return None

@@ -20,7 +20,7 @@ from tests.harness import children
 pytest_plugins = ["tests.harness.lanes"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is on no disk is asked for six times, in 24 s
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without it a missing model is requested six times, in 24 s
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")  # costs more than it saves where little is compiled
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -1,7 +1,8 @@
-"""`python -m tests.lanes [COMMIT]`: how many tests each lane holds, and which tests of COMMIT are in neither lane now.
+"""`python -m tests.lanes [COMMIT]`: prints how many tests each lane has, and which tests of COMMIT are no longer in any
+lane.
 
-The names of tests are compared without their parameters, so a test that has other parameters counts as still there.
-The last table lists tests whose parameters became fewer. It judges nothing.
+The names of tests are compared without their parameters, so a test with other parameters counts as the same test. The
+last table lists tests that lost parameters.
 """
 
 import subprocess
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def collected(root: Path, *flags: str) -> Counter[str]:
-    """Tests of the tree at `root`: the name of each, and with how many parameters it runs."""
+    """Return the names of tests in the tree at `root`, each with its number of parameters."""
     line = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *flags]
     done = subprocess.run(line, cwd=root, capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""`make mutants`: how many small faults in the code the tests find, as a table; it judges nothing.
+"""`make mutants`: prints how many small faults in the code the tests find.
 
 mutmut changes one expression at a time (a "mutant") and runs the tests that reach the changed function. One mutant in
 ten is tried: those whose number ends with 7. `python -m tests.mutants ledger split` tries two areas only, `--lane fast`
@@ -61,7 +61,7 @@ def tracked() -> list[str]:
 
 
 def outcomes(area: Area, lane: str | None, every: bool) -> dict[str, str]:
-    """Each mutant that was tried, and what became of it: killed, survived, timeout, no tests, ..."""
+    """Return the result of each tried mutant: killed, survived, timeout, no tests, ..."""
     with tempfile.TemporaryDirectory() as folder:
         for name in tracked():
             target = Path(folder, name)

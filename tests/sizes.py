@@ -1,4 +1,4 @@
-"""`python -m tests.sizes`: how large the tree is, as a table for whoever reviews. It judges nothing.
+"""`python -m tests.sizes`: prints the size of the tree, for reviewers. It has no limits.
 
 For each package: files, lines of code, words of docstrings and comments. Then the largest files, classes and functions
 of core.
@@ -18,7 +18,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Size(NamedTuple):
-    """Of a file, class or function: where it is, its lines, and for a class its methods and attributes."""
+    """A file, class or function: its place and lines, and for a class its methods and attributes."""
 
     lines: int
     where: str

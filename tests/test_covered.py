@@ -1,4 +1,4 @@
-"""The rows that `covered` leaves in the fast tests: every value, or every pair, is among them."""
+"""The rows that `covered` leaves in the fast tests include every value, or every pair."""
 
 from itertools import combinations, product
 
@@ -8,7 +8,7 @@ from tests.harness.covered import cover, covered
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2, 4), (2, 2, 2, 2), (5,)])
-def test_all_that_must_meet_meets(sizes: tuple[int, ...]) -> None:
+def test_every_combination_of_the_strength_is_covered(sizes: tuple[int, ...]) -> None:
     for strength in range(1, min(len(sizes), 3) + 1):
         rows = cover(sizes, strength)
         assert len({*rows}) == len(rows) <= len(list(product(*map(range, sizes))))

@@ -1,7 +1,7 @@
-"""A table of environments: what each process of a run does with the variables that a pod, shell or scheduler has set.
+"""How each process of a run treats variables that a pod, shell or scheduler has set, as a table.
 
-Each process is its own `main`, in this process, up to what it refuses; two of them, with all that is odd but harmless
-at once, are real ones.
+The tests call each process's `main` in this process, up to its refusals. Two tests start real processes, with odd but
+harmless variables.
 """
 
 import json
@@ -36,13 +36,13 @@ JOB = {
     **{"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": "29500", "ROLE_RANK": "2", "TORCHELASTIC_RUN_ID": "other"},
     **{"TORCHELASTIC_USE_AGENT_STORE": "True", "VLLM_DP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
 }
-"""A shell inside of somebody else's job."""
+"""Variables of a shell inside another job."""
 PROXIED = {"http_proxy": "http://proxy.test:3128", "NO_PROXY": "lan.test"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, of which there are only config and tokenizer, and a problem."""
+    """Make a folder with a model (only config and tokenizer) and a problem."""
     made = tmp_path_factory.mktemp("run")
     make_tokenizer().save_pretrained(made / "model")
     (made / "model" / "config.json").write_text('{"model_type": "qwen2"}')
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(folder: Path, tmp_path: Path) -> list[str]:
-    """A command line that is in order."""
+    """Return a valid command line."""
     keys = {
         "run.folder": tmp_path / "runs",
         "model.path": folder / "model",
@@ -64,14 +64,14 @@ def words(folder: Path, tmp_path: Path) -> list[str]:
 
 
 def judged(argv: Sequence[str]) -> int:
-    """What `python -m configs` runs in a process of its own."""
+    """Run what `python -m configs` runs in a separate process."""
     refused = run_file.judge(load(argv)).refused
     print("\n".join(refused), file=sys.stderr)
     return 2 if refused else 0
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """`python -m actors doctor` on a machine in order."""
+    """Run `python -m actors doctor` on a healthy machine."""
     facts = Machine((3, 12), {"torch": "2.13.0+cpu"}, Torch(), 10**12, 10**12, 10**12, 2**20)
     found = findings.doctor(load(argv), facts)
     print("\n".join(map(str, found)), file=sys.stderr)
@@ -89,17 +89,17 @@ EVERY: dict[str, Callable[[Sequence[str]], int]] = {
 }
 JUDGES = {name: EVERY[name] for name in ("configs", "doctor", "launch")}
 LEARNER = {"learner": EVERY["learner"]}
-UNKNOWN = "no interface of this machine"
+UNKNOWN = "not an interface of this machine"
 CASES: list[tuple[dict[str, str], dict[str, Callable[[Sequence[str]], int]], str]] = [
-    ({"OMP_NUM_THREADS": "0"}, EVERY, "OMP_NUM_THREADS: '0' is no number of threads; unset it, or set 1 or more"),
-    ({"OMP_NUM_THREADS": "abc"}, EVERY, "OMP_NUM_THREADS: 'abc' is no number of threads"),
-    ({"MKL_NUM_THREADS": "-2"}, EVERY, "MKL_NUM_THREADS: '-2' is no number"),
+    ({"OMP_NUM_THREADS": "0"}, EVERY, "OMP_NUM_THREADS: '0' is not a number of threads; unset it, or set 1 or more"),
+    ({"OMP_NUM_THREADS": "abc"}, EVERY, "OMP_NUM_THREADS: 'abc' is not a number of threads"),
+    ({"MKL_NUM_THREADS": "-2"}, EVERY, "MKL_NUM_THREADS: '-2' is not a number"),
     ({"GLOO_SOCKET_IFNAME": "eth77"}, EVERY, f"GLOO_SOCKET_IFNAME: eth77 is {UNKNOWN} (lo"),
     ({"NCCL_SOCKET_IFNAME": "=eth77"}, EVERY, f"NCCL_SOCKET_IFNAME: =eth77 is {UNKNOWN}"),
-    ({"http_proxy": "http://proxy:abc"}, EVERY, "http_proxy: http://proxy:abc is no address of a proxy; write http://"),
-    ({"ALL_PROXY": "socks5://"}, EVERY, "ALL_PROXY: socks5:// is no address of a proxy"),
-    ({"VLLM_RPC_BASE_PATH": "/" + "x" * 112}, EVERY, "has 113 bytes, vLLM's sockets fit into 70; unset it"),
-    ({"VLLM_RPC_BASE_PATH": "/no/such"}, EVERY, "VLLM_RPC_BASE_PATH: /no/such is no folder that can be written"),
+    ({"http_proxy": "http://proxy:abc"}, EVERY, "http_proxy: http://proxy:abc is not the address of a proxy; write"),
+    ({"ALL_PROXY": "socks5://"}, EVERY, "ALL_PROXY: socks5:// is not the address of a proxy"),
+    ({"VLLM_RPC_BASE_PATH": "/" + "x" * 112}, EVERY, "has 113 bytes, but vLLM's sockets allow 70; unset it"),
+    ({"VLLM_RPC_BASE_PATH": "/no/such"}, EVERY, "VLLM_RPC_BASE_PATH: /no/such is not a writable folder"),
     ({"VLLM_PORT": "tcp://10.0.0.7:80"}, JUDGES | SERVERS, "VLLM_PORT: vLLM cannot read 'tcp://10.0.0.7:80'"),
     ({"VLLM_CPU_KVCACHE_SPACE": "much"}, JUDGES | SERVERS, "VLLM_CPU_KVCACHE_SPACE: vLLM cannot read 'much' (invalid"),
     ({"RANK": "0", "WORLD_SIZE": "4"}, LEARNER, "learner.ranks: 1, but WORLD_SIZE is 4; set learner.ranks to 4, or un"),
@@ -128,7 +128,7 @@ def test_a_wrong_variable_is_one_line_and_nothing_starts(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    if process in JUDGES.values():  # both are refused beside it: then neither is tried out, which takes seconds
+    if process in JUDGES.values():  # these faults avoid the trials, which take seconds
         words += ["--reward.function=none", "--model.path=/no/such"]
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -156,12 +156,12 @@ FINE = [
 
 
 @pytest.mark.parametrize("given", FINE, ids=lambda given: "-".join(given)[:40])
-def test_what_works_is_not_refused(given: dict[str, str]) -> None:
+def test_valid_variables_are_not_refused(given: dict[str, str]) -> None:
     assert variables.problems(given) == []
 
 
-def test_the_processes_of_a_launch_get_nobodys_place(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They did: the learner tried for 615 s to join the ranks at MASTER_ADDR."""
+def test_a_launch_gives_no_process_a_place_in_another_job(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they did, and the learner tried for 615 s to join the ranks at MASTER_ADDR."""
     for name, value in (JOB | PROXIED | {"PYTHONIOENCODING": "ascii", "MINE": "1"}).items():
         monkeypatch.setenv(name, value)
     config = load([*words, "--weights.host=10.1.2.3"])
@@ -173,11 +173,11 @@ def test_the_processes_of_a_launch_get_nobodys_place(words: list[str], monkeypat
         assert env["MINE"] == env["PYTHONUTF8"] == "1" and env["http_proxy"] == PROXIED["http_proxy"]
         assert env["no_proxy"] == env["NO_PROXY"] == "lan.test,localhost,127.0.0.1,::1,10.1.2.3"
     given = Process("learner", "learner", (), Path(), env={"MASTER_ADDR": "10.1.2.3", "NODE_RANK": "1"})
-    assert keeper.environment(given)["MASTER_ADDR"] == "10.1.2.3"  # the gang's own are kept
+    assert keeper.environment(given)["MASTER_ADDR"] == "10.1.2.3"  # the gang's own variables are kept
     assert ABOVE in keeper.environment(given)
 
 
-def test_a_process_by_hand_has_no_place_but_the_learner() -> None:
+def test_only_a_learner_started_by_hand_keeps_its_place() -> None:
     by_hand, rank = dict(JOB), dict(JOB)
     variables.prepare(environment=by_hand)
     variables.prepare(is_rank=True, environment=rank)
@@ -244,7 +244,7 @@ def test_the_proxy_of_an_address(url: str, given: dict[str, str], proxy: str | N
 
 
 def test_sockets_lie_in_a_short_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a TMPDIR of 113 characters vLLM's and the weights wire's failed, with 26 and more Ray's."""
+    """With a TMPDIR of 113 characters the sockets of vLLM and the weights wire failed, with 26 or more Ray's."""
     for length in (20, 25, 26, 70, 71, 81, 82, 113):
         folder = Path("/tmp") / f"{'t' * (length - 5 - 6)}{os.getpid():06}"[-(length - 5) :]
         folder.mkdir()
@@ -254,7 +254,7 @@ def test_sockets_lie_in_a_short_folder(tmp_path: Path, monkeypatch: pytest.Monke
             assert variables.socket_folder(limit, {}) == (str(folder) if length <= limit else "/tmp")
         assert environment(cpu=True)["VLLM_RPC_BASE_PATH"] == (str(folder) if length <= 70 else "/tmp")
         folder.rmdir()
-    with socket.socket(socket.AF_UNIX) as one:  # what the limits stand on
+    with socket.socket(socket.AF_UNIX) as one:  # checks the limits' assumption
         most = tmp_path / ("z" * (variables.SOCKET_BYTES - len(str(tmp_path)) - 1))
         one.bind(str(most))
     with socket.socket(socket.AF_UNIX) as one, pytest.raises(OSError, match="too long"):
@@ -281,7 +281,7 @@ def test_caches_that_cannot_be_written_are_warned_of(tmp_path: Path) -> None:
 
 
 def test_a_user_id_that_the_machine_does_not_know_gets_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As containers run them: torch and vLLM ask for a name when they are imported, and end in a KeyError."""
+    """As in containers: torch and vLLM need a user name when they are imported, and raise KeyError without one."""
     assert variables.user({}) == {}
 
     def unknown(number: int) -> None:
@@ -292,22 +292,22 @@ def test_a_user_id_that_the_machine_does_not_know_gets_a_name(monkeypatch: pytes
     assert variables.user({"LOGNAME": "ann", "HOME": "/home/ann"}) == {}
 
 
-def test_output_that_does_not_fit_is_no_success() -> None:
+def test_output_to_a_full_disk_is_a_failure() -> None:
     with open("/dev/full", "w") as full:
         line = [sys.executable, "-m", "actors", "--help"]
         env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
         done = subprocess.run(line, cwd=ROOT, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (1, "what was printed is not all written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "the output is incomplete: No space left on device\n")
 
 
 def test_too_few_open_files_are_refused(words: list[str]) -> None:
-    """In a process of its own, as no limit can be raised again. Before, the buffer let nobody in."""
+    """In a separate process, because a limit cannot be raised again. Before, the buffer accepted no client."""
     code = "import sys; from actors.doctor.run_file import judge; from configs.load import load; "
     code += "print(*judge(load(sys.argv[1:])).refused, sep='\\n')"
     line = [sys.executable, "-c", code, *words, "--reward.function=none", "--model.path=/no/such"]
     command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *line]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "ulimit -n: 64 files may be open, and the buffer of this run needs 106; start the buffer" in done.stdout
+    assert "ulimit -n: 64 files may be open, but the buffer of this run needs 106; start the buffer" in done.stdout
 
 
 ODD = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "0", "TZ": "Nowhere/Else", "PYTHONIOENCODING": "ascii", "LANG": "C"}
@@ -315,8 +315,8 @@ ODD |= {"PYTHONSTARTUP": "/no/such", "PYTHONPATH": f"{ROOT}:/no/such::", "XDG_CA
 
 
 @pytest.mark.parametrize(("shut", "said"), [("<&-", True), ("<&- >&- 2>&-", False)])
-def test_odd_terminals_and_closed_streams_are_no_trouble(shut: str, said: bool, words: list[str]) -> None:
-    """A real process: its first line has a letter that ASCII lacks, which ended the process in a traceback."""
+def test_processes_work_with_odd_terminals_and_closed_streams(shut: str, said: bool, words: list[str]) -> None:
+    """A real process. Its first line has a letter that is not ASCII, which once caused a traceback."""
     words[0] = f"{words[0]}-läufe"
     line = ["bash", "-c", f'umask 077; exec "$@" {shut}', "bash", sys.executable, "-m", "configs", *words]
     env = {key: value for key, value in os.environ.items() if key != "HOME"} | ODD

@@ -1,4 +1,4 @@
-"""The lanes of tests: which tests run, in which order, and that the shards of a lane hold each of its tests once."""
+"""The lanes of tests: which tests run, in which order; the shards of a lane have each of its tests once."""
 
 import json
 import subprocess

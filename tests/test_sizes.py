@@ -1,4 +1,4 @@
-"""The table of sizes counts what its docstrings say."""
+"""Tests of the table of sizes."""
 
 from tests import sizes
 

@@ -1,4 +1,4 @@
-"""Cases on several ranks: one that fails fails its test with what the rank said, and the next one works."""
+"""Cases on several ranks: a failing case fails its test with the rank's error, and the next case works."""
 
 from pathlib import Path
 

@@ -209,7 +209,7 @@ def _buffer(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _environment(machine: Machine, config: Config | None) -> Iterator[Finding]:
-    """What is wrong with environment variables; of a run file, `judge` says the same with its other refusals."""
+    """Yield what is wrong with environment variables. With a run file, `judge` reports them instead."""
     folder = socket_folder(RAY_BYTES)
     if config is None:
         refused, warned = judge_visible_gpus(os.environ)

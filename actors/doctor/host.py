@@ -129,10 +129,11 @@ def list_gpus() -> list[Gpu]:
 
 
 def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], str]:
-    """Numbers of the GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first word of it that names
-    none, from which on CUDA reads nothing. A word is a number, or the beginning of one UUID.
+    """Return the GPUs that CUDA shows for a `value` of CUDA_VISIBLE_DEVICES, and the first invalid word, or "".
 
-    Example: `visible_gpus("1,7", ["GPU-a", "GPU-b"]) == ([1], "7")`; a GPU that is named twice hides all.
+    A word is a number or the beginning of one UUID. CUDA ignores everything from the first invalid word on.
+
+    Example: `visible_gpus("1,7", ["GPU-a", "GPU-b"]) == ([1], "7")`. If a GPU is named twice, CUDA hides all GPUs.
     """
     if value is None:
         return list(range(len(uuids))), ""
@@ -151,9 +152,9 @@ def visible_gpus(value: str | None, uuids: Sequence[str]) -> tuple[list[int], st
 def judge_visible_gpus(
     environment: Mapping[str, str], every: Sequence[Gpu] | None = None
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with CUDA_VISIBLE_DEVICES on a machine with the GPUs `every`: refusals and warnings.
+    """Check CUDA_VISIBLE_DEVICES on a machine with the GPUs `every`; returns refusals and warnings.
 
-    Parts of a GPU (`MIG-...`) are left to CUDA.
+    Does not check parts of a GPU (`MIG-...`).
     """
     value = environment.get(VISIBLE)
     every = (list_gpus() if value is not None else []) if every is None else every
@@ -170,7 +171,7 @@ def judge_visible_gpus(
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
-    """GPUs of `nvidia-smi`'s lines `uuid, name, total, used`; an unknown figure is 0."""
+    """Parse `nvidia-smi`'s lines `uuid, name, total, used`; an unknown figure is 0."""
     rows = [line.rsplit(",", 2) for line in listing.splitlines() if line.count(",") >= 3]
     found = []
     for both, *rest in rows:

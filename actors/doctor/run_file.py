@@ -108,7 +108,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     further += unreadable_variables()
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], open_files(config)
     if 0 <= most < needed:
-        further.append(f"ulimit -n: {most} files may be open, and the buffer of this run needs {needed}; {REMEDY}")
+        further.append(f"ulimit -n: {most} files may be open, but the buffer of this run needs {needed}; {REMEDY}")
     refused, warned = judge_visible_gpus(os.environ)
     further += refused
     judgement.warnings += warned + variables.warnings(os.environ, config.model.path)
@@ -203,11 +203,11 @@ def _try(config: Config, rows: Rows, judgement: Judgement) -> None:
     try:
         judgement.add(try_out(parts_to_try(config, judgement.refused), config, rows, judgement.rows))
     except TypeError as error:
-        judgement.refused.append(f"data.train: {told(config.data.train)}: a row has what no message can hold: {error}")
+        judgement.refused.append(f"data.train: {told(config.data.train)}: no message can hold a row: {error}")
 
 
 def parts_to_try(config: Config, refused: Sequence[str]) -> list[str]:
-    """Parts of the run file that a trial judges, those apart of which something is `refused` already."""
+    """Parts of the run file that a trial must judge; skips a part that has a line in `refused`."""
     keys = {
         "prompts": ("model.path", "data.chat_template", "data.format_prompt"),
         "reward": ("reward.function", "reward.kwargs", "reward.model"),

@@ -70,8 +70,10 @@ class Judgement:
 
 
 def try_out(parts: Iterable[str], config: Config, rows: Rows, number: int | None = None) -> Judgement:
-    """Try `parts`, of PARTS, all at once, each reward function in a process of its own; what they found together.
-    `rows` are some of `number`. Raises TypeError for rows that cannot be sent."""
+    """Try `parts`, of PARTS, at the same time, each in its own process; returns what all of them found.
+
+    `rows` are a sample of `number` rows. Raises TypeError for rows that cannot be sent.
+    """
     given = msgpack.packb({"config": config.model_dump_json(), "rows": rows, "number": number})
     together = Judgement()
     with ExitStack() as running:
@@ -170,7 +172,7 @@ class Trial:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Try part `argv[0]`, `reward 1` for the second reward function, of what is given in folder `argv[1]`."""
+    """Try part `argv[0]` (`reward 1` is the second reward function) with the input in folder `argv[1]`."""
     (part, _, which), folder = argv[0].partition(" "), argv[1]
     given = msgpack.unpackb((Path(folder) / "given").read_bytes())
     trial = Trial(Path(folder))
@@ -221,7 +223,7 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
                 shown.add(bool(pictures))
                 text = made.shown(tokens)
                 first = first or text
-                line = f"prompts: that of row {number} has {len(tokens)} tokens: {both_ends(repr(text))}"
+                line = f"prompts: the prompt of row {number} has {len(tokens)} tokens: {both_ends(repr(text))}"
                 trial.found.facts.append(line)
             lengths[number] = len(tokens)
         if time.monotonic() > end:
@@ -235,8 +237,8 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
 
 
 def judge_template(found: Judgement, config: Config, made: "Prompts", first: str) -> None:
-    """Arguments that the chat template does not know, and what it writes at the end of the `first` prompt, which
-    rewards do not see."""
+    """Warn of arguments that the chat template does not know, and of a tag at the end of the `first` prompt. Rewards do
+    not see the tag."""
     for name in config.rollout.chat.template_kwargs:
         if made.plain or name not in made.template_text:
             found.warnings.append(f"rollout.chat.template_kwargs.{name}: the chat template has no such argument")
@@ -244,16 +246,16 @@ def judge_template(found: Judgement, config: Config, made: "Prompts", first: str
     if opened is None:
         return
     tag = f"<{opened[1]}>"
-    found.facts.append(f"note: prompts end with {tag}: an answer begins behind it, and rewards do not see it")
+    found.facts.append(f"note: prompts end with {tag}: the answer begins after it, and rewards do not see it")
     for part in config.reward.parts:
         pattern = str(part.kwargs.get("pattern", "")) if part.function in ("regex", "exact_match") else ""
         if tag in pattern and not re.search(rf"\((\?:)?{tag}\)\?", pattern):
-            never = f"needs {tag} in an answer, and prompts end with it already"
+            never = f"needs {tag} in an answer, but prompts already end with it"
             found.warnings.append(f"reward.function: the pattern of {part.metric} {never}; write ({tag})? there")
 
 
 def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
-    """Have the learner compute a small copy of a model whose type no test has proven to be trained exactly."""
+    """Let the learner compute a small copy of a model whose type the tests do not cover."""
     from buffer.images import read_model_file
 
     if is_proven(read_model_file(config.model.path, "config.json") or {}):
@@ -265,7 +267,7 @@ def architecture(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     except ConfigError as error:
         trial.found.refused += error.problems
     else:
-        line = f"model.path: {config.model.path}: tried in small, its packed rows are computed exactly"
+        line = f"model.path: {config.model.path}: a small copy was tried; its packed rows are computed exactly"
         trial.found.facts.append(line)
 
 
@@ -311,7 +313,7 @@ def judge_ends(found: Judgement, config: Config, made: "Prompts") -> None:
         found.facts.append(f"answers end at {' '.join(ends)} or after {most}")
     if closing is not None and closing not in made.stops:
         token = made.tokenizer.convert_ids_to_tokens(closing)
-        problem = f"the chat template closes an answer with {token}, and answers do not end at it"
+        problem = f"the chat template closes an answer with {token}, but generation does not stop at it"
         found.warnings.append(f"sampling.stop: {config.sampling.stop}: {problem}; add it")
 
 
@@ -323,7 +325,7 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
     plain, part = [(row, without_images(values)) for row, values in rows], config.reward.parts[number]
     with trial.importing("reward.function", part.function, import_s(config)):
         function = load_reward(config.reward, number)
-    if not try_question(trial, function, plain[:3]) or part.uses_servers:  # they are not there yet
+    if not try_question(trial, function, plain[:3]) or part.uses_servers:  # the servers do not run yet
         return
     usable = judge_truths(trial.found, config, function, plain)
     if usable or not plain:
@@ -331,7 +333,7 @@ def reward(trial: Trial, config: Config, rows: Rows, number: int) -> None:
 
 
 def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Rows) -> Rows:
-    """The rows whose ground truth a built-in reward can use, as far as ROWS_S reach: refused if there are none."""
+    """Return the rows whose ground truth a built-in reward can use; refuses if there are none. Stops after ROWS_S."""
     from buffer.data.entry_maker import EntryError
     from rollout.errors import TruthError
     from rollout.rewards import REWARDS
@@ -348,7 +350,7 @@ def judge_truths(found: Judgement, config: Config, function: "Reward", rows: Row
             function.score([Answer(text="", num_tokens=0, row=row)])
         except TruthError as error:
             unusable[number] = one_line(error)
-        except EntryError:  # `try_reward` says so
+        except EntryError:  # `try_reward` reports it
             break
         looked_at += 1
         if time.monotonic() > end:
@@ -462,7 +464,7 @@ def shortened(text: str) -> str:
 
 
 def both_ends(text: str) -> str:
-    """Of a prompt the end matters as well: an answer follows it."""
+    """Shorten the middle of a prompt: both its beginning and its end matter."""
     return text if len(text) <= 300 else f"{text[:200]} ... {text[-95:]}"
 
 

@@ -15,7 +15,7 @@ from buffer.wire.protocol import State
 from configs.plain_text import visible
 
 MOST_LABEL = 300
-"""Characters of a label's value."""
+"""Most characters of a label's value."""
 LABELLED = {"weights": "server", "server": "server", "eval": "set"}
 """Keys `FIRST/NAME/FIGURE`, and what their NAME is."""
 

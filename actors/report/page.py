@@ -19,7 +19,7 @@ from configs.plain_text import all_visible, visible
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 8000
-"""Characters of a text on the page; what is to be read is folded before (`page_data.py`)."""
+"""Most characters of a text on the page; `page_data.py` shortens longer texts first."""
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src {scripts}"

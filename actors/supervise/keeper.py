@@ -133,7 +133,7 @@ class Keeper:
         shown, since = 0, time.monotonic()
         with open(pipe, "rb") as source:
             while line := source.readline(LINE_BYTES):
-                states = colourless(line.decode(errors="replace")).rstrip().split("\r")  # several of a progress bar
+                states = colourless(line.decode(errors="replace")).rstrip().split("\r")  # a progress bar writes several
                 self._write_log("".join(f"{visible(state, LINE_BYTES)}\n" for state in states).encode())
                 text = visible(states[-1], SHOWN_CHARACTERS)
                 self._last_lines.append(text)
@@ -211,9 +211,11 @@ def last_words(lines: Sequence[str]) -> Sequence[str]:
 
 
 def environment(process: Process) -> dict[str, str]:
-    """The environment of a process started by hand, plus the accelerators that Ray assigned to this keeper, less the
-    place that a pod or shell has given this node in another job. A process that the launcher dies with is not the
-    parent of what it starts."""
+    """Return the environment of a process started by hand, plus the accelerators that Ray assigned to this keeper.
+
+    Variables that give this node a place in another job are removed, and so is the variable that names a parent process
+    of the launcher.
+    """
     left_out = SET_BY_RAY | {PARENT}
     cleaned = for_children(os.environ)
     ours = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in left_out}

@@ -41,7 +41,7 @@ from configs.variables import RAY_BYTES, socket_folder
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's minimum is 75 MiB; keepers send lines of text only."""
 NEEDED_LAST = ("raylet", "gcs_server")
-"""Names of the processes of a Ray of this machine that the others need while they end."""
+"""Names of Ray's processes on this machine that its other processes need while they end."""
 LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
@@ -234,10 +234,11 @@ def connect(config: Config, named: str, ship: bool = False) -> None:
 
 
 def start(folder: str) -> None:
-    """Start a Ray on this machine, its sockets in `folder`. Raises ConfigError if it does not start in its own 30 s.
+    """Start Ray on this machine, with its sockets in `folder`. Raises ConfigError if Ray does not start within its own
+    30 s.
 
-    Its processes, and the keepers among them, inherit a mask that holds SIGTERM back: whoever sends that to all
-    processes of a job at once ends the launcher only, which drains the run and then stops Ray.
+    Ray's processes and the keepers inherit a mask that blocks SIGTERM. So a SIGTERM to all processes of a job ends the
+    launcher only, which drains the run and then stops Ray.
     """
     import ray
 
@@ -253,8 +254,8 @@ def start(folder: str) -> None:
 
 
 def stop() -> None:
-    """Stop the Ray that `start` has started. Ray would wait a second for each of its processes that holds SIGTERM back,
-    one after another, so those that nobody needs any more are killed first."""
+    """Stop the Ray that `start` started. Kills processes that are no longer needed first: Ray would wait a second for
+    each process that blocks SIGTERM."""
     import ray
 
     for process in psutil.Process().children():

@@ -27,12 +27,12 @@ that servers have too little to do."""
 SPARE = 1.15
 """Servers kept beyond what has work, when some are given back."""
 FEW_FAIL, MOST_FAIL = 0.05, 0.5
-"""Shares of attempts that fail: from the first on it is an alert, beyond the second there is nothing else to do."""
+"""Shares of attempts that fail: above the first there is an alert; above the second the advice is only about that."""
 TRACEBACKS = "logs/rollout-*.log have the first traceback of each kind"
 SKIPPED = "gradient/skipped"
-"""The metric whose alert is about something broken."""
+"""The metric whose alert means that something is broken."""
 MOST_FLAT = 0.8
-"""Share of groups that a filter leaves out, beyond which there is nothing else to do."""
+"""If a filter leaves out more than this share of the groups, the advice is only about that."""
 STALLED = 10.0
 """Times the usual length of a version without a new one, after which the run counts as stalled; at least STALLED_S."""
 STALLED_S = 120.0
@@ -70,8 +70,8 @@ class Situation:
     gain: float | None = None
     """Reward of the last versions minus that of as many before."""
     flat: float = 0.0
-    """Share of the groups made since the last batch that were left out because they had no variance; 0 while there are
-    fewer of these than a batch has groups."""
+    """Share of the groups made since the last batch that were left out because they had no variance. 0 until as many
+    groups were made as a batch needs."""
     failed: float = 0.0
     """Share of attempts that failed."""
     why_failed: str = ""
@@ -220,7 +220,7 @@ def find_alerts(
         for key in figures.WITHOUT_EFFECT:
             if (row := figures.in_row(records, key)) > 1:
                 what = figures.WITHOUT_EFFECT[key]
-                found.append(Alert("bad", f"the last {row} steps {what}: logs/learner.log says why, with a remedy"))
+                found.append(Alert("bad", f"the last {row} steps {what}: logs/learner.log has the cause and a remedy"))
     found += _preemptions(records)
     return sorted(found, key=lambda alert: alert.level)
 

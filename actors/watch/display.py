@@ -27,7 +27,7 @@ from configs.schema import Config
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 KIND_STYLES = {"started": "green", "ended": "dim"}
 MOST_SHOWN = 1000
-"""Characters of a row of the panel."""
+"""Most characters of a row of the panel."""
 MOST_WAITS, MOST_SERVERS = 6, 4
 """Waits and servers that the panel has room for."""
 OUR_ROUTINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (DEBUG|INFO) ")

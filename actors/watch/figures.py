@@ -20,7 +20,7 @@ WITHOUT_EFFECT = {
     "gradient/skipped": "were skipped, because the gradient was not finite",
     "gradient/zero": "had a gradient of zero",
 }
-"""By the metric that says so: what befell a step that changed nothing."""
+"""By metric: why a step changed nothing."""
 
 
 def recent(records: Records, number: int = LAST) -> list[Record]:
@@ -73,7 +73,7 @@ def parked_share(looks: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def without_effect(records: Records) -> list[str]:
-    """Steps that changed nothing, in words, a line for each kind; none for a run that has none.
+    """Describe the steps that changed nothing, one line for each cause.
 
     Example: `"3 of 40 steps were skipped, because the gradient was not finite, the last one to version 38"`
     """
@@ -84,12 +84,12 @@ def without_effect(records: Records) -> list[str]:
             continue
         row = in_row(records, key)
         lately = f"the last {row} in a row" if row > 1 else f"the last one to version {versions[-1]}"
-        lines.append(f"{len(versions)} of {len(ordered)} steps {what}, {lately}; logs/learner.log says why")
+        lines.append(f"{len(versions)} of {len(ordered)} steps {what}, {lately}; logs/learner.log has the cause")
     return lines
 
 
 def in_row(records: Records, key: str) -> int:
-    """How many of the last versions, without a break, have a `key` other than 0."""
+    """Count the last consecutive versions whose `key` is not 0."""
     return sum(1 for _ in takewhile(lambda one: bool(one.get(key)), reversed(records.ordered())))
 
 

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         since = last_life(config, run)
         dead = f"dead since {when(since)}" if since else "never started"
         show(f"{dead}: the buffer at {config.buffer.address} does not answer", style="red")
-        show(_launcher_line(run), "The files hold, as of then:", style="red")
+        show(_launcher_line(run), "The run's files, as of then:", style="red")
     if answer is None and trouble:
         show(trouble)
     if answer and held:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 def is_well(url: str) -> bool:
     """Whether a reward server answers within REWARD_S that it is well."""
     try:
-        with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=REWARD_S) as response:  # no proxy knows it
+        with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=REWARD_S) as response:  # without a proxy
             return bool(response.status == 200)
     except OSError:  # also what urllib raises for a status
         return False

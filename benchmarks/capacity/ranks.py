@@ -1,8 +1,9 @@
-"""All learner ranks of the benchmark, in one process: take every batch, train nothing, and say all that ranks say.
+"""All learner ranks of the benchmark, in one process: take every batch, train nothing, and send every message that
+ranks send.
 
 Run by `__main__.py`, which reads a line of JSON per batch: when the first and the last part had come, and their bytes.
-`{"again": true}` on its input has the batch before taken over and over, as by learners that restart, until
-`{"again": false}`.
+After `{"again": true}` on its input the ranks take the previous batch again and again, like learners that restart,
+until `{"again": false}`.
 """
 
 import json
@@ -40,12 +41,13 @@ class Ranks:
         self._rounds: dict[tuple[int, int], TakeRound] = {}
         """By rank and number of its Take."""
         self._trained: dict[tuple[int, int], int] = {}
-        """By rank and number of its Trained: the version."""
+        """The version of each Trained, by rank and message number."""
         self.acks: defaultdict[int, list[float]] = defaultdict(list)
-        """By version: how long the answers to its Trained took."""
+        """How long the answers to Trained took, by version."""
 
     def _take(self, version: int, repeated: bool) -> None:
-        """Take a batch, each rank its part; a new one once each has said that it has trained the one before."""
+        """Take a batch, each rank its part. The next one follows after each rank has sent Trained for the previous
+        one."""
         world = self.crowd.size
         taken = TakeRound(version, repeated, world)
         for rank in range(world):
@@ -99,7 +101,7 @@ class Ranks:
 
 
 def trained_before(version: int) -> Trained:
-    """What each rank says before it takes batch `version`."""
+    """The message that each rank sends before it takes batch `version`."""
     return Trained(version=version - 1, oldest_kept=max(version - 2, 0))
 
 

@@ -29,7 +29,8 @@ def trained_run(
     engine: dict[str, Any], learner: dict[str, Any], model_keys: dict[str, Any] | None = None,
     weights: dict[str, Any] | None = None, fast: bool = True,
 ) -> Processes:  # fmt: skip
-    """A run whose learner starts from weights of `models.py`, with the keys of FAST on a GPU unless `fast` is false."""
+    """Make a run whose learner starts from weights of `models.py`. On a GPU it has the keys of FAST unless `fast` is
+    false."""
     progress(f"{name}: weights of {shape}")
     gpus = max(0, torch.cuda.device_count() - FIRST_GPU)
     given = [sys.executable, "-m", "benchmarks.runs.models", shape, str(work / "models"), str(mean_length)]

@@ -68,7 +68,7 @@ class ColumnRules:
         raise ProblemsError(f"{where}: {problem}; say in data.columns what they are called")
 
     def checked(self, row: dict[str, Any], where: str) -> None:
-        """Raises ProblemsError for a row whose required columns are not there, or empty, or that cannot be served."""
+        """Raise ProblemsError if a required column is missing or empty, or if the row cannot be served."""
         needed = self.required(list(row), where)
         for name in needed:
             if row[name] is None:
@@ -80,7 +80,7 @@ class ColumnRules:
 
 
 def require_servable(row: dict[str, Any], where: str) -> None:
-    """Raises ProblemsError for a row that cannot be served, `plain` or not yet."""
+    """Raise ProblemsError if the row cannot be served. The row need not be `plain` yet."""
     reason = unservable(row)
     if reason and not is_deep(row):
         reason = unservable(plain(row))  # whole numbers beyond 64 bits become text

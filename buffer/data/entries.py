@@ -91,9 +91,12 @@ def row(name: str, config: str, index: int) -> dict[str, Any]:
 
 
 def score(name: str, config: str, index: int, question: str, text: str, longest_s: float = ENTRY_S) -> dict[str, Any]:
-    """The set's own score of an answer; one at which its code raises counts as none, and one that takes more than
-    `longest_s` of processor time ends this process by SIGPROF, in the middle of any computation. Raises RequestError if
-    the entry's question has not the SHA-256 `question`, and what the set raises without an answer too."""
+    """Score an answer with the set's own code.
+
+    If that code raises for the answer, the answer counts as empty. If it takes more than `longest_s` of processor time,
+    SIGPROF ends this process. Raises RequestError if the SHA-256 of the entry's question is not `question`, and
+    whatever the set raises for an empty answer.
+    """
     from reasoning_gym.utils import extract_answer
 
     made = entry(name, config, index)

@@ -40,8 +40,8 @@ class MakerEnded(EntryError):
 
 
 class EntryMaker:
-    """The process: Python with the arguments `command`. It starts with the first request, and again if it has ended;
-    it ends when this process does."""
+    """A Python process with the arguments `command`. It starts at the first request, restarts if it has ended, and ends
+    with this process."""
 
     def __init__(self, command: Sequence[str] = ("-m", "buffer.data.entries")) -> None:
         self._command = command

@@ -31,7 +31,7 @@ ROWS_AT_ONCE = 16
 MEND = "correct it, or leave the row out"
 TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
-"""Texts, brackets and commas of JSON."""
+"""JSON strings, brackets and commas."""
 TEXTS = ("prompt", "problem", "answer")
 """Columns of a CSV file that are text whatever is in them: `007` stays `007`."""
 
@@ -110,8 +110,10 @@ def _table(
 
 
 def _require_servable(table: pa.Table, where: str) -> None:
-    """Raises ProblemsError for the first row that cannot be served. Only values that may be wrong are looked at one by
-    one: of rare types, or of all where some text is no UTF-8 or some value is very long."""
+    """Raise ProblemsError for the first row that cannot be served.
+
+    Iterates only over columns of rare types; over all columns if some text is not UTF-8 or some value is very long.
+    """
     doubtful = [field.name for field in table.schema if not _is_plain(field.type)]
     try:
         table.validate(full=True)
@@ -128,7 +130,7 @@ def _require_servable(table: pa.Table, where: str) -> None:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether every value of this type, if it is sound and not too long, can be served."""
+    """Whether every valid value of this type can be served, unless it is too long."""
     types = pa.types
     if types.is_struct(kind):
         names = [field.name for field in kind]
@@ -141,7 +143,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _longest(column: pa.ChunkedArray) -> float:
-    """Length of the longest text or list anywhere in a column of a plain type, as a share of what may be."""
+    """Length of the longest text or list in a column of a plain type, relative to the limit."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
         return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)
@@ -223,16 +225,16 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
 
 
 class RepeatedKey(ValueError):
-    """A JSON object has a key twice: which of the two is meant?"""
+    """A JSON object has the same key twice."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these keys and values. Raises RepeatedKey."""
+    """Make an object from these keys and values. Raises RepeatedKey."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise RepeatedKey(f"the key {twice!a} stands twice in an object")
+        raise RepeatedKey(f"the key {twice!a} appears twice in an object")
     return found
 
 
@@ -240,7 +242,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _decoded(data: bytes) -> Any:
-    """As `json.loads`, but without repeated keys. Raises ValueError, RecursionError."""
+    """Like `json.loads`, but refuses repeated keys. Raises ValueError, RecursionError."""
     return DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
 
 
@@ -264,10 +266,10 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
         rows = the_list(_decoded(data))
     except (RepeatedKey, RecursionError) as error:
         for number, text in enumerate(_elements(data.decode(json.detect_encoding(data), "surrogatepass"))):
-            _object(text.encode(errors="surrogatepass"), rules, f"{where}: row {number}", form)  # raises for the one
-        raise ProblemsError(f"{where}: no JSON of rows: {error}") from None
+            _object(text.encode(errors="surrogatepass"), rules, f"{where}: row {number}", form)  # finds the row
+        raise ProblemsError(f"{where}: not JSON with rows: {error}") from None
     except ValueError as error:
-        raise ProblemsError(f"{where}: no JSON of rows: {error}") from None
+        raise ProblemsError(f"{where}: not JSON with rows: {error}") from None
     for number, row in enumerate(rows):
         if is_deep(row):
             raise ProblemsError(f"{where}: row {number}: {TOO_DEEP}; {MEND}")
@@ -277,7 +279,7 @@ def _json(data: bytes, rules: ColumnRules, where: str) -> FileRows:
 
 
 def _elements(text: str) -> Iterator[str]:
-    """The texts of the elements of a list in JSON, or of the lists in an object."""
+    """Yield the JSON text of each element of a list, or of the lists in an object."""
     opened, start, level = list[str](), 0, 0
     for token in TOKENS.finditer(text):
         if token[0] in ("[", "{"):

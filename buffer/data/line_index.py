@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FORMAT = 2
-"""Also of the rules by which rows are judged: an index of an earlier one counts as none."""
+"""Version of the index and of the rules for rows. An index of an earlier format is made again."""
 DIGEST_BYTES = 32
 
 

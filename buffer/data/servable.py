@@ -1,7 +1,7 @@
-"""Whether a row can be served as it is: what keeps it from being written down, sent and read by a rollout server.
+"""Checks whether a row can be stored, sent, and read by a rollout server. Pure functions.
 
-Called once for each row when its file is read, and for each row of a set when it is made, so that no row fails where
-it is dispatched. The bounds are those of the wire (`buffer/wire/message.py`). Pure functions.
+Each row of a file is checked when the file is read, and each row of a set when it is made, so no row fails at its
+dispatch. The limits are the wire's (`buffer/wire/message.py`).
 """
 
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from typing import Any
 import msgpack
 
 MOST_KEYS, MOST_ENTRIES = 2**16, 2**20
-"""Of one map, and of one list, that the wire takes."""
+"""Most keys of a map and most entries of a list on the wire."""
 MOST_NESTED = 100
-"""Levels of lists and maps in a row; Python and its libraries end somewhere between 250 and 1,000."""
+"""Most levels of lists and maps in a row. Python and its libraries fail between 250 and 1,000."""
 MOST_BYTES = 64 * 2**20
-"""Of a row, packed, without its images."""
+"""Most bytes of a packed row, without its images."""
 SHOWN = 60
 NESTING = (dict, list)
 
 
 def unservable(row: dict[str, Any]) -> str:
-    """Why a row cannot be served, in one line; "" where it can. `row`: in types of `columns.plain`.
+    """Return in one line why a row cannot be served, or "". `row` has the types of `columns.plain`.
 
     Example: `unservable({"problem": "\\ud83d"})` -> "problem has half a surrogate pair, '\\ud83d' at character 0, ..."
     """
@@ -32,11 +32,11 @@ def unservable(row: dict[str, Any]) -> str:
         return next(_faults(row, ""), str(error))
     if size > MOST_BYTES:
         return f"it takes {size / 2**20:,.0f} MiB, more than {MOST_BYTES // 2**20}"
-    return next(_faults(row, ""), "") if size > MOST_KEYS else ""  # a smaller one cannot have so many entries
+    return next(_faults(row, ""), "") if size > MOST_KEYS else ""  # a smaller row cannot have so many
 
 
 def is_deep(value: Any, levels: int = MOST_NESTED) -> bool:
-    """Whether lists and maps are nested deeper than `levels`. Needs no recursion itself."""
+    """Whether lists and maps are nested deeper than `levels`. Not recursive."""
     level = [value]
     for _ in range(levels + 1):
         inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, NESTING)]
@@ -47,7 +47,7 @@ def is_deep(value: Any, levels: int = MOST_NESTED) -> bool:
 
 
 def _faults(value: Any, where: str) -> Iterator[str]:
-    """What is wrong with a value that is not nested too deep, and with what is in it."""
+    """Yield what is wrong with a value and with everything inside it."""
     if isinstance(value, dict):
         if len(value) > MOST_KEYS:
             yield f"{where or 'it'} has {len(value):,} keys, more than {MOST_KEYS:,}"
@@ -64,7 +64,7 @@ def _faults(value: Any, where: str) -> Iterator[str]:
             value.encode()
         except UnicodeEncodeError as error:
             half = f"{value[error.start]!a} at character {error.start}"
-            yield f"{where} has half a surrogate pair, {half}, which is no text"
+            yield f"{where} has half a surrogate pair, {half}, which is not valid text"
     elif value is not None and not isinstance(value, bool | int | float | bytes):
         yield f"{where} is a {type(value).__name__}, which is neither text nor a number"
 

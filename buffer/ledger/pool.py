@@ -57,8 +57,8 @@ class Pool:
         return len(self._elsewhere.get(NOBODY, ()))
 
     def wait(self, item: ItemState) -> None:
-        """The item waits to be dispatched again; up to `elsewhere_until` not to the server that had it last, or,
-        `held_back`, to none."""
+        """Queue the item for dispatch. Until `elsewhere_until` it does not go to its last server, or, if `held_back`,
+        to any server."""
         if item.elsewhere_until:
             held = self._elsewhere.setdefault(NOBODY if item.held_back else server_name(item.server), deque())
             held.append((item.elsewhere_until, item.number))

@@ -142,7 +142,7 @@ def _failures(ledger: Ledger) -> str:
 
 
 def _flat(ledger: Ledger) -> str:
-    """Groups without variance since the last batch, where they are most of those made."""
+    """Describe the groups without variance since the last batch if they are the majority; else return ""."""
     recent = ledger.state.recent_groups
     flat, made = recent[ZERO_VARIANCE], recent.total()
     if 2 * flat <= made:

@@ -31,8 +31,8 @@ FIXED = ("problems", "seed", "shuffle")
 LEAST_FAILURES, LEAST_BATCHES = 100, 3
 """A run is given up after so many failures in a row, and after as many as the groups of so many batches."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
-"""The same for groups in a row that `skip_zero_variance` leaves out. More, because such a group is no fault: where one
-in 200 has variance, 1,000 without any come in 7 of 1,000 runs."""
+"""The same for groups in a row that `skip_zero_variance` leaves out. The limit is higher because such a group is not a
+fault: if one group in 200 has variance, 1,000 in a row without variance happen with probability 0.007."""
 
 
 class Ledger:
@@ -257,10 +257,10 @@ class Ledger:
         return self.state.batches[version]
 
     def trained(self, version: int) -> list[int]:
-        """Batch `version` has been trained; returns the items that count as trained from now on.
+        """Mark batch `version` as trained; returns the items that count as trained from now on.
 
-        Every rank says so: all but the first change nothing and cost nothing. Nor does the word of a learner that was
-        replaced since: after a rewind a batch must be taken again before it can be trained again.
+        Every rank calls this; only the first call has an effect. A call of a replaced learner has no effect: after a
+        rewind a batch must be taken again before it can be trained again.
         """
         if version >= self.version:
             raise LedgerError(f"Trained({version}): the next batch is {self.version}; restart the learner to rewind it")
@@ -307,9 +307,9 @@ class Ledger:
     def outcome(self) -> Outcome | None:
         """Why no further batch can be formed; None while one may be.
 
-        Versions are used up; or the run was given up, because attempts only fail or groups only lack variance; or
-        problems are used up and nothing is open. If attempts failed and no problem ever got into a batch, that is a
-        failure too.
+        No version is left; or the run was given up, because all attempts fail or all groups lack variance; or no
+        problem is left and no item is open. If attempts failed and no problem ever got into a batch, the run failed
+        too.
         """
         if self.versions is not None and self.version >= self.versions:
             return "versions"
@@ -343,7 +343,7 @@ class Ledger:
 
     @property
     def oldest(self) -> int:
-        """Oldest batch that is not pruned."""
+        """The oldest batch that is not pruned."""
         return self.state.oldest
 
     @property
@@ -418,7 +418,7 @@ class Ledger:
 
     @property
     def most_flat(self) -> int:
-        """So many groups in a row without variance end the run."""
+        """Number of groups in a row without variance that ends the run."""
         return max(LEAST_FLAT, LEAST_FLAT_BATCHES * self.groups)
 
     def ready(self) -> bool:

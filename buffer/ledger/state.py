@@ -18,7 +18,7 @@ COUNTERS = (
     *("wanted_servers", "wanted_by_person", "flat_in_row", "restored", "reached"),
 )
 GIVEN_UP_FAILED, GIVEN_UP_FLAT = 1, 2
-"""Why a run was given up: attempts only fail; groups only lack variance."""
+"""Why a run was given up: all attempts fail; all groups lack variance."""
 EXAMPLES = 3
 """Rows kept whose attempts failed last."""
 REMEMBERED = 1024
@@ -79,10 +79,9 @@ class LedgerState:
         self.failures_in_row = 0
         """Attempts that failed since a group was made or the learner was started; those of the infrastructure apart."""
         self.flat_in_row = 0
-        """Groups left out for their lack of variance since one had some or the learner was started."""
+        """Groups without variance in a row, since a group had variance or the learner was started."""
         self.given_up = 0
-        """GIVEN_UP_FAILED once the run was given up because of those failures, GIVEN_UP_FLAT because of those groups;
-        0 before."""
+        """0, or why the run was given up: GIVEN_UP_FAILED for `failures_in_row`, GIVEN_UP_FLAT for `flat_in_row`."""
         self.wanted_servers = self.wanted_by_person = 0
         """Rollout servers that are wanted, 0 before anybody said so; 1 while the number is a person's."""
         self.told = False
@@ -98,7 +97,8 @@ class LedgerState:
         self.recent_failures: Counter[str] = Counter()
         """Attempts that failed since the last batch was formed, by `KIND: REASON`."""
         self.recent_groups = Counter[str]()
-        """Groups made since the last batch was formed: `varied`, and by `accept`'s `unwanted` those left out."""
+        """Groups made since the last batch was formed: `varied`, and those left out by their reason (`unwanted` of
+        `accept`)."""
         self.examples: dict[int, str] = {}
         """By row of the data set: `KIND: REASON` of the rows that failed last."""
         self._changes, self._touched = Changes(), set[int]()
@@ -152,7 +152,7 @@ class LedgerState:
             self.revision += 1
 
     def forgive(self) -> None:
-        """The learner was started: what went wrong until now no longer counts against the run."""
+        """The learner was started: reset the counts of failures and of groups without variance."""
         self.failures_in_row = self.flat_in_row = self.given_up = 0
         self.told = False
 
@@ -262,7 +262,7 @@ class LedgerState:
         self.revision += 1
 
     def rewind(self, version: int) -> None:
-        """The learner is at `version` again: later batches count as untrained, and what came of them is undone."""
+        """The learner is at `version` again: mark later batches as untrained and undo what followed from them."""
         if self.ceiling > version:
             self.restored = min(self.restored, version) if version <= self.reached else version
             self.reached = max(self.reached, self.ceiling)

@@ -82,7 +82,7 @@ class Lengths(NamedTuple):
 
 @dataclass(slots=True)
 class ItemState:
-    """One item as the ledger knows it, and as the store's table `items` has it (the last three fields apart)."""
+    """One item of the ledger, and a row of the store's table `items` (without the last three fields)."""
 
     number: int
     row: int
@@ -109,7 +109,7 @@ class ItemState:
     elsewhere_until: float = 0.0
     """While it waits: until then it goes to another server than `server`, which failed at it; not written down."""
     held_back: bool = False
-    """While it waits: until then it goes to no server at all; not written down."""
+    """If true, a waiting item goes to no server until `elsewhere_until`; not stored."""
 
     def row_values(self) -> tuple[int | str, ...]:
         """What the store writes, in the order of the fields."""

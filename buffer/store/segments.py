@@ -275,14 +275,14 @@ class GroupCache:
         return self._groups.get(item)
 
     def release(self, items: Iterable[int]) -> None:
-        """Forget these; their memory is freed by `free`: that of hundreds at once would take 20 ms."""
+        """Forget these items. `free` frees their memory later: freeing hundreds at once would take 20 ms."""
         for item in items:
             if group := self._groups.get(item):
                 self._forgotten.append(group)
                 self.forget(item)
 
     def free(self, most: int) -> None:
-        """Free the memory of so many groups that were released."""
+        """Free the memory of this many released groups."""
         del self._forgotten[-most:]
 
     def forget(self, item: int) -> None:

@@ -202,7 +202,7 @@ class Store:
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:
-        """Bytes of samples of batch `version` and later ones, trained or not, by item."""
+        """Bytes of samples by item, for batch `version` and all later batches, trained or not."""
         return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
 
     def close(self) -> None:

@@ -66,14 +66,14 @@ class RefusedError(RuntimeError):
 
 
 class ProtocolFault(RuntimeError):
-    """The buffer's answer is not one that the request has: a fault of the software at one of the two ends."""
+    """The buffer's answer does not fit the request: one of the two ends has a bug or another version."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; install the same Headrace everywhere, or report it")
 
     @classmethod
     def of(cls, message: Message, answer: Message) -> "ProtocolFault":
-        """For an answer of a kind that `message` does not have."""
+        """Make the error for an `answer` whose kind does not fit `message`."""
         return cls(f"the buffer answered {type(message).__name__} with {type(answer).__name__}")
 
 
@@ -209,7 +209,7 @@ class Connection:
             try:
                 number, answer = unpack(first, ANSWERS, large)
             except ValueError as error:
-                raise ProtocolFault(f"what the buffer sent cannot be read: {error}") from None
+                raise ProtocolFault(f"the buffer's message cannot be read: {error}") from None
             if number == self._hello_number:
                 self._on_hello_answer(answer)
             elif isinstance(answer, NotRegistered):

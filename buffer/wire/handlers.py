@@ -433,7 +433,7 @@ class Handlers:
         return ask.room if ready is None else min(ask.room, ready)
 
     def _has_rows(self) -> bool:
-        """Whether the next row is there, or need not be made: if not, no Ask gets any."""
+        """Whether the next row is ready. If it is not, no Ask gets a row."""
         return not isinstance(self.problems, Problems) or self.problems.num_ready(lambda: self.ledger.upcoming(1)) != 0
 
     def _ask(self, peer: Peer, ask: protocol.Ask, now: float) -> Message | None:
@@ -563,8 +563,8 @@ class Handlers:
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         replay = self.ledger.rewind(rewind.version)
-        self._cut = None  # it says what was undone
-        if replay:  # what was trained is not, any more
+        self._cut = None  # its batch was undone
+        if replay:  # trained batches are untrained again
             self._bytes |= self.store.bytes_batched_since(rewind.version)
             self.bytes_stored = sum(self._bytes.values())
         return protocol.Rewound(replay=replay)
@@ -596,7 +596,7 @@ class Handlers:
         if self._cut is None or self._cut[0] != key:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
             self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
-            if take.version <= self.ledger.last_trained:  # no Trained of it will come that forgets them
+            if take.version <= self.ledger.last_trained:  # no Trained will follow that would forget them
                 for item in batch.items:
                     self._figures.pop(item, None)
         if self.turn.over():
@@ -674,7 +674,7 @@ class Handlers:
         return protocol.Ack()
 
     def _forget_samples(self, items: Collection[int]) -> None:
-        """Samples of these items are trained, or void: they take no room any more."""
+        """Stop counting the bytes of these items: their samples are trained or void."""
         self._cache.release(items)
         for item in items:
             self._figures.pop(item, None)

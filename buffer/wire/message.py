@@ -26,8 +26,8 @@ Frame = bytes | memoryview
 """A message as it travels."""
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
-"""For packing: users' code and policies may write half a surrogate pair into an answer or a reason, which are for
-people. Rows with one are refused when they are loaded."""
+"""Options for packing. Users' code and policies may write half a surrogate pair into an answer or a reason, where an
+escape is good enough. A row with half a pair is refused when it is loaded."""
 FRAME_BYTES = 2**16
 """Mean size from which on byte strings travel as frames: smaller ones are copied sooner than they are sent apart."""
 

@@ -92,7 +92,7 @@ class Put(Message):
 
     @cached_property
     def figures(self) -> list[SampleStats]:
-        """Of each sample, parsed once however often the Put is tried. Raises ValueError, in one line."""
+        """Statistics of each sample, parsed once however often the Put is tried. Raises ValueError with one line."""
         return [sample_stats(data) for data in self.samples]
 
 
@@ -339,7 +339,7 @@ class Part(Message):
     """Sequences that they had places for."""
     restored: Count = 0
     reached: Count = 0
-    """A token with a version above `restored`, up to `reached`, may be of a policy that a rewind undid."""
+    """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
@@ -349,8 +349,9 @@ class Part(Message):
 
 
 class Finished(Message):
-    """The run is over: no version is left (`run.versions`), no problem (`data.epochs`), or it was given up because
-    attempts only fail (`rollout.max_failed_share`) or groups only lack variance (`batch.skip_zero_variance`)."""
+    """The run is over: no version is left (`run.versions`), no problem is left (`data.epochs`), or the run was given
+    up, because all attempts fail (`rollout.max_failed_share`) or all groups lack variance
+    (`batch.skip_zero_variance`)."""
 
     outcome: Outcome
     why: str

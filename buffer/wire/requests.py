@@ -282,13 +282,13 @@ class PendingRequests:
         self._note_learner(request)
 
     def _has_place(self, request: PendingRequest) -> bool:
-        """Whether a Put may wait here: one that does already, or within PARKED_BYTES."""
+        """Whether a Put may wait here: it is parked already, or it fits into PARKED_BYTES."""
         assert isinstance(request.message, protocol.Put)
         parked = self._parked.get(request.key) is request
         return parked or self.parked_bytes + _size(request.message) <= PARKED_BYTES
 
     def _put_it_off(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
-        """Keep nothing of the group, nor look into it before it comes again."""
+        """Drop the group without parsing it; the client sends it again."""
         request.message = protocol.Put(item=put.item, lease=put.lease, samples=[])
         self._put_off[request.key] = request, _size(put)
         return protocol.Later()

@@ -49,13 +49,13 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
     zmq.SNDHWM: 0,  # an answer is never dropped; requests bound their number
-    # Messages of each client that wait to be read: groups of megabytes, of thousands of servers. The ZAP domain takes
-    # one place: the end of a connection is seen although two messages wait.
+    # Most messages of one client that wait to be read: a group has megabytes, and there are thousands of servers.
+    # One place is for the ZAP domain, so the end of a connection is noticed although two messages wait.
     zmq.RCVHWM: 3,
     zmq.LINGER: 1000,
     zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
-    # No ZMQ_HEARTBEAT_IVL: libzmq 4.3.5 aborts the process where its timer meets a connection that broke while RCVHWM
-    # stopped its reading, as when a client ends during a long commit. The kernel finds a dead network instead.
+    # No ZMQ_HEARTBEAT_IVL: libzmq 4.3.5 aborts the process if its timer fires for a connection that broke while RCVHWM
+    # stopped reading, for example when a client ends during a long commit. The kernel detects a dead network instead.
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 5,  # s
     zmq.TCP_KEEPALIVE_INTVL: 5,
@@ -118,8 +118,8 @@ class Speakers:
 
 
 class BufferServer:
-    """Async context manager: bound once entered, closed when left. `address` is the bound one. `clock` is the one that
-    the ledger was restored by."""
+    """Async context manager: bound once entered, closed when left. `address` is the bound one. `clock` must be the
+    clock with which the ledger was restored."""
 
     def __init__(
         self, address: str, max_message: int, keys: ServerKeys | None = None, clock: ListeningClock | None = None
@@ -138,7 +138,7 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None
-        """When something ends by `clock`."""
+        """When the next deadline is reached, by `clock`."""
         self._news = False
         self._in_flight = 0
         """Bytes of large answers that ZeroMQ has not yet handed to the network."""

@@ -171,7 +171,7 @@ def count_rows(source: Source) -> int | None:
             for file in [] if found else files_of(part.path):
                 total += _count(file)
             total += found.size if found else 0
-    except (SourceError, OSError, ValueError, EOFError, RecursionError):  # pyarrow's are ValueError or OSError
+    except (SourceError, OSError, ValueError, EOFError, RecursionError):  # pyarrow raises ValueError or OSError
         return None
     return total
 

@@ -18,7 +18,7 @@ AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 """Lower ends of the age buckets: 0, 1, 2-3, 4-7, ..., 64 and more versions."""
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
-"""The bucket of tokens whose age is not known, because a rewind undid the policy that sampled them, or may have."""
+"""The bucket of tokens of unknown age: a rewind undid, or may have undone, the policy that sampled them."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 """Sums that are [samples], for `combine`."""
@@ -64,8 +64,8 @@ def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
 
 
 def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
-    """Sums of the rows of `table` [tokens, 4] by age bucket. A token of a policy that a rewind undid, or may have, has
-    no age: it is in a bucket of its own, and never among those of the policy being trained."""
+    """Sums of the rows of `table` [tokens, 4] by age bucket. A token of a policy that a rewind undid, or may have
+    undone, has no age and goes to a bucket of its own."""
     assert inputs.versions is not None
     first, last = inputs.undone
     undone = (inputs.versions > inputs.version) | ((inputs.versions > first) & (inputs.versions <= last))

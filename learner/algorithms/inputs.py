@@ -45,7 +45,8 @@ class LossInputs:
     version: int = 0
     """Version being trained."""
     undone: tuple[int, int] = (0, 0)
-    """Versions above the first, up to the second, name two policies each: one that a rewind undid, and a later one."""
+    """Each version above the first and up to the second names two policies: one that a rewind undid, and a later
+    one."""
     num_prompts: int | None = None
     """Groups in the whole batch; required by `aggregation: prompt`."""
     prompt_tokens: Tensor | None = None

@@ -41,10 +41,10 @@ BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 ARGUMENTS = (
     *(*BOUNDS, "shared_prompts", "is_causal", "scaling", "sliding_window", "dropout"),
-    *("cu_seq_lens_k", "max_length_k"),  # of a tower, equal to those of the queries
+    *("cu_seq_lens_k", "max_length_k"),  # in a vision tower; equal to the arguments for queries
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
-"""Keyword arguments of an attention: those that are honoured, and others that change nothing in it."""
+"""Keyword arguments of an attention that the kernels honour, or that do not change its result."""
 Attention = Callable[..., tuple[Tensor, None]]
 """As transformers calls it: tensors [1, heads, tokens, head_dim], the rest by keyword."""
 
@@ -152,16 +152,16 @@ def adapt(name: str) -> Attention:
 
 
 def _check_arguments(module: nn.Module, query: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for an attention that would be computed wrongly: one with more to it than these kernels know, or
-    whose layer does not hand on the bounds of documents."""
+    """Raise ValueError if the attention would be computed wrongly: it has a feature that these kernels lack, or its
+    layer does not pass on the bounds of documents."""
     for name in BOUNDS:
         if name not in given:
-            raise ValueError(f"{type(module).__name__} does not hand on {name}, the bounds of a row's documents")
+            raise ValueError(f"{type(module).__name__} does not pass on {name}, the bounds of a row's documents")
     for name, argument in given.items():
         if argument is not None and name not in ARGUMENTS:
             raise ValueError(f"{type(module).__name__} has an attention with {name}, which the learner ignores")
     if given.get("dropout"):
-        raise ValueError(f"{type(module).__name__} drops attention weights, which is random")
+        raise ValueError(f"{type(module).__name__} has dropout in its attention, which is random")
     if query.shape[-1] != value.shape[-1]:
         sizes = f"heads of {query.shape[-1]} numbers in queries and {value.shape[-1]} in values"
         raise ValueError(f"{type(module).__name__} has {sizes}, and the learner's kernels take one size")
@@ -172,7 +172,8 @@ def sdpa(
 ) -> Tensor:
     """torch's SDPA on [documents, longest], padded on the right inside attention only; works on any device.
 
-    Causal, it needs no mask: a real token never sees the padding to its right. A window shorter than the row needs one.
+    Causal attention needs no mask: a real token never sees the padding to its right. A window shorter than the row
+    needs one.
     """
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()

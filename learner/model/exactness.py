@@ -1,9 +1,9 @@
-"""Tries, before anything is trained, whether the learner computes a model's packed rows as the model itself would.
+"""Checks, before training, that the learner computes a model's packed rows as the model itself would.
 
-`check_exact` builds a copy of the model in small: the same classes and layers with few, narrow layers, short windows
-and random weights, in float32 on the CPU. Documents packed in one row, and answers to a shared prompt, must get the
-log-probabilities that transformers' own eager forward pass gives each document alone. So a family of which nobody has
-heard is either exact or refused by name. It takes a tenth of a second. Called by `learner/__main__.py` and, in a
+`check_exact` builds a small copy of the model: the same classes with few, narrow layers, short windows and random
+weights, in float32 on the CPU. Documents packed in one row, and answers to a shared prompt, must get the
+log-probabilities that transformers' own eager forward pass gives each document alone. So a new family of models is
+either exact or refused by name. The check takes a tenth of a second. Called by `learner/__main__.py` and, in a
 process of its own, by `actors/doctor/trial.py`; reads the model's config, never a weight; waits for nothing.
 """
 
@@ -32,29 +32,29 @@ from learner.model.microbatch import Microbatch, lay_out
 from learner.model.policy import apply_head, hidden_states
 
 TOLERANCE = 1e-3
-"""Nats by which a log-probability may differ; what is exact differs by 1e-5."""
+"""Largest difference of a log-probability, in nats. An exact model differs by 1e-5."""
 GAIN = 3.0
-"""Standard deviation of random activations: large enough that a softcap of 50 is seen."""
+"""Standard deviation of random activations: large enough that a softcap of 50 has an effect."""
 WINDOW = 8
 VOCABULARY = 64
 FAR = 10**7
-"""A place in a document that is longer than any window."""
+"""A position beyond any window."""
 TRIED = attention.registered("sdpa") + "_tried"
-"""The attention of the trial: `sdpa`, which also looks at the masks that transformers would make."""
+"""The attention of the trial: `sdpa` that also checks the masks that transformers would make."""
 LENGTHS = (5, 2 * WINDOW + 5, 9)
 """Tokens of the packed documents; the second is longer than any window."""
 LARGEST = 200_000_000
-"""Parameters of a small copy that is still built."""
+"""Most parameters of a small copy."""
 NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 ANSWERS = (4, 1, 6)
-"""Tokens of the answers to a prompt that they share."""
+"""Tokens of the answers to a shared prompt."""
 SIZES = re.compile("window|chunk|local")
-"""Names of lengths that documents must exceed to be changed by them."""
+"""Names of lengths that only affect longer documents."""
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""What transformers, or the code of a model, raises for a model that cannot be run as the learner runs it."""
+"""Errors that transformers or a model's code raises if the learner cannot run the model."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
 
@@ -64,8 +64,7 @@ class Inexact(ValueError):
 
 
 def check_exact(model: ModelConfig, share: bool) -> None:
-    """Raise ConfigError unless packed rows of such a model are found to be computed exactly. `share`:
-    `learner.share_prompts`."""
+    """Raise ConfigError unless packed rows of the model are computed exactly. `share`: `learner.share_prompts`."""
     config = loading.read_config(model)
     kind = config.get_text_config().model_type
     if found := reasons(config, share, model.trust_remote_code):
@@ -73,7 +72,8 @@ def check_exact(model: ModelConfig, share: bool) -> None:
 
 
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
-    """Why the learner would not train such a model exactly; empty if it would. `trusted`: the model's code may run."""
+    """Reasons why the learner would not train the model exactly; empty if it would. `trusted`: the model's code may
+    run."""
     if found := list(unsupported(config.to_dict())):
         return found
     try:
@@ -84,7 +84,7 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
-    """Raise Inexact if a small copy of such a model is not computed exactly."""
+    """Raise Inexact if a small copy of the model is not computed exactly."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs, ours = _built(config, trusted)
@@ -94,7 +94,7 @@ def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
 
 
 def small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config` with each kind of layer once or twice, few heads of the same size, and short windows."""
+    """Return a small `config`: each kind of layer once or twice, few heads of the same size, short windows."""
     config = copy.deepcopy(config)
     text, layers = config.get_text_config(), config.get_text_config().num_hidden_layers
     lists = {name: x for name, x in vars(text).items() if isinstance(x, list | tuple) and len(x) == layers}
@@ -126,27 +126,27 @@ def small(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:
-    """One narrow block in place of the tower, whose features have the `width` of the text model. No text sees it."""
-    if isinstance(getattr(tower, "depth", None), int):  # the two architectures whose images are known
+    """Shrink the vision tower to one narrow block with features of the text model's `width`. Text does not use it."""
+    if isinstance(getattr(tower, "depth", None), int):  # the two architectures with known images
         tower.hidden_size, tower.num_heads = 2 * (tower.hidden_size // tower.num_heads), 2
         tower.depth, tower.intermediate_size, tower.out_hidden_size = 1, NARROW["intermediate_size"], width
 
 
 def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model as transformers runs it and as the learner does, with the same random weights."""
+    """Build the model twice with the same random weights: as transformers runs it and as the learner does."""
     try:
         little = small(config)
         with torch.device("meta"):
             size = loading.auto_class(little).from_config(little, trust_remote_code=trusted).num_parameters()
         if size > LARGEST:
-            raise Inexact(f"it cannot be tried, because its copy in small has {size:,} parameters")
+            raise Inexact(f"it cannot be tried, because its small copy has {size:,} parameters")
         cpu = torch.device("cpu")
         theirs = loading.auto_class(little).from_config(
             copy.deepcopy(little), dtype=torch.float32, attn_implementation="eager", trust_remote_code=trusted
         )
         ours = loading.build(little, TRIED, cpu, trusted)
         if type(ours.config) is not type(little):
-            raise Inexact(f"only its {type(ours).__name__} would be trained, which is a part of the model")
+            raise Inexact(f"only its {type(ours).__name__} would be trained, which is only a part of the model")
     except Inexact:
         raise
     except FOREIGN as error:
@@ -157,13 +157,13 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
 
 
 def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: Any) -> None:
-    """In place of the mask that transformers would make for a layer: there is none, but raise Inexact if a token sees
-    less of a very long document than of the longest one that is tried, so that the trial cannot show how much."""
-    if q_length == LENGTHS[1]:  # a document alone: the functions of packed rows know no other places
+    """Make no mask for a layer, but raise Inexact if its mask hides parts of a very long document only: short trials
+    cannot show that."""
+    if q_length == LENGTHS[1]:  # one document alone: the mask functions of packed rows take no other positions
         zero, first = torch.tensor(0), torch.tensor(0)
         near, far = (bool(mask_function(zero, zero, torch.tensor(at), first)) for at in (q_length - 1, FAR))
         if near and not far:
-            raise Inexact("its attention sees only part of a long document, by a length that cannot be tried in small")
+            raise Inexact("its attention sees only part of a long document, by a length that a small copy cannot try")
 
 
 AttentionInterface.register(TRIED, attention.ATTENTIONS["sdpa"])
@@ -171,7 +171,7 @@ AttentionMaskInterface.register(TRIED, _judge_mask)
 
 
 def _stir(model: PreTrainedModel) -> None:
-    """Random weights that make activations large, and move norms, biases and sinks off their initial values."""
+    """Set random weights that make activations large, and change norms, biases and sinks from their initial values."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,13 +183,13 @@ def _stir(model: PreTrainedModel) -> None:
 
 
 def _check_structure(model: PreTrainedModel) -> None:
-    """Raise Inexact for what no comparison of log-probabilities shows: random dropout, what is not sent to servers, and
-    experts that are not known to be routed and loaded right."""
+    """Raise Inexact for faults that no comparison of log-probabilities shows: random dropout, values that are not sent
+    to servers, and experts whose routing and loading are not tested."""
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):  # type: ignore[no-untyped-call]
         raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
     names = dict(model.named_parameters(remove_duplicate=False))
     if kept := [name for name in model.state_dict() if name not in names]:
-        raise Inexact(f"it has values that are no weights and would reach no server ({kept[0]})")
+        raise Inexact(f"it has persistent buffers, which would reach no server ({kept[0]})")
     for name, module in model.named_modules():
         rates = {key: x for key, x in vars(module).items() if isinstance(x, float) and ("drop" in key or key == "p")}
         if dropping := next((key for key, x in rates.items() if x and ("drop" in f"{key} {type(module)}".lower())), ""):
@@ -202,7 +202,8 @@ def _check_structure(model: PreTrainedModel) -> None:
 
 
 def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> None:
-    """Raise Inexact unless both give the same log-probabilities: to a document alone, to packed ones, to answers."""
+    """Raise Inexact unless both models give the same log-probabilities to one document, packed documents and
+    answers."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(2, VOCABULARY, length) for length in LENGTHS]
     prompt, answers = documents[-1], [draw.integers(2, VOCABULARY, length) for length in ANSWERS]
@@ -214,7 +215,7 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
         row, whole = _row([prompt, *answers], [len(answers)]), [np.concatenate([prompt, each]) for each in answers]
         cases += [(name, each, whole, len(prompt)) for name, each in _shared(row)]
     try:
-        Costs.of(ours), attention.most_copied(ours.config)  # what else a policy asks of a model
+        Costs.of(ours), attention.most_copied(ours.config)  # a policy needs these of a model
         mixture = Mixture.of(ours)
         sight = vision.Sight(ours, attention.of_tower("sdpa")) if loading.sees(ours.config) else None
         for what, row, texts, given in cases:
@@ -232,19 +233,19 @@ def _compare(theirs: PreTrainedModel, ours: PreTrainedModel, share: bool) -> Non
 
 
 def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
-    """Both ways in which answers see the prompt that they share."""
+    """Yield both layouts of answers to a shared prompt."""
     yield "answers to a shared prompt", row
     yield "answers to a copied prompt", row.copying(math.inf)
 
 
 def _row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
-    """Shared prompts, their answers and whole documents, packed; of those all but the first token is scored."""
+    """Pack shared prompts, their answers and whole documents. All tokens of a document except the first are scored."""
     sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
 def _alone(model: PreTrainedModel, document: np.ndarray) -> Tensor:
-    """Log-probabilities of a document's tokens but the first, by the model's own forward pass: [tokens - 1]."""
+    """Log-probabilities of a document's tokens except the first, by the model's own forward pass: [tokens - 1]."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -256,7 +257,7 @@ Parts = dict[str, list[Tensor]]
 
 @contextmanager
 def _outputs(model: PreTrainedModel) -> Iterator[Parts]:
-    """Collects what the parts of each block compute inside."""
+    """Collect the outputs of the parts of each block during the `with` statement."""
     found: Parts = {}
 
     def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:
@@ -276,14 +277,14 @@ def _outputs(model: PreTrainedModel) -> Iterator[Parts]:
 
 
 def _first_difference(model: PreTrainedModel, ours: Parts, theirs: Parts) -> str:
-    """Which part of a block is the first to compute something else; where none does, it is the head."""
+    """Name the first part of a block with another output; if there is none, it is the head."""
     blocks = loading.blocks(model)
     for name, outputs in ours.items():
         mine, own = torch.cat(outputs), torch.cat(theirs.get(name, outputs))
         if mine.shape == own.shape and not float((mine - own).abs().max()) <= TOLERANCE * float(1 + own.abs().max()):
             block, _, part = name.partition(".")
             kind = type(getattr(blocks[int(block)], part)).__name__
-            return f"its {kind} (layers.{name}) gives a token something else in a packed row"
+            return f"its {kind} (layers.{name}) gives a token another output in a packed row"
     return "its head does more than multiply by the output embedding (a bias, a scale or a softcap)"
 
 

@@ -29,7 +29,7 @@ CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
-    """`learner.head_chunk_tokens`; the smaller of the two that `auto` takes where it has not been decided."""
+    """Return `learner.head_chunk_tokens`; for an undecided `auto` the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 

@@ -30,7 +30,7 @@ ADAPTER = ("lora_A", "lora_B")
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config. Raises ConfigError if there is none that transformers can read."""
+    """Read the model's config. Raises ConfigError if transformers cannot."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
@@ -40,13 +40,15 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """The model without storage, in fp32 and training mode."""
+    """Build the model without storage, in fp32 and training mode."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
 def build(config: PreTrainedConfig, attention: str, device: torch.device, trusted: bool) -> PreTrainedModel:
-    """A model of this config on `device`, in fp32 and training mode, without dropout, which would randomise
-    log-probabilities. Changes `config`."""
+    """Build a model of this config on `device`, in fp32 and training mode, without dropout. Changes `config`.
+
+    Dropout would make log-probabilities random.
+    """
     switch_off_dropout(config)
     if has_experts(config):
         config._experts_implementation = IMPLEMENTATION
@@ -62,7 +64,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
 
 
 def switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set every rate to 0 whose name says that it drops something, in nested configs too."""
+    """Set every rate with `drop` in its name to 0, in nested configs too."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
@@ -76,7 +78,7 @@ def sees(config: Any) -> bool:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that builds a model of `config`."""
+    """Return the class of transformers that builds a model of `config`."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 

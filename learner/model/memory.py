@@ -99,7 +99,7 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def share_of_batch(config: Config) -> int:
-    """Most tokens that a rank can get in one batch: a microbatch need not be larger."""
+    """Most tokens that a rank can get in one batch. A microbatch need not be larger."""
     return -(-config.batch.groups * config.batch.samples // config.learner.ranks) * max_sample_tokens(config)
 
 
@@ -167,21 +167,21 @@ def memory_budget(
 
 
 def check_copies(expected: Estimate, available: int) -> None:
-    """Raise ConfigError if the servers' copies alone are more than a GPU of `available` bytes holds: no key of the
-    learner makes them smaller."""
+    """Raise ConfigError if the servers' copies alone do not fit a GPU of `available` bytes. No key of the learner makes
+    them smaller."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
-        held = f"rank 0 holds two copies of what is trained for the servers, {copies / GIB:.1f} GiB"
+        held = f"rank 0 holds two copies of trained weights for the servers, {copies / GIB:.1f} GiB"
         remedy = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
-        raise ConfigError([f"model.path: {held}, and a GPU has {available / GIB:.1f} GiB; {remedy}"])
+        raise ConfigError([f"model.path: {held}, but a GPU has {available / GIB:.1f} GiB; {remedy}"])
 
 
 def estimate(
     model: ModelConfig, learner: LearnerConfig, shards: int, reference: bool = False, sends: bool = False
 ) -> Estimate:
     """The estimate for one of `shards` ranks that share a copy of the model. `reference`: a frozen one is kept too.
-    `sends`: it is rank 0, whose GPU holds the copies that servers get (`learner.weights.buckets.DoubleBuffer`). As in
-    `Policy`, what is still `auto` takes the least memory: `gather: pass`, `activation_checkpointing: block`."""
+    `sends`: this is rank 0, whose GPU holds the copies for the servers (`learner.weights.buckets.DoubleBuffer`). As in
+    `Policy`, keys that are still `auto` take the least memory: `gather: pass`, `activation_checkpointing: block`."""
     empty, width = build_on_meta(model, META_ATTENTION), getattr(torch, model.dtype).itemsize
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))

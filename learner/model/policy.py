@@ -52,8 +52,8 @@ class Policy(nn.Module):
     """`policy(microbatch)` computes log-probabilities. `frozen`: a reference model, without gradients.
 
     The initial weights are read once, by rank 0, and sharded tensor by tensor: no other rank ever holds the whole
-    model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`: its
-    batches must bring routes. what is still `auto` (`model/speed.py`) takes the least memory here.
+    model, and rank 0 holds it only in its file's dtype in host memory. `random` initialises them instead. `replay`:
+    batches must have routes. Keys that are still `auto` (`model/speed.py`) take the least memory.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Policy(nn.Module):
 def hidden_states(
     model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, microbatch: Microbatch
 ) -> Tensor:
-    """Final hidden states of a packed row: [tokens, hidden_size]."""
+    """Compute the final hidden states of a packed row: [tokens, hidden_size]."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     tokens, positions = microbatch.tokens, microbatch.positions
     given = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
@@ -243,7 +243,7 @@ def hidden_states(
 def apply_head(
     model: PreTrainedModel, hidden: Tensor, microbatch: Microbatch, options: HeadOptions, loss: ChunkLoss | None = None
 ) -> tuple[Tensor, ...]:
-    """What `Policy.forward` returns, from the row's hidden states."""
+    """Compute the result of `Policy.forward` from the row's hidden states."""
     scored, predictor = microbatch.scored, microbatch.predictor
     shared = microbatch.shared is not None
     inputs = (

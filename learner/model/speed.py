@@ -1,9 +1,9 @@
-"""Decides the learner's keys that a run file leaves to `auto` and that change its speed, not its results.
+"""Decides the keys of the learner that are `auto` and that change its speed, not its results.
 
-`learner/__main__.py` calls `choose` on every rank before a weight is loaded; the ranks then agree on the most careful
-choice (`fastest_first` is ordered). `learner.gather` and `learner.tokens_per_microbatch` follow in `memory.py`, because
-they take what memory is left. Each decision is one line in the log, with its reason and its price. A key that the run
-file writes is kept; if `auto` would be 1.2 times faster, the log says so. Waits for nothing.
+`learner/__main__.py` calls `choose` on every rank before a weight is loaded; the ranks then agree on the choice that
+needs the least memory. `memory.py` decides `learner.gather` and `learner.tokens_per_microbatch` afterwards, because
+they use the rest of the memory. The log has one line for each decision, with reason and cost. A value in the run file
+is kept; if `auto` would be 1.2 times faster, the log warns. Waits for nothing.
 """
 
 import logging
@@ -15,9 +15,9 @@ from learner.model.memory import SHARE, estimate
 
 log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
-"""Compiling takes about a minute at the start; shorter runs do not earn it."""
+"""Fewest versions for which compiling is worth its minute at the start."""
 ENOUGH_TOKENS = 8192
-"""Tokens of a microbatch from which on matrix products fill a GPU and hide the gathering of weights."""
+"""Fewest tokens of a microbatch with which matrix products fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3}
 """Time of a step by `activation_checkpointing`, relative to `none`: `block` computes each forward pass twice."""
@@ -32,7 +32,8 @@ REASONS = {
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """What `learner` may become, the fastest first, each needing less memory than the one before. Never empty."""
+    """List the possible settings of `learner`, the fastest first; each needs less memory than the one before. Never
+    empty."""
     compiled = on_gpu and not learner.cpu_offload and versions >= VERSIONS_WORTH_COMPILING
     if learner.compile != "auto":
         compiled = learner.compile
@@ -57,9 +58,10 @@ def choose(
     reference: bool = False,
     sends: bool = False,
 ) -> int:
-    """Index of the first of `ways` that fits a rank with `memory` bytes (None: on CPU, where all fit), or the last one.
+    """Return the index of the first of `ways` that fits a rank with `memory` bytes, else of the last one.
 
-    It fits if microbatches of `wanted_tokens` do. The other arguments are those of `memory.estimate`.
+    One fits if microbatches of `wanted_tokens` fit. `memory` is None on CPU, where all fit. For the other arguments see
+    `memory.estimate`.
     """
     if memory is None:
         return 0
@@ -70,12 +72,12 @@ def choose(
 
 
 def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
-    """Tokens of a microbatch that must fit: `tokens`, the fewest that the run needs, or enough to fill a GPU."""
+    """Tokens of a microbatch that must fit: enough to fill a GPU, and at least `tokens`, which the run needs."""
     return max(tokens, ENOUGH_TOKENS) if learner.tokens_per_microbatch == "auto" else tokens
 
 
 def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int) -> None:
-    """Log each key that was decided with its reason, and each written one that costs a fifth or more."""
+    """Log each decided key with its reason, and each key of the run file that costs a fifth or more."""
     if written.compile == "auto":
         why = _why_compiled(written, chosen, on_gpu, versions)
         log.info("learner.compile: auto takes %s: %s", str(chosen.compile).lower(), why)
@@ -93,12 +95,12 @@ def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, v
     if not on_gpu:
         return "it is for GPUs"
     if written.cpu_offload:
-        return "compiled blocks have not been tried with learner.cpu_offload"
-    return f"{versions} versions are too few to earn its minute"
+        return "compiling is not tested with learner.cpu_offload"
+    return f"{versions} versions are too few for its minute at the start"
 
 
 def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: LearnerConfig) -> None:
-    """Say which written keys make a step `NOTABLE` times slower than `automatic`, what `auto` alone would choose."""
+    """Warn of keys in the run file that make a step `NOTABLE` times slower than `automatic`, the choice of `auto`."""
     gain = step_time(chosen) / step_time(automatic)
     keys = [
         f"learner.{key}: {str(getattr(written, key)).lower()} (auto: {str(getattr(automatic, key)).lower()})"

@@ -56,7 +56,7 @@ def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
     if source.is_dir():
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(WEIGHT_FILES):
-                shutil.copyfile(path, folder / path.name)  # of a mode that one may write to
+                shutil.copyfile(path, folder / path.name)  # without the mode of the original, which may be read-only
     else:  # a name on the hub, which transformers has in its cache
         known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         known.save_pretrained(folder)

@@ -111,7 +111,7 @@ class Batch:
     squares: int
     """Of this rank's rows: what attention costs (`Unit.squares`)."""
     undone: tuple[int, int] = (0, 0)
-    """`restored` and `reached` of `Part`."""
+    """The fields `restored` and `reached` of `Part`."""
 
     @classmethod
     def from_part(

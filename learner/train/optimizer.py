@@ -1,8 +1,8 @@
-"""AdamW over the sharded master weights: gradients clipped by their global norm, a learning rate that depends on the
-version only.
+"""AdamW over the sharded master weights: gradients are clipped by their global norm, and the learning rate depends only
+on the version.
 
-`update` is a collective. A gradient that is not finite changes nothing, on any rank, because the global norm is the
-same on all. Used by `step.py`, which says so (`skipped.py`); `learner/checkpoint.py` saves its state.
+`update` is a collective. If the gradient is not finite, every rank skips the step, because all have the same global
+norm. Used by `step.py`, which reports skipped steps (`skipped.py`); `learner/checkpoint.py` saves its state.
 """
 
 import math
@@ -62,7 +62,7 @@ class Optimizer:
         return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """1 if all parts of the gradient are finite, on every rank, and only their norm is not. A collective."""
+        """Return 1 if every part of the gradient is finite on every rank but the norm is not. A collective."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

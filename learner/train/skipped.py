@@ -1,8 +1,8 @@
-"""Optimizer steps that changed nothing: counted, logged with their cause, and the end of a run that has no others.
+"""Counts optimizer steps that changed nothing, logs their cause, and ends a run that has only such steps.
 
-A step is skipped where the gradient is not finite, and has no effect of its batch where the gradient is zero. `step.py`
-notes each step; waits for nothing. The counts are the same on all ranks, because the gradient's norm is, so all ranks
-end together.
+A step is skipped if its gradient is not finite. A step with a gradient of zero learns nothing from its batch. `step.py`
+notes each step; waits for nothing. All ranks have the same norm of the gradient and so the same counts: they end
+together.
 """
 
 import logging
@@ -12,27 +12,27 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
-"""So many skipped steps in a row end the run."""
+"""Number of skipped steps in a row that ends the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
 """Sums of a batch: turns whose advantage is not finite in float32, and turns whose advantage is not zero."""
 
 
 class StepsSkipped(RuntimeError):
-    """The run does not train any more, and would not by itself. The text says since when, why, and what to do."""
+    """The run no longer trains. The text gives the version, the cause and the remedy."""
 
 
 class SkippedSteps:
-    """Of one process. `note` each step, `check` before the next one, `check_end` at the end of the run."""
+    """Counts of one process: `note` each step, `check` before the next one, `check_end` at the end of the run."""
 
     def __init__(self) -> None:
         self.in_row = self.zero_in_row = 0
-        """Steps, the last one included, that were skipped; whose gradient was zero."""
+        """Number of last steps in a row that were skipped, and whose gradient was zero."""
         self._last, self._why = 0, ""
 
     def note(
         self, version: int, rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]
     ) -> None:
-        """The step to `version` has these `metrics`; `sums` are the whole batch's, `rewards` its least and largest."""
+        """Note the step to `version`. `sums` are of the whole batch; `rewards` are its smallest and largest one."""
         self._last = version
         self.in_row = self.in_row + 1 if metrics["gradient/skipped"] else 0
         self.zero_in_row = self.zero_in_row + 1 if metrics["gradient/zero"] else 0
@@ -49,7 +49,7 @@ class SkippedSteps:
             raise StepsSkipped(f"the run was given up at version {self._last}: {self._text()}")
 
     def check_end(self) -> None:
-        """The run is at its end. Raise StepsSkipped if no step of it changed anything, or its last many did not."""
+        """At the end of the run: raise StepsSkipped if all steps, or the last MOST_SKIPPED ones, were skipped."""
         if 0 < self._last == self.in_row or self.in_row >= MOST_SKIPPED:
             raise StepsSkipped(f"the run ended at version {self._last} without a result: {self._text()}")
 
@@ -67,13 +67,13 @@ def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums
     if sums[UNFIT_ADVANTAGES]:
         least, largest = rewards
         return (
-            f"advantages are beyond float32, of rewards from {least:.3g} to {largest:.3g}; bound the reward, or take "
+            f"advantages exceed float32, with rewards from {least:.3g} to {largest:.3g}; bound the reward, or take "
             "algorithm.advantage: group_std"
         )
     if not -float("inf") < metrics["loss"] < float("inf"):
         return f"the loss is {metrics['loss']:g}; lower learner.lr, and look at the last batch's samples"
     if metrics["gradient/overflowed"]:
-        return "the norm of the gradient is beyond float32 though its parts are not; bound the reward, lower learner.lr"
+        return "the norm of the gradient exceeds float32, but its parts do not; bound the reward, lower learner.lr"
     return "a part of the gradient is not finite; lower learner.lr, and look at the last batch's samples"
 
 

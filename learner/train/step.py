@@ -66,7 +66,7 @@ class Algorithm:
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
         """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks. Raises
-        StepsSkipped where too many steps before changed nothing."""
+        StepsSkipped if too many steps before this one changed nothing."""
         self.skipped.check()
         times = [time.perf_counter()]
         costs = policy.attention_cost, policy.patch_cost

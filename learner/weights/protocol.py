@@ -249,7 +249,7 @@ def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys | None
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
-    """The learner's socket, bound to a free port of `host`, who judges its connections, and its address."""
+    """Bind the learner's socket to a free port of `host`; returns the socket, its authenticator and its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     authenticator = judge_connections(context, socket, keys)

@@ -18,7 +18,7 @@ from typing import Any
 from rollout.errors import EpisodeError
 
 GRACE_S = 4.0
-"""Time for something to end by itself before it is killed."""
+"""Seconds that a process or call may take to end by itself before it is killed."""
 
 
 @dataclass(frozen=True)

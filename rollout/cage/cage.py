@@ -120,9 +120,12 @@ class Cage:
     async def call(
         self, *arguments: Any, generate: Generate | None = None, on_worker: Callable[[bool], object] = bool
     ) -> Any:
-        """Call the function with these plain values. Raises CagedError, and what `generate` raised and the episode did
-        not handle. Cancelling it ends the episode; a call that does not end within `grace_s` is killed. `on_worker` is
-        told that a worker has the call now (True), or lost it before it began (False)."""
+        """Call the function with these plain values.
+
+        Raises CagedError, and any exception of `generate` that the episode did not handle. Cancelling ends the episode;
+        a call that does not end within `grace_s` is killed. `on_worker(True)` is called when a worker has the call,
+        `on_worker(False)` if it lost the call before it began.
+        """
         number = next(self._numbers)
         try:
             message = encode(["call", number, arguments])

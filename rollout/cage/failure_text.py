@@ -25,7 +25,7 @@ def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
         how = f"{name} called sys.exit({_text(error.code, repr)})"
-    elif is_ours(error):  # it says what is wrong by itself
+    elif is_ours(error):  # the message is enough
         how = _text(error)
     else:
         how = f"{name} raised {exception_text(error)}"
@@ -33,7 +33,7 @@ def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether it is an exception of Headrace's own, and not of a user's file."""
+    """Whether the exception's class is Headrace's, not a user's."""
     module = type(error).__module__
     return module.startswith("rollout.") and not module.startswith(PREFIX)
 

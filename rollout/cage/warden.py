@@ -88,7 +88,7 @@ class Warden:
         """Of these, where no process came or went between the last two looks."""
 
     def _on_term(self, *_: object) -> None:
-        self._orphaned = os.getppid() != self._server  # else somebody ends all of a job's processes: the server drains
+        self._orphaned = os.getppid() != self._server  # else SIGTERM went to all of a job: the server drains
 
     def run(self) -> None:
         """Wait for the worker's end, bring it about where a limit says so, and tell the server."""
@@ -289,8 +289,10 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
 
 
 def _outlive_sigterm() -> None:
-    """In the worker: let SIGTERM do nothing, which whoever ends a job sends to all its processes: calls end in the
-    drain of the server, or with the warden. What users' code forks ends by it as ever, from its first moment on.
+    """In the worker: ignore SIGTERM, which schedulers send to all processes of a job.
+
+    Calls end in the drain of the server, or with the warden. Processes that users' code forks end by SIGTERM as usual,
+    from their start on.
     """
     masks = threading.local()
 

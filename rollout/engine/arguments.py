@@ -133,18 +133,18 @@ def registered(package: str, table: str) -> Iterator[str]:
 
 
 def unserved_heads(config: Config, cpu: bool) -> Iterator[str]:
-    """A line if vLLM's attention for CPU does not know the model's heads, with which no server would ever start; `cpu`:
-    servers run on one."""
+    """Yield a line if vLLM's attention for CPU lacks the size of the model's heads: no server could start. `cpu`:
+    servers run on a CPU."""
     size, sizes = model_facts(config.model.path).head_size, list(cpu_head_sizes()) if cpu else []
     if size and sizes and size not in sizes:
         known = ", ".join(map(str, sizes))
-        problem = f"vLLM on a CPU serves heads of {known} numbers, and this model's have {size}"
+        problem = f"vLLM on a CPU serves heads of size {known}, but this model's have {size}"
         yield f"model.path: {config.model.path}: {problem}; take another model, or servers with GPUs"
 
 
 def cpu_head_sizes() -> Iterator[int]:
-    """Sizes of heads that vLLM's attention for CPU computes, read from the source of the installed vLLM; none without
-    it, or where the source says them in another way."""
+    """Yield the sizes of heads of vLLM's attention for CPU, read from its source. Yields nothing if vLLM is not
+    installed or the source has changed."""
     vllm = importlib.util.find_spec("vllm")
     source = vllm and vllm.origin and Path(vllm.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
     if not source or not source.exists():
@@ -228,9 +228,9 @@ def can_fp8() -> bool:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Environment variables for vLLM; those that are set already stay as they are.
+    """Environment variables for vLLM. Variables that are set already keep their value.
 
-    Its sockets go into a short folder where the temporary one is too long for them.
+    vLLM's sockets go to a short folder if the path of the temporary folder is too long.
     """
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     if folder := socket_folder(VLLM_BYTES):

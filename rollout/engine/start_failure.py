@@ -1,8 +1,8 @@
-"""Why vLLM's engine process did not start, where no other start can mend it: so that the server is not started again.
+"""Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
 
-The process logs the exception and ends; the front process learns only that it ended. A handler of vLLM's logger, which
-a forked process inherits, as servers on a CPU have it, leaves what was raised in a file. Of a process that is spawned,
-as with GPUs, nothing is known. Used by `vllm_engine.py`; waits for nothing.
+The engine process logs the exception and ends; the front process learns only that it ended. A handler of vLLM's logger
+writes the exception to a file. A forked process inherits the handler (servers on a CPU); a spawned process (servers
+with GPUs) does not, so nothing is known of its failure. Used by `vllm_engine.py`; waits for nothing.
 """
 
 import logging
@@ -17,7 +17,7 @@ LOGGER = "vllm"
 
 @contextmanager
 def final_failures() -> Iterator[None]:
-    """Raise ConfigError in place of what the body raises if the engine's process left a reason that is final."""
+    """Raise ConfigError in place of the body's RuntimeError if the engine process wrote a final reason."""
     with tempfile.NamedTemporaryFile("r", prefix="headrace-", encoding="utf-8") as file:
         handler, logger = ReasonFile(file.name), logging.getLogger(LOGGER)
         logger.addHandler(handler)
@@ -33,14 +33,14 @@ def final_failures() -> Iterator[None]:
 
 
 class ReasonFile(logging.Handler):
-    """Writes the first exception logged that is final to a file."""
+    """Writes the first logged exception that is final to a file."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
         self._name, self._written = name, False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Of a process's own logger: called in that process."""
+        """Write the exception of `record`. Runs in the process that logs it."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and is_final(error) and not self._written:
             self._written = True
@@ -49,6 +49,6 @@ class ReasonFile(logging.Handler):
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether each start would end with `error`: vLLM does not know the model's shape or a key's value. What is said of
-    memory may be another process's, which ends."""
+    """Whether each start would end with `error`: vLLM does not support the model's shape or a key's value. Errors about
+    memory are not final: another process may hold the memory and end."""
     return isinstance(error, NotImplementedError | ValueError) and "memory" not in str(error).lower()

@@ -82,7 +82,7 @@ class Engine:
         """Start vLLM with these arguments (`engine_arguments`). Raises ConfigError for a model that cannot be given
         policies, or of which vLLM does not return the routes that were asked for, EngineDead."""
         reports = Reports()
-        # vLLM's processes end with this one: whoever sends SIGTERM to all of a job's lets them work through the drain
+        # vLLM's processes end with this one. They block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
         logging: Any = llm.logger_manager  # adds a logger for Prometheus, which nobody asks and every output pays for

@@ -1,6 +1,6 @@
-"""Whether vLLM can read the environment variables that are set for it, before a server starts and fails at one.
+"""Checks that vLLM can read its environment variables, before a server starts.
 
-vLLM reads each variable where it needs it, so a wrong value ends a server minutes after its start. Used by
+vLLM reads a variable only when it needs it, so a wrong value ends a server minutes after its start. Used by
 `setup.check_server` and `actors/doctor/run_file.py`. Runs vLLM's `envs.py` alone, a tenth of a second: importing the
 package would take ten.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def unreadable_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A line for each variable of the installed vLLM whose value it cannot read; none without vLLM."""
+    """Yield a line for each variable whose value the installed vLLM cannot read; nothing without vLLM."""
     given = [name for name in environment if name.startswith("VLLM_")]
     readers = vllm_readers() if given else {}
     for name in sorted(readers.keys() & set(given)):
@@ -24,7 +24,7 @@ def unreadable_variables(environment: Mapping[str, str] = os.environ) -> Iterato
 
 
 def vllm_readers() -> dict[str, Callable[[], object]]:
-    """The function that reads each variable, by the variable's name."""
+    """Return vLLM's reader of each variable, by the variable's name."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         return {}

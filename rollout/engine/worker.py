@@ -79,7 +79,7 @@ class WorkerExtension:
         self.rl_staging.receive(go, notify)
 
     def rl_abort(self) -> bool:
-        """Stop receiving. Returns whether the buckets are free by now; if not, the next report says when they are."""
+        """Stop receiving. Returns whether the buckets are free; if not, they are free after the next report."""
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:

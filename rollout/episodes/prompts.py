@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER = "Zq7AnswerZq7"
-"""Stands for an answer, to find what a template writes behind one."""
+"""A placeholder answer, to find what a template writes after an answer."""
 
 
 class Prompts:
@@ -99,12 +99,12 @@ class Prompts:
         return tokens
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        """The template's text up to where an answer begins. A last message of the assistant is the beginning of the
-        answer, which goes on behind it."""
+        """Render the messages up to the beginning of the answer. If the last message is the assistant's, the answer
+        continues it."""
         last = messages[-1]
         continued = last["role"] == "assistant"
         if continued and last.get("tool_calls"):
-            raise PromptError("its last message calls a tool; what the tool said must follow")
+            raise PromptError("its last message calls a tool; the tool's result must follow")
         if continued and not last["content"].strip():
             messages, continued = messages[:-1], False
         try:
@@ -120,11 +120,11 @@ class Prompts:
             )
         except ValueError as error:
             if continued and "continue_final_message" in str(error):
-                raise PromptError("the chat template changes its last message, which an answer continues") from None
+                raise PromptError("the chat template changes its last message, so no answer can continue it") from None
             raise
 
     def closing(self) -> int | None:
-        """The token of its own with which the chat template closes an answer; None if there is none."""
+        """Return the special token with which the chat template closes an answer; None if there is none."""
         chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
         if self.plain:
             return None
@@ -133,7 +133,7 @@ class Prompts:
                 chat, chat_template=self.chat_template, tokenize=False, **self.template_kwargs
             )
         except (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError):
-            return None  # rows have other chats
+            return None  # the template refuses this chat, but may accept those of rows
         behind = self.tokenizer.encode(str(text).partition(ANSWER)[2].lstrip(), add_special_tokens=False)
         return behind[0] if behind and behind[0] in self.tokenizer.added_tokens_decoder else None
 
@@ -164,7 +164,7 @@ class Prompts:
         return found
 
     def text(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
-        """The text of these tokens, with the special ones or without."""
+        """Decode these tokens, with or without special tokens."""
         numbers = np.array(tokens, np.int64)  # a list would be walked through, number by number
         return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 

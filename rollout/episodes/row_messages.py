@@ -1,7 +1,7 @@
-"""The messages of a row: judged, and brought into the form that chat templates take. Pure functions of `prompts.py`.
+"""Checks the messages of a row and converts them for chat templates. Pure functions, used by `prompts.py`.
 
-In that form each content is a text, with MARK for an image. Whatever a template would write in words that nobody meant
-(`None`, `[{'type': ...`), or leave out, is a PromptError that names the message.
+Afterwards each content is a text, with MARK for an image. A message that a template would leave out, or write as Python
+code (`None`, `[{'type': ...`), is a PromptError that names the message.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,13 +11,13 @@ from buffer.image_rows import IMAGES, MARK
 from rollout.errors import PromptError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that many chat templates know; another one must be named by the template."""
+"""Roles that many chat templates know. The template must name any other role."""
 ENDS = 30
-"""Characters at the beginning and the end of a message by which it is looked for in a prompt."""
+"""Characters at the beginning and end of a message that are searched in the prompt."""
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """The chat of a row: its `prompt`, or one message with its `problem`. Raises PromptError."""
+    """Return the chat of a row: its `prompt`, or one message with its `problem`. Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -32,7 +32,7 @@ def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
 
 
 def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
-    """One message. Keys that are null are left out: parquet gives each message the keys of all."""
+    """Convert one message. Keys that are null are left out: in parquet each message has the keys of all messages."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"message {number} is {message!r:.60}; role and content are needed")
     if role not in ROLES and role not in template:
@@ -44,7 +44,7 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
-    """The text of a content, with MARK for each part that is an image."""
+    """Return the text of a content, with MARK for each image."""
     if isinstance(content, str):
         return whole(place, content)
     if not isinstance(content, list) or not content:
@@ -57,15 +57,15 @@ def text_of(place: str, content: Any, images: bool) -> str:
         elif kind == "text" and isinstance(part.get("text"), str):
             texts.append(whole(place, part["text"]))
         elif kind == "image":
-            raise PromptError(f"{place} has an image, and the row has none in its column {IMAGES}")
+            raise PromptError(f"{place} has an image, but the row has none in its column {IMAGES}")
         else:
-            known = "parts of type text, or image, are shown"
+            known = "only parts of type text or image are supported"
             raise PromptError(f"{place} has a part of type {kind!r:.40} that is {part!r:.40}; {known}")
     return "".join(texts)
 
 
 def whole(place: str, text: str) -> str:
-    """The text. Raises PromptError for half of a character, which JSON can hold and no tokenizer takes."""
+    """Return the text. Raises PromptError for a lone surrogate, which JSON can hold but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -74,8 +74,11 @@ def whole(place: str, text: str) -> str:
 
 
 def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
-    """What a chat template left out of its `text`: some pass over roles that they do not know. Empty: nothing. Answers
-    and what tools said may be written in other words."""
+    """Describe what a chat template left out of its `text`, or return "".
+
+    Some templates skip roles that they do not know. Answers and results of tools are not checked: templates may reword
+    them.
+    """
     squeezed = ""
     for number, message in enumerate(messages):
         content, role = message["content"], message["role"]

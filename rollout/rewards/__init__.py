@@ -55,9 +55,10 @@ def load_reward(config: RewardConfig, number: int = 0) -> Reward:
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """The user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError in one line.
+    """Load the user's function `path/to/file.py:function`, the value of config key `key`. Raises ValueError with one
+    line.
 
-    The file is imported as Python would (`rollout/user_file.py`), so that it can import its neighbours.
+    The file is imported as Python would import it (`rollout/user_file.py`), so it can import modules from its folder.
     """
     path, _, attribute = name.rpartition(":")
     try:

@@ -1,8 +1,8 @@
-"""Judges an answer in a process of its own, with a limit on its processor time: an answer is text of the policy, and
-whatever it does to the code that reads it, it costs the reward of this answer only.
+"""Judges an answer in its own process with a limit on processor time. The policy wrote the answer: if it breaks the
+code that reads it, only this answer loses its reward.
 
 Used by built-in rewards whose time depends on the answer (`math.py`, `text_match.py`). The process is a fork of the
-reward worker, serves one call after another and is replaced when an answer ends it. It ends with the worker.
+reward worker. It serves one call after another, is replaced when an answer ends it, and ends with the worker.
 """
 
 import atexit
@@ -28,24 +28,25 @@ GAVE_UP = "gave_up"
 
 @dataclass
 class JudgeLimits:
-    """What one call may take, in every judge of this process."""
+    """Limits of one call, for every judge in this process."""
 
     processor_s: float = 2.0
-    """Right answers take 0.01 to 0.1 s. Not the clock's time: a busy machine must not cost a reward."""
+    """Processor time, so that a busy machine costs no reward. Right answers take 0.01 to 0.1 s."""
     clock_s: float = 7.0
-    """After that a call that had a quarter of `processor_s` is given up too: soon the whole worker would be killed."""
+    """After this time on the clock, a call that has used a quarter of `processor_s` is given up too, before the whole
+    worker is killed."""
     memory_bytes: int = 2**30
-    """Above what the worker has."""
+    """Memory of the process beyond the worker's."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
-        """One answer never reaches the limits of a whole worker, `reward.timeout_s` and `reward.memory_gib`."""
+        """Set limits so that one answer never reaches the worker's, `reward.timeout_s` and `reward.memory_gib`."""
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
         self.memory_bytes = min(2**30, int((memory_gib or 8) * 2**28))
 
 
 LIMITS = JudgeLimits()
 TRIES = 2
-"""A process that ends by itself may have been killed from outside: the answer is given to a second one."""
+"""Tries of an answer. A process that ends may have been killed from outside, so a second one gets the answer."""
 
 
 class GaveUpError(Exception):
@@ -53,8 +54,10 @@ class GaveUpError(Exception):
 
 
 class AnswerJudge:
-    """Calls `function` with plain values in a process that may be killed. Raises GaveUpError; RewardError where the
-    machine gives the process too little time to say so. Threads take turns."""
+    """Calls `function` with plain values in a process that may be killed. Threads take turns.
+
+    Raises GaveUpError, or RewardError if the machine gave the process too little time to judge.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self._lock = function, threading.Lock()
@@ -77,7 +80,7 @@ class AnswerJudge:
                     break
                 if self._end() == -signal.SIGPROF:
                     raise GaveUpError(f"it takes more than {LIMITS.processor_s:g} s of processor time")
-        kind, value = reply or ("raised", "it ends the process that reads it")
+        kind, value = reply or ("raised", "it crashes the process that reads it")
         if kind == "raised":
             raise GaveUpError(value)
         return value
@@ -95,8 +98,8 @@ class AnswerJudge:
                 self._end()
 
     def _ask(self, call: bytes) -> list[Any] | None:
-        """The reply; None if the process has ended."""
-        if self._socket is None or self._parent != os.getpid():  # a fork of the worker starts its own
+        """Send a call; returns the reply, or None if the process has ended."""
+        if self._socket is None or self._parent != os.getpid():  # a fork of the worker needs its own process
             self._socket = self._start()
         frames = unpacker()
         self._socket.settimeout(LIMITS.clock_s)
@@ -122,24 +125,24 @@ class AnswerJudge:
         return ours
 
     def _end(self) -> int:
-        """End the process; its exit code, negative for a signal."""
+        """End the process; returns its exit code, negative for a signal."""
         if self._socket is not None:
             self._socket.close()
         with suppress(ProcessLookupError):
-            os.kill(self._process, signal.SIGKILL)  # does nothing to one that has ended
+            os.kill(self._process, signal.SIGKILL)  # no effect on a process that has ended
         status = os.waitpid(self._process, 0)[1]
         self._process, self._socket = 0, None
         return os.waitstatus_to_exitcode(status)
 
 
 def processor_s(process: int) -> float:
-    """The processor time that a process has had, by its clock (clock_getcpuclockid(3))."""
+    """Return the processor time of a process, by its clock (clock_getcpuclockid(3))."""
     return time.clock_gettime((~process << 3) | 2)
 
 
 def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
-    """In the process: calls, one after another, until the worker closes the connection."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process in the middle of any computation
+    """In the process: serve one call after another until the worker closes the connection."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process during any computation
     frames = unpacker()
     while data := calls.recv(2**18):
         frames.feed(data)
@@ -148,7 +151,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
             signal.setitimer(signal.ITIMER_PROF, processor_s)
             try:
                 reply = encode(["value", function(*arguments)])
-            except Exception as error:  # the boundary of the process: what raises here, raises for this answer
+            except Exception as error:  # the outermost boundary of the process; the error counts for this answer only
                 reply = encode(["raised", one_line(exception_text(error))])
             signal.setitimer(signal.ITIMER_PROF, 0)
             calls.sendall(reply)
@@ -156,7 +159,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
 
 
 def bound_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has now."""
+    """Let this process allocate at most `more` bytes beyond its present size."""
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[5]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -37,9 +37,9 @@ class Answer:
     turns: list[Turn] | None = None
     """The same text in order, cut where what was sampled and what was given meet; None: all of it was sampled."""
     raw: str | None = None
-    """The text with special tokens, for a function that asks for it."""
+    """The text with special tokens, if a function asks for it."""
     prompt: str | None = None
-    """The prompt as the model read it, special tokens included, for a function that asks for it."""
+    """The prompt as the model read it, with special tokens, if a function asks for it."""
 
     def verl(self) -> dict[str, Any]:
         """Keyword arguments as verl and TinyZero name them."""
@@ -89,7 +89,7 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""Fields of an answer that are made and sent only where a function names one of these parameters."""
+"""Fields of an answer that are sent only if a function has one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 OURS = {TURNS, *ROWS}
 """Our additions to verl's and EasyR1's words: a function gets them if it names them, not if it takes `**kwargs`."""
@@ -130,7 +130,7 @@ class Reward:
         self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         """Whether it is scored by `score_async`, many calls at a time."""
         self.asks = [field for field, names in ASKED.items() if names & self.accepted]
-        """Fields of an answer that it names, of ASKED."""
+        """Fields of ASKED that the function has as parameters."""
         self._check_arguments(parameters)
 
     def _check_arguments(self, parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -140,7 +140,7 @@ class Reward:
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
             problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
             raise ValueError(f"{self.key}.kwargs.{unknown[0]}: {problem}")
-        if twice := sorted(given & offered - ROWS):  # functions of before may have these as their own
+        if twice := sorted(given & offered - ROWS):  # older functions may have these as their own arguments
             raise ValueError(f"{self.key}.kwargs.{twice[0]}: this argument comes from the data; remove the key")
         if absent := sorted(needed - offered - given):
             problem = f"nothing gives its argument {absent[0]}; add {self.key}.kwargs.{absent[0]}"

@@ -34,8 +34,7 @@ class Expression:
 def compute_score(
     solution_str: str, ground_truth: dict[str, Any], format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:
-    """`score` for a right answer, `format_score` for arithmetic inside `<answer>` that is not right, else 0. Raises
-    TruthError."""
+    """`score` for a right answer, `format_score` for wrong arithmetic inside `<answer>`, else 0. Raises TruthError."""
     try:
         given, target = Counter(int(number) for number in ground_truth["numbers"]), int(ground_truth["target"])
     except (KeyError, TypeError, ValueError, OverflowError):

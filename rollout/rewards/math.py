@@ -1,7 +1,7 @@
-"""The reward for mathematics: is the answer equivalent to the ground truth, as math-verify judges?
+"""The reward for mathematics: math-verify judges whether the answer is equivalent to the ground truth.
 
-math-verify and sympy compute what an answer says, however long that takes, so each answer is judged under limits
-(`answer_judge.py`), and texts that are certain to exceed them are not computed at all.
+math-verify and sympy evaluate an answer, however long that takes. So each answer is judged under limits
+(`answer_judge.py`), and an answer that is certain to exceed them is not evaluated.
 """
 
 import math
@@ -13,24 +13,24 @@ from rollout.errors import TruthError
 from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 MARKED = re.compile(r"\$|\\[(\[]|\\f?boxed")
-"""Begins LaTeX in a text. Without it `3\\sqrt{2}` is a text with a 3 in it to math-verify."""
+"""Marks the beginning of LaTeX. Without it math-verify reads only the 3 in `3\\sqrt{2}`."""
 COMMAND = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 MATH_WORDS = {*("and", "cos", "cot", "csc", "exp", "lim", "log", "max", "min", "mod", "sec", "sin", "sqrt", "tan")}
 BOXED = re.compile(r"\\f?boxed\s*\{")
 TOWER = re.compile(r"(?<![\d.])\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
 """Powers of powers of whole numbers, such as `5^{5^{5}}`."""
 MOST_DIGITS = 10**8
-"""Of a power that is computed at all."""
+"""Most digits of a power that is evaluated."""
 BRACKET = re.compile(r"[{}()\[\]]")
 DEEPEST = 100
-"""Most brackets within each other that are read."""
+"""Deepest nesting of brackets that is evaluated."""
 
 
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, float]:
     """`score` for an answer equivalent to `ground_truth` (LaTeX or plain), `format_score` for one that parses, else 0.
-    The lowest of these, and the metric `gave_up`, for an answer that takes too long to judge.
+    An answer that takes too long to judge gets the lowest of these, and the metric `gave_up` is 1.
 
     Raises TruthError for a ground truth that does not parse, which is an error of the data.
     """
@@ -59,7 +59,7 @@ def read_truth(ground_truth: Any) -> str:
 
 @lru_cache(maxsize=1024)
 def _parse_truth(text: str) -> None:
-    """Whether it can be read is the same in each call: a group has one, and an epoch each again. Raises TruthError."""
+    """Raise TruthError unless the text can be read. Cached: a group shares one truth, and each epoch repeats it."""
     try:
         if why := hopeless(text if MARKED.search(text) else rf"\boxed{{{text}}}"):
             raise GaveUpError(why)
@@ -71,12 +71,13 @@ def _parse_truth(text: str) -> None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text has words that are no mathematics: `5 dollars`, but not `2\\pi`, `1 and 2`, `12\\text{ units}`."""
+    """Whether a text has words that are not mathematics: `5 dollars`, but not `2\\pi`, `1 and 2`, `12\\text{
+    units}`."""
     return any(word not in MATH_WORDS for word in re.findall("[A-Za-z]{3,}", COMMAND.sub(" ", text)))
 
 
 def hopeless(text: str) -> str:
-    """Why what the last `\\boxed{` of a text holds is not read; empty: it is."""
+    """Return why the content of the last `\\boxed{` is not evaluated, or ""."""
     *_, start = [-1, *(found.end() for found in BOXED.finditer(text))]
     if start < 0:
         return ""
@@ -84,7 +85,7 @@ def hopeless(text: str) -> str:
     for found in BRACKET.finditer(text, start):
         depth += 1 if found[0] in "{([" else -1
         if depth > DEEPEST:
-            return f"it has more than {DEEPEST} brackets within each other"
+            return f"its brackets are nested more than {DEEPEST} levels deep"
         if depth == 0:
             end = found.start()
             break
@@ -96,9 +97,9 @@ def hopeless(text: str) -> str:
 
 
 def digits_of_power(numbers: list[int]) -> float:
-    """About how many digits a power of powers has; infinite where even an exponent has too many.
+    """Estimate the digits of a power of powers; infinite if even an exponent has too many.
 
-    Example: `digits_of_power([2, 3, 4])` is of 2 to the power of 3 to the power of 4.
+    Example: `digits_of_power([2, 3, 4])` is the number of digits of 2 ** 3 ** 4.
     """
     digits, value = 0.0, numbers[-1]
     for base in reversed(numbers[:-1]):
@@ -110,13 +111,13 @@ def digits_of_power(numbers: list[int]) -> float:
 
 
 def start() -> None:
-    """Load math-verify, which takes a second, while a worker has time for it: not in the first call."""
+    """Load math-verify, which takes a second, before the first call."""
     _judge()
 
 
 @lru_cache(maxsize=1)
 def _judge() -> AnswerJudge:
-    """The one of this process, with math-verify loaded: a second, paid only where this reward is used."""
+    """Return this process's judge. Loads math-verify, which takes a second, only if this reward is used."""
     from math_verify import parse, verify
 
     @lru_cache(maxsize=64)
@@ -125,11 +126,11 @@ def _judge() -> AnswerJudge:
         return parse(ways[0], parsing_timeout=None) or parse(ways[1], parsing_timeout=None)
 
     def judge(truth: str, solution: str | None = None) -> Any:
-        """Whether the truth can be read; or with a solution, whether that is right, and whether it can be read."""
+        """Whether the truth can be read; with a solution, whether it is right and whether it can be read."""
         if solution is None:
             return bool(truth_of(truth))
         answer = parse(solution, parsing_timeout=None)
         return [bool(answer) and verify(truth_of(truth), answer, timeout_seconds=None), bool(answer)]
 
-    judge("2", "$2$")  # what it loads and says at first, before the process is forked
+    judge("2", "$2$")  # load everything and print first warnings before the fork
     return AnswerJudge(judge)

@@ -20,15 +20,16 @@ def start() -> None:
 
 
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """The set's score of the text in the last `<answer>`, as reasoning-gym reads it; without one, or with one at which
-    the set's own code raises, its score of no answer, and `formed` is 0. The same, and the metric `gave_up`, for an
-    answer that takes too long, or ends the process that reads it.
+    """The set's score of the text in the last `<answer>`, as reasoning-gym reads it.
 
-    Raises EntryError if the entry is another than the row's, and TruthError for a row of another source.
+    Without an `<answer>`, or if the set's own code raises for it, the score is that of no answer and `formed` is 0. An
+    answer that takes too long, or crashes the process that reads it, gets the same and the metric `gave_up`.
+
+    Raises EntryError if the entry is not the row's, and TruthError for a row of another source.
     """
     entry = extra_info.get("reasoning_gym") if isinstance(extra_info, dict) else None
     if not isinstance(entry, dict) or not {"name", "config", "index", "question_sha256"} <= entry.keys():
-        raise TruthError("the row is of no set of reasoning-gym: its extra_info.reasoning_gym names no entry")
+        raise TruthError("the row does not come from reasoning-gym: its extra_info.reasoning_gym names no entry")
     named = entry["name"], json.dumps(entry["config"], sort_keys=True), entry["index"], entry["question_sha256"]
     for _ in range(TRIES):
         try:

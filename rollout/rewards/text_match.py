@@ -1,7 +1,7 @@
 """Built-in rewards that look at an answer's text or length: `exact_match`, `regex` and `length`.
 
-Each is made once of `reward.kwargs`, its fields, then called in a reward worker for each answer. A pattern may take
-years for some texts, so it is tried under limits (`answer_judge.py`).
+Each is made once from `reward.kwargs`, its fields, then called in a reward worker for each answer. A pattern may take
+years for some texts, so it is matched under limits (`answer_judge.py`).
 """
 
 import re
@@ -15,7 +15,7 @@ from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match of `pattern`, or its first group if it has one and that took part; None without a match."""
+    """Return the last match of `pattern`, or its first group if that took part; None without a match."""
     found = None
     for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
         pass
@@ -48,7 +48,7 @@ class ExactMatch(Section):
     """Reward of a wrong answer in which `pattern` was found."""
 
     def __call__(self, solution_str: str, ground_truth: Any) -> dict[str, float]:
-        """`ground_truth`: the right answer, or a list of right ones. Raises TruthError for what is neither."""
+        """`ground_truth`: the right answer, or a list of right ones. Raises TruthError for anything else."""
         truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
         if not truths or not all(isinstance(truth, str | int | float) and str(truth).strip() for truth in truths):
             needed = "exact_match needs a text, a number, or a list of such"

@@ -53,7 +53,7 @@ class RewardPool:
 
     @property
     def asks(self) -> set[str]:
-        """Fields of an answer that any of the functions needs, of ASKED."""
+        """Fields of ASKED that any of the functions needs."""
         return {field for scorer in self._scorers for field in scorer.cage.about["asks"]}
 
     async def score(self, answers: Sequence[Answer]) -> list[Score]:

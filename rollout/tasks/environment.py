@@ -77,8 +77,8 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Relay:
-    """Requests to a host and its answers to them. A host that does not confirm a cancellation within `grace_s` is
-    killed."""
+    """Sends requests to a host and receives its answers. Kills a host that does not confirm a cancellation within
+    `grace_s`."""
 
     def __init__(self, host: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
         self.host, self.grace_s = host, grace_s
@@ -89,7 +89,7 @@ class Relay:
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """The host's answer; cancelled, the host is told so."""
+        """Send a request and return the host's answer. Cancelling also cancels the request at the host."""
         if self._connected is None:  # outside of any episode: its time is nobody's
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)

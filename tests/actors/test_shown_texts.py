@@ -1,4 +1,4 @@
-"""Each place that shows what users' code or a policy wrote shows it visible and bounded."""
+"""Each place that shows texts of users' code or a policy makes them safe and bounds their length."""
 
 import io
 import json
@@ -28,7 +28,7 @@ MARK = "\\u001b[2J\\u0000\\u202e\\ud83d"
 
 
 def safe(text: str, most: int) -> bool:
-    """Whether the hostile text is in `text`, visible, and each line of it bounded."""
+    """Whether `text` has the hostile text made visible, and each line is bounded."""
     return MARK in text and shown_plainly(text) and max(map(len, text.splitlines())) <= most
 
 
@@ -48,7 +48,7 @@ def test_the_log(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_display_and_its_panel(tmp_path: Path) -> None:
-    """Also a reward of 1e41 in a line of figures, which had 42 digits."""
+    """Also a reward of 1e41, which once had 42 digits in a line of figures."""
     shown = display(tmp_path)
     shown.say(BAD)
     shown.show_event(Process("rollout-0", "rollout", ("x",), tmp_path / "log"), Event(1, "line", BAD))
@@ -97,7 +97,7 @@ def test_evaluations_have_a_bounded_width() -> None:
 
 
 def test_what_a_process_prints(tmp_path: Path) -> None:
-    """The log file stays text, whatever a reward function prints; of a progress bar it has each state as a line."""
+    """The log file stays text, whatever a reward function prints. Each state of a progress bar is a line."""
     bad = r"import sys; sys.stdout.buffer.write(b'x\x1b[2J\x00\xff \x1b[31mred\x1b[0m\n1 %\r2 %\n')"
     process = Process("rollout-0", "rollout", (sys.executable, "-c", bad), tmp_path / "rollout-0.log")
     keeper = Keeper(process)

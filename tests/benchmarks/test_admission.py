@@ -1,5 +1,5 @@
-"""`benchmarks/runs/switched.py`: a scheduler whose places are switched while sequences run. vLLM's part of a step is
-played; vLLM itself is imported as the tests run, not as they are collected."""
+"""`benchmarks/runs/switched.py`: a scheduler whose places are switched while sequences run. The test plays vLLM's part
+of a step. vLLM is imported when the tests run, not when they are collected."""
 
 import json
 from math import inf

@@ -1,4 +1,4 @@
-"""Any value in a row of a data file is served by the real buffer, as it was read, or refused with file and row."""
+"""The real buffer serves any value in a row of a data file unchanged, or refuses it with file and row."""
 
 import asyncio
 import datetime
@@ -48,7 +48,7 @@ class Rows(Sequence[Mapping[str, Any]]):
 
 
 class Served:
-    """One buffer with a file, sockets and a client, for all examples."""
+    """One buffer with a file, sockets and a client, shared by all examples."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rows, self.runner = folder, Rows(), asyncio.Runner()
@@ -73,7 +73,7 @@ class Served:
         self.runner.close()
 
     def serve(self, problems: Problems) -> list[dict[str, Any]]:
-        """The rows as a rollout server gets them."""
+        """Return the rows as a rollout server gets them."""
         self.rows.now, found = problems, list[dict[str, Any]]()
 
         async def ask() -> None:
@@ -85,8 +85,8 @@ class Served:
         return found
 
     def outcome(self, path: Path, bad: str, rows: Sequence[Any] = ()) -> str:
-        """The refusal of a file, which names it and the row `bad`; "" if all its rows were served: these `rows`, or as
-        they were loaded."""
+        """Return the refusal, which names the file and the row `bad`; "" if all rows were served as `rows`, or as they
+        were loaded."""
         config = DataConfig.model_validate({"train": path})
         try:
             problems = load_problems(path, config, truth=True)
@@ -102,7 +102,7 @@ class Served:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, of equal types; NaN is NaN."""
+    """Whether both are equal and of equal types; NaN equals NaN."""
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -130,7 +130,7 @@ values = st.recursive(
 
 
 def nested(value: Any, levels: int) -> Any:
-    """`value` within so many lists and maps."""
+    """Put `value` into this many nested lists and maps."""
     for level in range(levels):
         value = [value] if level % 2 else {"in": value}
     return value
@@ -145,7 +145,7 @@ def test_any_value_in_a_row_is_served_or_refused_with_file_and_line(
     path = served.folder / ("rows.json" if as_list else "rows.jsonl")
     path.write_text(json.dumps(rows) if as_list else "\n".join(map(json.dumps, rows)))
     deep = levels + 1 > MOST_NESTED
-    read = [] if deep else plain(json.loads(json.dumps(rows)))  # halves that make a pair are one character
+    read = [] if deep else plain(json.loads(json.dumps(rows)))  # two halves of a pair become one character
     refusal = served.outcome(path, "row 1: " if as_list else "line 2: ", read)
     assert bool(refusal) == bool(deep or unservable(read[1]))
 
@@ -153,7 +153,7 @@ def test_any_value_in_a_row_is_served_or_refused_with_file_and_line(
 @pytest.mark.parametrize("column", ["problem", "answer"])
 @settings(deadline=None, max_examples=40)
 @given(values)
-def test_so_is_any_value_as_prompt_or_answer(served: Served, column: str, value: Any) -> None:
+def test_any_value_as_prompt_or_answer_is_served_or_refused(served: Served, column: str, value: Any) -> None:
     path = served.folder / "columns.jsonl"
     path.write_text(json.dumps(SOUND) + "\n" + json.dumps(SOUND | {column: value}))
     served.outcome(path, "line 2: ")
@@ -161,15 +161,15 @@ def test_so_is_any_value_as_prompt_or_answer(served: Served, column: str, value:
 
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that are met soon; those of the wire are larger."""
+    """Set small bounds; the wire's are larger."""
     for name, bound in {"MOST_BYTES": 2**20, "MOST_ENTRIES": 3000, "MOST_KEYS": 2000}.items():
         monkeypatch.setattr(servable, name, bound)
         monkeypatch.setattr(formats, name, bound, raising=False)
 
 
 LINES = {
-    b'{"problem": "?", "answer": "2", "answer": "3"}': "the key 'answer' stands twice in an object",
-    b'{"problem": "?", "answer": {"a": 1, "b": [{"c": 1, "c": 2}]}}': "the key 'c' stands twice in an object",
+    b'{"problem": "?", "answer": "2", "answer": "3"}': "the key 'answer' appears twice in an object",
+    b'{"problem": "?", "answer": {"a": 1, "b": [{"c": 1, "c": 2}]}}': "the key 'c' appears twice in an object",
     b'{"problem": "?", "answer": "\xed\xa0\xbd"}': "answer has half a surrogate pair, '\\ud83d' at character 0",
     b'{"problem": "?", "answer": "2", "\\udc00": 1}': "a key of the row has half a surrogate pair",
     b'{"problem": "?", "answer": "2", "x": [{"y": "a\\udc00"}]}': "x[0].y has half a surrogate pair",
@@ -193,7 +193,7 @@ def test_a_wrong_row_is_named(served: Served, small_bounds: None, line: bytes, w
     text = {"rows.jsonl": b"\n".join([good, good, line, good]), "rows.json": listed}
     path.write_bytes(text.get(kind, b'{"version": {"no": [1, 2]}, "data": ' + listed + b"}"))
     if words.startswith("not JSON") and kind != "rows.jsonl":
-        with pytest.raises(ProblemsError, match="no JSON of rows"):
+        with pytest.raises(ProblemsError, match="not JSON with rows"):
             load_problems(path, DataConfig.model_validate({"train": path}))
         return
     assert words in served.outcome(path, "line 3: " if kind == "rows.jsonl" else "row 2: ")
@@ -201,11 +201,11 @@ def test_a_wrong_row_is_named(served: Served, small_bounds: None, line: bytes, w
 
 
 @pytest.mark.skipif(not CASE.exists(), reason="needs ../shared/cases")
-def test_the_case_is_refused_by_its_line(served: Served) -> None:
+def test_the_shared_case_is_refused_with_its_line(served: Served) -> None:
     assert "problem has half a surrogate pair, '\\ud83d' at character 10" in served.outcome(CASE, "line 2: ")
 
 
-def test_an_index_of_rows_that_were_judged_by_earlier_rules_is_not_used(served: Served, tmp_path: Path) -> None:
+def test_an_index_of_an_earlier_format_is_not_used(served: Served, tmp_path: Path) -> None:
     path, config = tmp_path / "rows.jsonl", DataConfig.model_validate({"train": tmp_path / "rows.jsonl"})
     path.write_text(json.dumps(SOUND))
     load_problems(path, config, index=tmp_path / "index")
@@ -217,7 +217,7 @@ def test_an_index_of_rows_that_were_judged_by_earlier_rules_is_not_used(served: 
 
 
 def broken_text() -> pa.Array:
-    """A column of text whose second value is no UTF-8."""
+    """A column of text whose second value is not UTF-8."""
     offsets = pa.array([0, 1, 3, 4], pa.int32()).buffers()[1]
     return pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xff\xfeb")])
 
@@ -309,8 +309,8 @@ for line in sys.stdin:
         GeneratedRows(made._replace(config={"words": "\ud83d"}))
 
 
-def test_what_is_judged_sound_can_be_read_and_what_is_not_cannot() -> None:
-    """The bounds are those of the wire."""
+def test_a_row_is_refused_exactly_if_the_wire_cannot_read_it() -> None:
+    """The bounds are the wire's."""
     for keys, entries in ((MOST_KEYS, MOST_ENTRIES), (MOST_KEYS + 1, 1), (1, MOST_ENTRIES + 1)):
         row = {"keys": dict.fromkeys(map(str, range(keys))), "entries": [None] * entries}
         packed = msgpack.packb(row)
@@ -321,8 +321,8 @@ def test_what_is_judged_sound_can_be_read_and_what_is_not_cannot() -> None:
             assert msgpack.unpackb(packed, **LIMITS) == row
 
 
-def test_a_reason_or_an_answer_with_half_a_surrogate_pair_is_sent_with_it_spelled_out() -> None:
-    """Users' code raises errors and returns texts of any kind; their server must outlive them."""
+def test_half_a_surrogate_pair_in_a_reason_or_answer_is_sent_escaped() -> None:
+    """Users' code raises errors and returns texts of any kind; the server must survive them."""
     _, fail = unpack(pack(1, Fail(item=0, lease=0, reason="no \ud83d here")), REQUESTS)
     assert isinstance(fail, Fail) and fail.reason == "no \\ud83d here"
     answered = sample().model_copy(update={"answer": "\udcff", "metrics": {"\udc00": 1.0}})

@@ -163,10 +163,10 @@ def test_sources_with_weights_have_columns_of_their_own(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "lists.json": (b'{"a": [], "b": []}', "no JSON of rows: 2 lists; write a list of rows"),
-    "number.json": (b"3", "no JSON of rows: no list"),
+    "lists.json": (b'{"a": [], "b": []}', "not JSON with rows: 2 lists; write a list of rows"),
+    "number.json": (b"3", "not JSON with rows: no list"),
     "texts.json": (b'["a"]', "row 0: not an object of columns; write a list of objects"),
-    "torn.json": (b'[{"problem": ', "no JSON of rows: "),
+    "torn.json": (b'[{"problem": ', "not JSON with rows: "),
     "null.json": (b'[{"problem": "p", "answer": null}]', "row 0: answer is empty; fill it"),
     "torn.jsonl.gz": (gzip.compress(b'{"problem": "p", "answer": "1"}\n')[:-9], "gzip cannot unpack it"),
     "plain.csv.gz": (b"problem,answer\n", "gzip cannot unpack it (Not a gzipped file"),

@@ -423,8 +423,8 @@ ROPES: dict[str, tuple[dict[str, object], int]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_positions_are_read_in_the_words_of_transformers_4_and_5(name: str, model: Path) -> None:
-    """As vLLM 0.32 counts them, which does not start for a longer sample."""
+def test_positions_are_read_from_configs_of_transformers_4_and_5(name: str, model: Path) -> None:
+    """Counts as vLLM 0.32 does, which does not start for a longer sample."""
     given, positions = ROPES[name]
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512, **given}))
     assert model_facts(str(model)).positions == positions
@@ -435,8 +435,8 @@ def test_positions_are_read_in_the_words_of_transformers_4_and_5(name: str, mode
 
 
 ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {
-    "hybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "it has layers of type linear_attention, and"),
-    "blocks": ({"layers_block_type": ["mamba", "full_attention"]}, "it has layers of type mamba, and"),
+    "hybrid": ({"layer_types": ["linear_attention", "full_attention"]}, "it has layers of type linear_attention, but"),
+    "blocks": ({"layers_block_type": ["mamba", "full_attention"]}, "it has layers of type mamba, but"),
     "compressed tensors": ({"compression_config": {"format": "int"}}, "its weights are quantised (unknown)"),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
     "mxfp4 in a text config": (
@@ -470,7 +470,7 @@ def test_full_and_sliding_attention_are_accepted(model: Path) -> None:
 
 
 def all_of(model: Path, *overrides: str) -> list[str]:
-    """Every refusal of a run of `model`, of which only its folder must be there."""
+    """Return every refusal of a run of `model`. Only the model's folder must exist."""
     try:
         check(config(f"model.path={model}", *overrides), files=("model.path",))
     except ConfigError as error:

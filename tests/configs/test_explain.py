@@ -303,7 +303,7 @@ def test_rows_of_a_data_file_are_counted(tmp_path: Path) -> None:
 def test_a_model_whose_copies_fill_rank_0_is_refused(
     tmp_path: Path, parameters: int, gpu_gib: int, lora: bool, refused: bool
 ) -> None:
-    """Billions of parameters in bfloat16, of which rank 0 holds two copies for the servers."""
+    """Rank 0 holds two copies of billions of bfloat16 parameters for the servers."""
     shape = [parameters * 10**6, 1000]
     header = json.dumps({"model.layers.0.q_proj.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}})
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
@@ -313,10 +313,10 @@ def test_a_model_whose_copies_fill_rank_0_is_refused(
     assert bool(lines) is refused and not list(unpublishable(run, None))
     assert not list(unpublishable(config(f"model.path={tmp_path}", "learner.device=cpu"), gpu_gib << 30))
     explained = "\n".join(explain(run, gpu_bytes=gpu_gib << 30))
-    assert ("learner rank 0 holds two copies of what is trained for the servers" in explained) is refused
+    assert ("learner rank 0 holds two copies of trained weights for the servers" in explained) is refused
     assert "publishing: learner rank 0 holds " in explained
     if refused:
-        assert lines[0].startswith(f"model.path: {tmp_path}: learner rank 0 holds two copies of what is trained for")
+        assert lines[0].startswith(f"model.path: {tmp_path}: learner rank 0 holds two copies of trained weights for")
         assert lines[0].endswith("train an adapter (model.lora), take a smaller model, or GPUs with more memory")
 
 
@@ -325,4 +325,4 @@ def test_without_a_gpu_a_model_too_large_for_80_gb_is_noted(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     (tmp_path / "config.json").write_text("{}")
     text = "\n".join(explain(config(f"model.path={tmp_path}")))
-    assert f"note: {tmp_path}: learner rank 0 holds two copies of what is trained for the servers, 115.5 GiB" in text
+    assert f"note: {tmp_path}: learner rank 0 holds two copies of trained weights for the servers, 115.5 GiB" in text

@@ -1,4 +1,4 @@
-"""What may be shown of users' texts: nothing that a terminal obeys, and no more than fits."""
+"""Shown texts of users have no control characters and a bounded length."""
 
 import unicodedata
 
@@ -31,7 +31,7 @@ KEPT = ("", "a\tb\nc", "x² → 数 🙂 é \u200d", "\\u001b", "[bold]no markup
 
 
 def shown_plainly(text: str) -> bool:
-    """Whether a terminal shows every character of `text` and obeys none."""
+    """Whether a terminal shows every character of `text` and none controls it."""
     return not any(
         unicodedata.category(one) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(one) in BIDI
         for one in text.replace("\n", "").replace("\t", "")
@@ -42,7 +42,7 @@ BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_each_is_shown_as_its_number(kind: str) -> None:
+def test_a_control_character_is_shown_as_its_number(kind: str) -> None:
     text, expected = HOSTILE[kind]
     assert visible(text) == expected and shown_plainly(expected) and visible(expected) == expected
 
@@ -61,14 +61,14 @@ def test_any_text_is_shown_plainly_and_bounded(text: str, most: int) -> None:
 
 @pytest.mark.parametrize("size", [MOST_CHARS, MOST_CHARS + 1, 10**7])
 @pytest.mark.parametrize("character", ["x", "\x00"])
-def test_long_ones_are_folded(size: int, character: str) -> None:
+def test_long_texts_are_folded(size: int, character: str) -> None:
     found = visible("BEGIN" + character * size + "END")
     assert len(found) <= MOST_CHARS and found.startswith("BEGIN") and found.endswith("END")
-    assert "characters and these ...]" in found
+    assert "or more characters left out ...]" in found
     assert folded("abc", 3) == "abc" and len(folded("x" * 100, 10)) == 10
 
 
-def test_colours_of_processes_go_and_nothing_else() -> None:
+def test_only_escape_sequences_of_colours_are_removed() -> None:
     assert colourless("\x1b[1;31mred\x1b[0m \x1b[2J") == "red \x1b[2J"
 
 

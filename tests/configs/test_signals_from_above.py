@@ -1,4 +1,4 @@
-"""Signals of a process with a process above it: that one passes them on, and whoever ends a job sends them to both."""
+"""Signals of a process below another one: the upper process forwards signals, and a scheduler sends them to both."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from configs.variables import TORCHRUN
 
 
 def received(given: dict[str, str], *numbers: int, last: bool = False) -> list[str]:
-    """What a process with the variables `given` does at signals, one after another."""
+    """Return what a process with the variables `given` does at each signal."""
     did: list[str] = []
     with StopSignals(lambda n: did.append("drain"), lambda n: did.append("force"), last=last, given=given):
         for number in numbers:
@@ -23,17 +23,17 @@ def received(given: dict[str, str], *numbers: int, last: bool = False) -> list[s
 
 @pytest.mark.parametrize("above", [ABOVE, TORCHRUN])
 def test_a_signal_that_comes_twice_is_one(above: str) -> None:
-    """The second one, sent to all processes of a job, ended a rank before its checkpoint."""
+    """The duplicate, sent to all processes of a job, once ended a rank before its checkpoint."""
     assert received({above: "1"}, signal.SIGTERM, signal.SIGTERM, signal.SIGINT) == ["drain"]
     assert received({above: "1"}, signal.SIGTERM, FORCING, FORCING) == ["drain", "force", "force"]
     assert received({above: "1"}, FORCING) == ["force"]
 
 
-def test_by_hand_the_second_one_forces() -> None:
+def test_without_a_launcher_the_second_signal_forces() -> None:
     assert received({}, signal.SIGTERM, signal.SIGTERM) == ["drain", "force"]
 
 
-def test_what_ends_last_waits_for_its_keeper(tmp_path: Path) -> None:
+def test_the_process_that_ends_last_waits_for_its_keeper(tmp_path: Path) -> None:
     """The buffer is needed until the learner has written its last version: the keeper leaves a notice, then signals."""
     notice = tmp_path / "buffer.notice"
     kept = {ABOVE: "1", NOTICE: str(notice)}
@@ -44,7 +44,7 @@ def test_what_ends_last_waits_for_its_keeper(tmp_path: Path) -> None:
     assert received({}, signal.SIGTERM, last=True) == ["drain"]  # started by hand
 
 
-def test_signals_are_held_back_from_children_for_good() -> None:
+def test_children_block_the_signals_for_their_whole_life() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with blocked(signal.SIGTERM):
         child = os.posix_spawn("/bin/sleep", ["sleep", "60"], dict(os.environ))
@@ -71,8 +71,8 @@ if __name__ == "__main__":
 """
 
 
-def test_signals_are_held_back_from_the_first_spawned_process(tmp_path: Path) -> None:
-    """Python's resource tracker starts with it, and unblocks SIGTERM: vLLM's process, started so, ended by it."""
+def test_the_first_spawned_process_blocks_the_signals(tmp_path: Path) -> None:
+    """Python's resource tracker starts with the first process and unblocks SIGTERM, so SIGTERM ended vLLM's process."""
     (tmp_path / "spawned.py").write_text(SPAWNED)
     root = Path(__file__).parents[2]
     line, env = [sys.executable, str(tmp_path / "spawned.py")], os.environ | {"PYTHONPATH": str(root)}

@@ -24,7 +24,8 @@ from tests.harness.world import cut, make_samples, scaled
 
 
 class Canned:
-    """Answers Take for versions below `batches`; for later ones with `finished`, or never. `scale`: of all rewards."""
+    """Answers Take for versions below `batches`; for later ones with `finished`, or never. `scale` multiplies all
+    rewards."""
 
     def __init__(self, batches: int, finished: Finished | None = None, scale: float = 1.0) -> None:
         self.finished, self.scale = finished, scale

@@ -11,7 +11,7 @@ import pytest
 
 
 def covered(*axes: Sequence[Any], strength: int = 2, ids: Callable[[Any], str] = str) -> list[Any]:
-    """Every row of the product of `axes`, of which those that `cover` leaves out are long. `ids` names a value."""
+    """Every row of the product of `axes`; rows that `cover` leaves out are marked long. `ids` names a value."""
     fast = {*cover(tuple(map(len, axes)), strength)}
     return [
         pytest.param(
@@ -24,8 +24,8 @@ def covered(*axes: Sequence[Any], strength: int = 2, ids: Callable[[Any], str] =
 
 
 def cover(sizes: Sequence[int], strength: int) -> list[tuple[int, ...]]:
-    """Rows of indices in which every `strength` values of different axes, one of each, meet at least once: with 1
-    every value is in some row, with 2 every pair. Greedy, so few and not always the fewest.
+    """Choose rows of indices that cover all combinations of `strength` axes: with 1 every value is in some row, with 2
+    every pair. Greedy: few rows, but not always the fewest.
 
     Example: `cover((2, 3), 1)` is `[(0, 0), (1, 1), (0, 2)]`.
     """
@@ -45,7 +45,7 @@ def rows_of(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def meetings(row: tuple[int, ...], strength: int) -> list[tuple[tuple[int, int], ...]]:
-    """The values, as axis and index, that meet in a row."""
+    """The combinations of values, as axis and index, in a row."""
     return list(combinations(enumerate(row), strength))
 
 

@@ -3,18 +3,18 @@
     def test_something(dense_engine):                 # fixtures in tests/rollout/engine/conftest.py
         found = dense_engine.play(scene)              # scene(engine) is a coroutine; what it returns is returned
 
-The engine lives in an event loop of its own, which runs while a scene is played. Its tests are one `xdist_group`, so
-that one worker of pytest-xdist has all of them.
+The engine has its own event loop, which runs while a scene is played. Its tests are one `xdist_group`, so one worker of
+pytest-xdist runs all of them.
 
-A scene finds an engine that other scenes have used, and leaves it to others:
+Scenes share one engine, so each scene keeps these rules:
 - it loads its own policy, by the weights wire or from a folder of the same shapes, before it generates;
-- it depends on no absolute number: `engine.version` and the salt are those of the scene before, and `engine.tokens` and
-  the counts of `engine.stats()` go on counting;
+- it depends on no absolute number: `engine.version` and the salt are left from the scene before, and `engine.tokens`
+  and the counts of `engine.stats()` continue;
 - it finds nothing in the prefix cache, because loading a policy changes the salt, and it may leave anything there;
-- when it returns, no request runs, generation is not paused, no receiver follows a learner, no adapter or extension is
-  left in the workers.
-A test that kills the engine or one of its processes, leaves it with half a policy, or needs other arguments starts an
-engine of its own, and is marked `long`.
+- when it returns, no request runs, generation is not paused, no receiver follows a learner, and the workers have no
+  adapter or extension left.
+A test that kills the engine or one of its processes, leaves it with half a policy, or needs other arguments starts its
+own engine, and is marked `long`.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class SharedEngine:
         self._engine = self._loop.run(Engine.start(config, seed=1))
 
     def play(self, scene: Callable[[Any], Awaitable[Any]]) -> Any:
-        """What the scene returns. Fails if it leaves a sequence running."""
+        """Run the scene and return its result. Fails if it leaves a sequence running."""
 
         async def played() -> Any:
             found = await scene(self._engine)
@@ -54,7 +54,7 @@ class SharedEngine:
         return self._loop.run(played())
 
     def close(self) -> None:
-        """End vLLM's process, and collect what it leaves in this one."""
+        """End vLLM's process, and collect its garbage in this one."""
         self._loop.run(self._engine.close())
         self._loop.close()
         del self._engine
@@ -62,7 +62,7 @@ class SharedEngine:
 
 
 def played(scene: Coroutine[Any, Any, Any]) -> Any:
-    """What the scene returns, which starts an engine of its own and ends it."""
+    """Run a scene that starts and ends its own engine; returns its result."""
     os.environ["VLLM_CPU_CI_ENV"] = "1"
     try:
         return asyncio.run(scene)
@@ -71,7 +71,7 @@ def played(scene: Coroutine[Any, Any, Any]) -> Any:
 
 
 def collect() -> None:
-    """Collect what an engine that has ended leaves in this process."""
+    """Collect the garbage of an ended engine in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZeroMQ context to the garbage collector
         gc.unfreeze()  # `Engine.launch` froze what it found

@@ -1,7 +1,7 @@
 """`python -m learner` in a process that is forked with everything imported, so that it starts in milliseconds.
 
-From its command line to its exit code it does what a learner's process does. That `python -m learner` and
-`learner.ranks` start such processes by themselves is for the long tests, which start them from nothing.
+From its command line to its exit code it behaves like a learner's process. The long tests start real processes with
+`python -m learner` and `learner.ranks`.
 """
 
 import os
@@ -30,7 +30,7 @@ class ForkedLearner:
         os.kill(self.process.pid, number)
 
     def ended(self) -> tuple[int, str]:
-        """Its exit code and what it wrote to stderr."""
+        """Wait for its end; returns its exit code and stderr."""
         self.process.join(240)
         assert self.process.exitcode is not None, f"does not end: {self.log.read_text()}"
         return self.process.exitcode, self.log.read_text()

@@ -3,10 +3,10 @@
 `--lane fast` is `make test`; `--lane long` holds the tests marked `long` (`make test-long`), and `--shard 2/5` takes
 the second of five parts of what was selected, of about equal duration. Without `--lane` both lanes are selected.
 
-The tests of a file run in one process, because they share what is slow to make. Tests marked `xdist_group("name")` run
+The tests of a file run in one process, because they share slow fixtures. Tests marked `xdist_group("name")` run
 in one process whatever file they are in. Such a set of tests is called a scope here. The longest scope starts first, so
 that no worker is left alone with it at the end; `tests/durations.json` has the seconds of each scope, as `--record`
-wrote them. A scope without a record counts as one second: the file orders the tests and judges nothing.
+wrote them. A scope without a record counts as one second. The file only orders the tests.
 """
 
 import json
@@ -50,7 +50,7 @@ def numbers_of(shard: str) -> tuple[int, int]:
 
 
 def scope_of(nodeid: str) -> str:
-    """The group of a test, which xdist appends to its id behind an @; else its file."""
+    """Return the group of a test, which xdist appends to its id after an @; else its file."""
     group = nodeid.rpartition("@")[2] if nodeid.rfind("@") > nodeid.rfind("]") else ""
     return group or nodeid.partition("::")[0]
 

@@ -1,9 +1,9 @@
 """Learners without GPUs or buffer, two of three killed while they write a checkpoint; run by `test_kills.py`.
 
 `run` is a process that has imported everything and forks the learners, so that each starts in milliseconds;
-`python -m tests.harness.nursery FOLDER KILLS SEED` is the same by hand. Each learner restores the newest checkpoint,
+`python -m tests.harness.nursery FOLDER KILLS SEED` runs it by hand. Each learner restores the newest checkpoint,
 writes one checkpoint per version, and appends each version's loss to `FOLDER/losses.jsonl`; the last one runs to the
-end. `FOLDER/kills.json` says what each kill interrupted.
+end. `FOLDER/kills.json` lists what each kill interrupted.
 """
 
 import json
@@ -113,7 +113,7 @@ def main(folder: Path, kills: int, seed: int, first: int = 0) -> None:
 
 
 def run(folder: Path, kills: int, seed: int, log: Path) -> None:
-    """The forked process, whose learners write what they say to the file `log`; its first kill is an aimed one."""
+    """Run the forked process. Its learners write their output to the file `log`; the first kill is an aimed one."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
     main(folder, kills, seed, first=1)

@@ -1,7 +1,7 @@
 """Rollout servers as processes that tests can kill, on CPUs or GPUs, and the learner's sender that serves them.
 
 A `ServerProcess` is forked with everything imported and runs `weights_server.serve`, so it starts in milliseconds.
-`Cluster` is the tests' side: which devices there are, and how long each wait may take.
+`Cluster` is the tests' side: it has the devices and the limit of each wait.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ START_S = 180.0
 
 
 class ServerProcess:
-    """One rollout server, forked of the process that has imported everything; `words`: ADDRESS NAME MODE DEVICE
+    """One rollout server, forked from the process that has imported everything; `words`: ADDRESS NAME MODE DEVICE
     STAGING."""
 
     def __init__(self, *words: str) -> None:
@@ -51,7 +51,7 @@ class ServerProcess:
                 self._lines.put(line.strip())
 
     def next_line(self, within_s: float) -> str:
-        """What it prints next. Raises queue.Empty if that takes longer."""
+        """Return the next printed line. Raises queue.Empty after `within_s`."""
         return self._lines.get(timeout=within_s)
 
     def expect(self, text: str, within_s: float) -> None:

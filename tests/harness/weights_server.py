@@ -1,7 +1,7 @@
-"""Stand-ins for both ends of the weights wire: a policy whose weights tell its version, an engine without vLLM, and
-what a rollout server does (`serve`) in a process that can be killed at a chosen moment (`server_process.py`).
+"""Stand-ins for both ends of the weights wire: a policy whose weights encode its version, an engine without vLLM, and a
+rollout server (`serve`) that tests can kill at a chosen moment (`server_process.py`).
 
-It prints one line for each thing that happens to it.
+The server prints one line for each event.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Files that a user gets have the mode that the umask asks for, whatever wrote them; keys have 0600."""
+"""The umask sets the mode of all files for users, whichever library wrote them; keys have 0600."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 def test_exports_follow_the_umask(umask: int, tmp_path: Path) -> None:
-    """safetensors makes its files with 0600, and those that are copied had the mode of the model's, even read only."""
+    """safetensors creates files with 0600, and copied files once had the mode of the model's files, even read only."""
     (source := tmp_path / "model").mkdir()
     (source / "config.json").write_text('{"model_type": "qwen2", "name": "ä"}', encoding="utf-8")
     (source / "tokenizer.json").write_text("{}")

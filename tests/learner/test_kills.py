@@ -1,6 +1,6 @@
 """Killed at random moments while it writes a checkpoint, the learner always resumes, and its losses are unchanged.
 
-2 kills, and 8 in the long tests; HEADRACE_KILLS=50 for more, HEADRACE_KILLS_SEED for other moments.
+The fast test has 2 kills, the long one 8. HEADRACE_KILLS=50 sets more, HEADRACE_KILLS_SEED other moments.
 """
 
 import json
@@ -33,7 +33,7 @@ def test_killed_while_writing_it_resumes(tmp_path: Path, mesh, kills: int) -> No
     found = json.loads((tmp_path / "kills.json").read_text())
     assert len(found["kills"]) == kills
     hit = sum(bool(kill["writing"]) for kill in found["kills"])
-    assert hit >= kills // 2, f"only {hit} of {kills} kills hit a checkpoint in the writing"
+    assert hit >= kills // 2, f"only {hit} of {kills} kills hit a checkpoint during its writing"
     assert fault(folder_of(tmp_path / "checkpoints", found["stop"])) is None
     lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert {version for version, _, _ in lines} == set(range(found["stop"]))

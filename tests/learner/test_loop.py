@@ -179,7 +179,7 @@ def test_a_signal_while_the_ranks_agree_is_not_forgotten(mesh, monkeypatch: pyte
 
 
 def get_two_signals(log: Path) -> None:
-    """A process that is signalled twice. What it writes to stderr goes to the file `log`."""
+    """A process that gets two signals. Its stderr goes to the file `log`."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
     with StopSignals(Draining(Parts()).begin):

@@ -45,7 +45,7 @@ def command(tmp_path: Path, address: str, **learner) -> list[str]:
 
 @pytest.fixture
 def fork(tmp_path: Path) -> Iterator[Callable[[list[str], int], list[ForkedLearner]]]:
-    """Starts the ranks of a command; they do not outlive the test."""
+    """Start the ranks of a command; they end with the test."""
     with ExitStack() as stack:
 
         def begin(line: list[str], ranks: int = 1) -> list[ForkedLearner]:
@@ -78,7 +78,7 @@ def test_a_run_of_one_rank(tmp_path: Path, fork) -> None:
 
 @pytest.mark.xdist_group("ranks")
 def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, fork) -> None:
-    """Two ranks, of which the first says why; the last version is saved before."""
+    """The first of two ranks prints why; the last version is saved first."""
     with Canned(batches=1, finished=Finished(outcome="data", why="the data ended after version 1 of 3")) as buffer:
         ranks = fork(command(tmp_path, buffer.address, ranks=2), 2)
         ended = [rank.ended() for rank in ranks]
@@ -90,7 +90,7 @@ def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, fork) -> None:
 
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
-    """Drained while they wait for batch 1; the next start goes on from the checkpoint."""
+    """Two ranks drain while they wait for batch 1; the next start resumes from the checkpoint."""
     for start, batches in enumerate((1, 2)):
         with Canned(batches=batches) as buffer:
             ranks = fork(command(tmp_path, buffer.address, ranks=2), 2)
@@ -134,8 +134,8 @@ def test_ranks_of_the_command_say_how_the_run_ended(tmp_path: Path, start) -> No
 
 
 @pytest.mark.xdist_group("ranks")
-def test_a_run_whose_steps_are_all_skipped_does_not_end_as_if_all_were_well(tmp_path: Path, fork) -> None:
-    """Rewards beyond float32: exit code 4, which says why, with the versions recorded and saved all the same."""
+def test_a_run_whose_steps_are_all_skipped_fails(tmp_path: Path, fork) -> None:
+    """Rewards beyond float32: exit code 4 with the cause; the versions are still recorded and saved."""
     with Canned(batches=3, scale=1e41) as buffer:
         (rank,) = fork([*command(tmp_path, buffer.address), "--algorithm.advantage=group_mean"])
         code, errors = rank.ended()
@@ -189,14 +189,14 @@ def test_refused_run_files(tmp_path: Path, learner: dict, problem: str, capsys) 
 
 
 @pytest.mark.long
-def test_the_command_ends_with_2_where_it_refuses(tmp_path: Path, start) -> None:
+def test_the_command_exits_with_2_if_it_refuses(tmp_path: Path, start) -> None:
     code, errors = ended(start(command(tmp_path, "tcp://127.0.0.1:9", lrr=1)))
     assert code == 2
     assert "learner.lrr" in errors and "Traceback" not in errors
 
 
 def refused(line: list[str], capsys) -> str:
-    """The line that `main` prints for a command that it refuses, in this process."""
+    """Return the line with which `main`, called in this process, refuses a command."""
     try:
         code: int | str | None = main(line[3:])
     except SystemExit as error:
@@ -213,7 +213,7 @@ def test_an_unknown_model_is_refused(tmp_path: Path, capsys) -> None:
     assert "model.path" in refused(line, capsys)
 
 
-def test_another_architecture_that_sees_is_refused(tmp_path: Path, capsys) -> None:
+def test_another_vision_architecture_is_refused(tmp_path: Path, capsys) -> None:
     """By name, before anything starts."""
     line = command(tmp_path, "tcp://127.0.0.1:9")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": {}}))

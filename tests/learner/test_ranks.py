@@ -1,5 +1,5 @@
-"""What `learner.ranks.start` does with this node's ranks: small programs stand for them, so that none imports torch.
-That ranks of `python -m learner` do as these do is tested in `test_main.py`."""
+"""Tests of `learner.ranks.start`. Small programs stand in for this node's ranks, so that none imports torch.
+`test_main.py` tests that ranks of `python -m learner` behave like them."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ while True:
 
 
 class StandIns:
-    """Two ranks that do as a word says, and what they wrote: lines of a word, a rank and its process."""
+    """Two stand-in ranks and their output: lines with a word, a rank and its process."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said, program = folder / "said", folder / "python"
@@ -50,7 +50,7 @@ class StandIns:
         program.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(program))
         self._lines = os.fdopen(os.open(self.said, os.O_RDWR), "r")
-        """A pipe that this process may write too has no end between two writers."""
+        """This process may write to the pipe too, so the pipe does not end between two writers."""
         self.pids: dict[str, int] = {}
         """By rank."""
 
@@ -61,13 +61,13 @@ class StandIns:
         return sorted(f"{word} {rank}" for word, rank, _ in words)
 
     def signal_parent(self) -> None:
-        """As a person does who ends the learner: once it listens, which it does soon after its ranks are there."""
+        """Send a signal as a user would, once the learner's handlers are set, soon after its ranks have started."""
         while signal.getsignal(signal.SIGTERM) is self._before:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def start(self, how: str, meanwhile: Callable[[], None]) -> int:
-        """The exit code of `ranks.start`; `meanwhile` runs in a thread."""
+        """Run `ranks.start` and return its exit code; `meanwhile` runs in a thread."""
         thread = threading.Thread(target=meanwhile, daemon=True)
         thread.start()
         code = ranks.start([how], LearnerConfig(ranks=2), {})

@@ -184,7 +184,7 @@ def test_the_base_is_known_by_where_it_is_or_by_its_name(tmp_path: Path):
 
 
 def adapter_of_a_checkpoint(folder: Path) -> tuple[Path, Path, str]:
-    """A base, an adapter of it in a checkpoint, and the digest of the base that the checkpoint's manifest has."""
+    """Make a base, a checkpoint with an adapter of it, and the base's digest in the checkpoint's manifest."""
     make_base(base := folder / "base")
     model = ModelConfig(path=str(base), dtype="float32", lora=LoraConfig())
     Adapted(base).save(folder / "v000001.tmp" / "adapter", 1)

@@ -214,10 +214,10 @@ def test_a_signal_while_it_waits_for_the_buffer_ends_the_process(model: Path):
 
 
 @pytest.mark.parametrize(("final", "code"), [(True, 2), (False, 1)])
-def test_weights_that_no_restart_mends_end_the_server_for_good(
+def test_a_final_weights_error_ends_the_server_without_restart(
     final: bool, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the code that keepers take for good, and in one line: the process that follows would end the same way."""
+    """One line, and the exit code after which keepers do not restart: a new process would end the same way."""
     error = ExceptionGroup("tasks", [WeightsError("version 0: the probe differs", final=final)])
     assert explain_failure(error) == code
     assert (capsys.readouterr().err == "python -m rollout: version 0: the probe differs\n") is final

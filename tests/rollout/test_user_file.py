@@ -1,4 +1,4 @@
-"""Users' files are imported as Python would: by modules that know themselves, and by processes that they start."""
+"""Users' files are imported as Python would import them, also in processes that they start."""
 
 import subprocess
 import sys
@@ -100,7 +100,7 @@ FILES = {
 
 @pytest.fixture
 def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an import changes is undone at the end."""
+    """Undo the changes of imports at the end of the test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
 
@@ -115,13 +115,13 @@ def folder_with(folder: Path, name: str, text: str) -> Path:
 
 @pytest.mark.parametrize("name", ["my_score.py", "json.py", "rollout.py", "math_verify.py", "two words.py", "v1.5.py"])
 @pytest.mark.parametrize("kind", FILES)
-def test_a_file_may_use_what_python_has(tmp_path: Path, name: str, kind: str, own_path: None):
+def test_a_file_may_use_all_features_of_python_modules(tmp_path: Path, name: str, kind: str, own_path: None):
     file = folder_with(tmp_path, name, FILES[kind])
     sys.modules.pop("neighbour", None)
     assert load_function("reward.function", f"{file}:score")("text") == 1.0
 
 
-def test_the_name_of_a_file_is_its_own_where_it_is_free(tmp_path: Path, own_path: None):
+def test_a_module_has_the_name_of_its_file_if_the_name_is_free(tmp_path: Path, own_path: None):
     file = folder_with(tmp_path, "free_name.py", ITSELF)
     (tmp_path / "neighbour_of_itself.py").write_text("def parsed():\n    import free_name\n    return free_name.Parsed")
     score = load_function("reward.function", f"{file}:score")
@@ -155,7 +155,7 @@ def test_a_file_of_a_package_imports_relatively(tmp_path: Path, package: str, ow
         assert load_function("reward.function", f"{tmp_path}/{package}/{name}:score")("") == 0.5
 
 
-def test_a_file_that_raises_leaves_no_half_of_itself(tmp_path: Path, own_path: None):
+def test_a_file_that_raises_leaves_no_module_behind(tmp_path: Path, own_path: None):
     file = folder_with(tmp_path, "half.py", "1 / 0")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"half.py cannot be imported: ZeroDivisionError"):
@@ -164,7 +164,7 @@ def test_a_file_that_raises_leaves_no_half_of_itself(tmp_path: Path, own_path: N
         load_function("reward.function", f"{folder_with(tmp_path, 'score', HINTS)}:score")
 
 
-def test_an_exception_of_a_file_named_as_one_of_ours_is_the_users(tmp_path: Path, own_path: None):
+def test_an_exception_of_a_file_with_the_name_of_our_module_is_the_users(tmp_path: Path, own_path: None):
     file = folder_with(
         tmp_path, "rollout.py", "class Wrong(Exception): ...\ndef score(solution_str): raise Wrong('no')"
     )
@@ -206,7 +206,8 @@ if __name__ == "__main__":
 
 
 def test_a_file_may_start_processes(tmp_path: Path):
-    """As code rewards do; a name that Python or Headrace has must not be found by these processes instead."""
+    """Rewards for code do this. The processes must not import a module of Python or Headrace with the same name
+    instead."""
     files = []
     for number, name in enumerate(["pooled_score.py", "json.py", "rollout.py", "pooled_score.py"]):
         (folder := tmp_path / str(number)).mkdir()

@@ -1,6 +1,6 @@
-"""A run whose keepers are in this process instead of in Ray's, and whose processes a test kills while the run goes on.
+"""A run with keepers in this process instead of in Ray's, so that a test can kill its processes during the run.
 
-Buffer, keepers and supervisor are the real ones; servers, learner and reward servers are those of
+Buffer, keepers and supervisor are real; servers, learner and reward servers are the stand-ins of
 `failures/stand_ins.py`.
 """
 
@@ -30,8 +30,10 @@ QUICK = Restarts(first_s=0.1, most_s=0.5)
 
 
 class KeptRun:
-    """`await run(scene())` runs the processes to the end of the run, and the scene beside them; returns the exit code.
-    No process is left then."""
+    """`await run(scene())` runs the processes to the end of the run, with the scene in parallel; returns the exit code.
+
+    No process is left afterwards.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config, self.keepers = config, list[LocalKeeper]()

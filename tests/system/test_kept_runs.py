@@ -1,7 +1,7 @@
 """Servers, buffer and learner are killed in the middle of evaluations, and a reward server while answers are scored.
 
-Stand-ins for vLLM and the model (`failures/stand_ins.py`); all else is real, but for Ray. The same with the real vLLM:
-`test_evaluation.py` and `test_reward_server.py`, in the long lane.
+Stand-ins for vLLM and the model (`failures/stand_ins.py`); everything else except Ray is real. The same with the real
+vLLM: `test_evaluation.py` and `test_reward_server.py`, in the long lane.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_each_evaluation_has_one_result_of_one_version_whatever_is_killed(tmp_path: Path) -> None:
-    """SIGKILL to the buffer in the evaluation of version 0, to the server in that of 4, to the learner as it waits for
-    that of the last version."""
+    """SIGKILL to the buffer in the evaluation of version 0, to the server in the evaluation of version 4, and to the
+    learner while it waits for the evaluation of the last version."""
     rows = [{"problem": f"{number} +", "answer": str(number)} for number in range(6)]
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = str(tmp_path / "eval.jsonl")
@@ -68,7 +68,7 @@ def test_each_evaluation_has_one_result_of_one_version_whatever_is_killed(tmp_pa
 
 
 def test_a_killed_reward_server_costs_time_and_no_sample(tmp_path: Path) -> None:
-    """Scoring waits for its restart, and no sample gets another reward than its own."""
+    """Scoring waits for the restart, and every sample gets its own reward."""
     versions, port, gate = 16, free_port(), tmp_path / "gate-reward"
     liked = {"function": "reward_model", "weight": 0.01, "name": "liked", "kwargs": {"template": "{{ answer }}"}}
     reward = {

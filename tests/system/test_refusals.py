@@ -70,7 +70,7 @@ def given(tmp_path: Path) -> list[str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], module: str, *words: str) -> list[str]:
-    """The lines on stderr of `module`'s `main`, called here, which refuses these words."""
+    """Call `module`'s `main`, which refuses these words; returns its lines on stderr."""
     code: int | str | None
     try:
         code = importlib.import_module(module).main(words)
@@ -156,7 +156,7 @@ TOGETHER = [
 def prepared(
     rows: list[tuple[str, str]], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[str]]:
-    """What is wrong and what is said of each, in surroundings where all of it is wrong."""
+    """Prepare a run file with many faults; returns the faults and the expected messages."""
     if importlib.util.find_spec("wandb"):  # nothing to refuse
         rows = [row for row in rows if "wandb" not in row[0]]
     wrong, words = map(list, zip(*rows, strict=True))
@@ -239,7 +239,7 @@ def test_what_a_made_up_answer_does_is_only_a_warning(given: list[str], tmp_path
     ended = python("configs", YAML, *given, f"--reward.function=[{parts}]")
     assert ended.returncode == 0, ended.stderr
     assert "\nvalid, fingerprint " in ended.stdout
-    assert "prompts: that of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
+    assert "prompts: the prompt of row 0 has 7 tokens: '8 6 4=2'" in ended.stdout
     first, second = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
     assert "fails on 3 of 3 rows, row 0: ZeroDivisionError" in first and "SystemExit: 3" in second
 

@@ -1,6 +1,6 @@
 """A run that is launched again: real launcher, buffer and learner, and servers without vLLM (harness/stand_in).
 
-Forks, live runs and full disks are in the long lane: `test_accept.py` has what is refused of the first two.
+Forks, live runs and full disks are in the long lane; `test_accept.py` tests the refusals of the first two.
 """
 
 import json

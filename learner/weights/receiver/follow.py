@@ -57,8 +57,8 @@ class Receiver:
         self._reception: Reception | None = None
         """The round from its Go to its end."""
         self._lingering: Reception | None = None
-        """A round that was given up while workers still wrote to their buckets: these are free once all have
-        reported."""
+        """A round that was given up while workers still wrote to their buckets. The buckets are free once all workers
+        have reported."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: protocol.Offer | None = None
@@ -258,8 +258,10 @@ class Receiver:
             self._policies.put_nowait(policy)
 
     async def _abandon(self, reason: str) -> None:
-        """Expect nothing more of the learner in this round. A version that is not verified by now is never loaded. A
-        stuck thread keeps its buckets, of which there are no others: until it ends, no offer is accepted."""
+        """Give up this round. A version that is not verified yet is never loaded.
+
+        A stuck thread keeps the only buckets, so no offer is accepted until the thread ends.
+        """
         reception = self._reception
         if reception is None:
             return
@@ -272,8 +274,8 @@ class Receiver:
                 self._settle()
             if self._lingering:
                 log.warning(
-                    "weights: version %d was given up (%s) and its broadcast still runs; the next one is received once "
-                    "that has ended, within %g s",
+                    "weights: version %d was given up (%s), but its broadcast still runs; the next one is received "
+                    "after the broadcast has ended, within %g s",
                     *(reception.go.version, reason, reception.go.timeout_s),
                 )
             self._fail(protocol.Failed(round=reception.go.round, reason=reason))
@@ -298,7 +300,7 @@ class Receiver:
         self._offered = None
 
     def _settle(self) -> None:
-        """Once all workers have reported the round that was given up, their buckets are free."""
+        """Free the buckets of the abandoned round once all workers have reported."""
         if self._lingering and len(self._lingering.reports) >= self._lingering.workers:
             self._lingering = None
             if not self._busy:

@@ -28,8 +28,8 @@ class ReceivingEngine(Protocol):
 
 
 class WeightsError(RuntimeError):
-    """The received weights are wrong, or the learner refuses this server. The process ends with the text. `final`: so
-    would each restart."""
+    """The received weights are wrong, or the learner refuses this server. The process ends with the text. `final`: a
+    restart would end the same way."""
 
     def __init__(self, reason: str, final: bool = False) -> None:
         super().__init__(reason)
@@ -97,10 +97,10 @@ async def confirm(
 
 
 def _advice(ours: list[float], theirs: list[float]) -> str:
-    """What to do where the model's own weights already disagree, which no restart mends."""
+    """Describe the remedy if the probe of the initial model fails, which no restart can fix."""
     most = max(range(len(ours)), key=lambda i: abs(ours[i] - theirs[i]))
-    worst = f"most at place {most} ({ours[most]:.3f} here, {theirs[most]:.3f} at the learner)"
-    cause = "vLLM and the learner compute this model differently, or read other files"
+    worst = f"most at position {most} ({ours[most]:.3f} here, {theirs[most]:.3f} at the learner)"
+    cause = "vLLM and the learner compute this model differently, or read different files"
     remedy = (
         "give both ends the same model.path, take another model, or raise weights.probe_tolerance if it is rounding"
     )

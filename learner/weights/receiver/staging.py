@@ -5,8 +5,8 @@ Held by the worker extension (`rollout/engine/worker.py`), driven by `follow.Rec
 as soon as it arrives, and the front process keeps the engine paused meanwhile. The thread waits for the learner, at
 most the timeout that Go carries, and reports to the front process when it ends (`Staged`, over ZeroMQ).
 
-Buckets are allocated by `prepare` only. A round that follows a broken one waits until the buckets of that are free, so
-no recovery needs memory that may not be there.
+Only `prepare` allocates buckets. A round after a broken one waits until the buckets of the broken one are free, so
+recovery needs no further memory.
 """
 
 import logging
@@ -32,13 +32,13 @@ Load = Callable[[Iterator[tuple[str, torch.Tensor]]], None]
 
 
 class Receipt:
-    """The round of `go` on its way into `weights`, over `channel` or, without one, from files. One thread receives it,
-    another may give it up."""
+    """One round that is received into `weights`, over `channel` or, without a channel, from files. One thread receives
+    it; another thread may give it up."""
 
     def __init__(self, go: Go, weights: Buckets, channel: Channel | None) -> None:
         self.go, self.channel = go, channel
         self.over = threading.Event()
-        """Set by `end`: the thread touches neither buckets nor group any more. It may then still be reporting."""
+        """Set by `end`: the thread no longer uses buckets or group, but may still send its report."""
         self._weights: Buckets | None = weights
         self._begun, self._given_up, self._lock = False, False, threading.Lock()
 
@@ -53,20 +53,21 @@ class Receipt:
             return self._weights
 
     def end(self) -> None:
-        """The thread is done with the buckets, which this keeps in memory no longer."""
+        """Mark that the thread no longer uses the buckets, and drop the reference to them."""
         self._weights = None
         self.over.set()
 
     def give_up(self) -> None:
-        """Unless it has begun to fill the buckets, it never will, however long its thread waits for the group."""
+        """Give up the round: a thread that has not begun to fill the buckets never will, even if it still waits for the
+        group."""
         with self._lock:
             self._given_up = True
             if not self._begun:
-                self._weights = None  # that thread must not keep them in memory
+                self._weights = None  # a waiting thread must not keep them in memory
 
     @property
     def writes(self) -> bool:
-        """The buckets may still be written to."""
+        """Whether the thread may still write to the buckets."""
         return not self.over.is_set() and (self._begun or not self._given_up)
 
 
@@ -78,7 +79,7 @@ class Staging:
         self._buckets: Buckets | None = None
         self._channel: Channel | None = None
         self._receipts: list[Receipt] = []
-        """The last round that was to be received, and those before it that may still write to the buckets."""
+        """The last round, and earlier rounds that may still write to the buckets."""
         self._version: int | None = None
         self._first = 0
         """The bucket from which on `_version` was received."""
@@ -93,7 +94,7 @@ class Staging:
         plan = Plan.of(specs, message.bucket_bytes, frozenset(message.frozen))
         before = self._buckets
         if before is None or before.plan != plan or wanted not in ("auto", _mode(before)):
-            assert self.free, "the front process waits until it is"
+            assert self.free, "the front process waits until the buckets are free"
             before = self._buckets = self._version = None  # free first, then allocate
             self._buckets = self._allocate(plan, self._rotating(plan, wanted))
         assert self._buckets is not None
@@ -109,7 +110,7 @@ class Staging:
         message = unpack(go, TO_SERVER)
         assert isinstance(message, Go) and self._buckets is not None
         self._version = None
-        if not self.free:  # its thread hangs in a group that was given up
+        if not self.free:  # a thread hangs in a group that was given up
             self.abort()
         before = [receipt for receipt in self._receipts if receipt.writes]
         if self._buckets.rotating and self.device.type == "cuda":
@@ -120,12 +121,12 @@ class Staging:
 
     @property
     def free(self) -> bool:
-        """No thread writes to the buckets."""
+        """Whether no thread writes to the buckets."""
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
-        """Give up the process group, and with it what is being received. Returns whether the buckets are free by now;
-        if not, they are when the thread reports."""
+        """Give up the process group and the round. Returns whether the buckets are free; if not, the thread's report
+        frees them."""
         for receipt in self._receipts:
             receipt.give_up()
         self._leave_group()
@@ -179,7 +180,7 @@ class Staging:
             self._channel = None
 
     def _run(self, receipt: Receipt, before: Sequence[Receipt], notify: str) -> None:
-        """Body of the thread: receive once those `before` leave the buckets alone, and report."""
+        """Body of the thread: wait until the rounds `before` no longer use the buckets, receive, and report."""
         go, sums, reason, fatal = receipt.go, list[int](), "", False
         try:
             sums = self._receive(receipt, before)
@@ -197,7 +198,7 @@ class Staging:
         go, end = receipt.go, time.monotonic() + receipt.go.timeout_s
         for other in before:
             if not other.over.wait(max(end - time.monotonic(), 0.0)):
-                raise ChannelError(f"the buckets are still held by round {other.go.round}, which was given up")
+                raise ChannelError(f"round {other.go.round}, which was given up, still holds the buckets")
         with own_stream(self.device):
             weights = receipt.begin()
             if self._read:
@@ -232,8 +233,8 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: Channel | None) -> Iterator[int]:
-    """Fill the buckets of `weights` that are in the plan of `go`, over `channel`, which is connected, or from files;
-    yields the index of each that is complete. Raises ChannelError."""
+    """Fill the buckets of `weights` in the plan of `go`, over the connected `channel` or from files. Yields the index
+    of each complete bucket. Raises ChannelError."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)

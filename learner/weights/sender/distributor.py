@@ -1,12 +1,12 @@
 """The serving half of the sender: brings each member the newest policy, round by round.
 
 Runs in the event loop of a background thread of learner rank 0, started by `publish.Sender`. Waits for a member that
-does not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded; beside it, Checksums and
-Probe are sent as soon as this process has them. Each wait for members ends at the timeout or as soon as every member
+does not hold the newest policy. A round is Offer, Ready, Go, the broadcast, Received, Loaded. Checksums and Probe are
+sent as soon as this process has them. Each wait for members ends at the timeout or as soon as every member
 concerned has answered or is gone. A member that does not answer is left out; if the broadcast breaks, the group is
-given up and the next round forms another of the members that still answer. So one dead server costs at most one
-timeout. A server that is slow to be ready, or to load, costs the others less: once some have answered, the round waits
-for the rest a few times as long as those took (`Patience`), and serves the rest in the next round.
+given up and the next round forms a new group of the members that still answer. So one dead server costs at most one
+timeout. A server that is slow to be ready or to load costs the others less. Once the first servers have answered, the
+round waits for the rest a few times as long as the first took (`PATIENCE`); the next round serves the rest.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ ATTEMPTS = 3
 """A server for which so many consecutive rounds fail while no member is missing cannot be reached by broadcast: it is
 refused."""
 PATIENCE, LEAST_PATIENCE_S = 3.0, 1.0
-"""Once members have answered, others are waited for so many times as long as those took, at least so many seconds: a
-new broadcast group without them costs about a second."""
+"""After the first answers a round waits PATIENCE times as long as they took, and at least LEAST_PATIENCE_S: a new
+broadcast group without the late members costs about a second."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
@@ -148,9 +148,9 @@ class Distributor:
             log.info("weights: version %d on %d server(s) after %.3f s", policy.version, len(loaded), round_s)
 
     async def _offer(self, members: list[Member]) -> list[Member]:
-        """Offer the round to `members`; returns those that are ready. One that evaluates says Hold.
+        """Offer the round to `members`; returns the ready members. A member that evaluates answers Hold.
 
-        Once one is ready, those that are late by now are waited for no longer: they get the next round.
+        Once one member is ready, the round does not wait for members that are late: they get the next round.
         """
         for member in members:
             self.members.say(member, member.offer(self._round))
@@ -169,11 +169,11 @@ class Distributor:
         return [member for member in members if not member.gone and isinstance(member.answer, protocol.Ready)]
 
     def _long_ago(self) -> float:
-        """A member that was to answer by now was asked then."""
+        """Time of an Offer whose answer is due now."""
         return time.monotonic() - self._timeout_s
 
     def _patience_s(self, members: list[Member]) -> float:
-        """How much longer to wait for the answers of `members` to an Offer; 0 or less: no longer."""
+        """Seconds to wait for further answers of `members` to an Offer; 0 or less: do not wait."""
         asked = [member for member in members if member.asked_at is not None and not member.gone]
         prompt = [member.asked_at or 0.0 for member in asked if not member.late]
         ready = [member.ready_s for member in members if isinstance(member.answer, protocol.Ready) and not member.gone]
@@ -186,7 +186,7 @@ class Distributor:
         return 0.0 if others and not prompt else left_s
 
     def _enough_s(self, slowest_s: float) -> float:
-        """How long to wait for a member where the slowest of the others took `slowest_s`."""
+        """Seconds to wait for a member if the slowest member so far took `slowest_s`."""
         return max(PATIENCE * slowest_s, min(LEAST_PATIENCE_S, self._timeout_s / 4))
 
     def _go(self, policy: PublishedPolicy, plan: Plan, ready: list[Member]) -> None:
@@ -225,7 +225,8 @@ class Distributor:
     async def _answered(
         self, members: list[Member], *kinds: type[Message], timeout_s: float | None = None
     ) -> list[Member]:
-        """The `members` that answer with one of `kinds` in time. Those that do not answer at all are dropped."""
+        """Wait for answers; returns the `members` that answer with one of `kinds` in time. Drops members that do not
+        answer."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
@@ -236,8 +237,8 @@ class Distributor:
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
     async def _loaded(self, received: list[Member], policy: PublishedPolicy) -> list[Member]:
-        """The members that load `policy` in time. Those that are slow are not waited for once there is a newer one,
-        which they are offered with the others."""
+        """Wait for Loaded; returns the members that load `policy` in time. Once there is a newer policy, slow members
+        are not waited for: they are offered the newer one."""
         started, slowest_s, num_loaded = time.monotonic(), 0.0, 0
         while True:
             now_s = time.monotonic() - started

@@ -40,16 +40,16 @@ class Member:
     holding: bool = False
     """It takes no newer version at present."""
     asked_at: float | None = None
-    """When it got the first of the Offers that it has not answered yet."""
+    """Time of the first Offer that it has not answered."""
     ready_s: float = 0.0
-    """How long it took to answer the last Offer."""
+    """Seconds that it took to answer the last Offer."""
     late: bool = False
-    """A round went on without it because it had not answered: no round waits for it until it has."""
+    """A round continued without it because it had not answered. No round waits for it until it answers."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
     def on_message(self, message: Message) -> None:
-        """Any message is a sign of life; an answer about the current round is kept, and why the server ends."""
+        """Record any message as a sign of life; keep an answer to the current round, and a fatal failure."""
         self.heard_at = time.monotonic()
         if isinstance(message, protocol.Hold | protocol.Release):
             self.holding = isinstance(message, protocol.Hold)
@@ -61,7 +61,7 @@ class Member:
                 self.ready_s, self.asked_at, self.late = self.heard_at - self.asked_at, None, False
 
     def offer(self, round: int) -> protocol.Offer:
-        """The Offer of `round`, to which its next answer counts."""
+        """Make the Offer of `round`; the next answer belongs to it."""
         self.round, self.answer = round, None
         self.asked_at = time.monotonic() if self.asked_at is None else self.asked_at
         return protocol.Offer(round=round)

@@ -1,9 +1,9 @@
 """Calls of a model server over HTTP, for the rewards `judge` and `reward_model`.
 
-Used in a reward worker, on its event loop: all calls share one aiohttp session. What may pass (no connection, a
-timeout, status 429 or 5xx) is tried again with growing waits; anything else, and the last failure, is a RewardError
-with the first line that the server said. Servers of other machines are called through the proxy that the environment
-names for them (`http_proxy`, `https_proxy`, `all_proxy`, `no_proxy`).
+Used in a reward worker, on its event loop: all calls share one aiohttp session. Temporary failures (no connection, a
+timeout, status 429 or 5xx) are tried again with growing waits. Any other failure, and the last one, is a RewardError
+with the first line of the server's answer. Servers on other machines are called through the proxy of the environment
+(`http_proxy`, `https_proxy`, `all_proxy`, `no_proxy`).
 """
 
 import asyncio
@@ -70,8 +70,8 @@ class HttpModel(Section):
                 raise ValueError(f"{one!r} is no address; write it as http://HOST:PORT")
             if (proxy := proxy_of(one)) and not proxy.startswith("http://"):
                 kind = proxy.partition(":")[0]
-                remedy = f"name a proxy of HTTP, or add {urlsplit(one).hostname} to no_proxy"
-                raise ValueError(f"{one} is reached through {proxy}, and calls go through no {kind} proxy; {remedy}")
+                remedy = f"name an HTTP proxy, or add {urlsplit(one).hostname} to no_proxy"
+                raise ValueError(f"{one} is reached through {proxy}, but {kind} proxies are not supported; {remedy}")
         return url
 
     @field_validator("api_key_env")

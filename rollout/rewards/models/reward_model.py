@@ -79,7 +79,7 @@ class RewardModel(HttpModel):
             raise RewardError(f"reward_model: the row has neither prompt nor problem, but {names}", permanent=True)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         chat = [{**one, "content": text_of(one.get("content"))} for one in messages]
-        begun = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""  # the answer went on behind it
+        begun = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""  # the answer continued it
         chat.append({"role": "assistant", "content": begun + answer})
         try:
             text = self._tokenizer.apply_chat_template(chat, tokenize=False)
@@ -90,5 +90,5 @@ class RewardModel(HttpModel):
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message, without its images; nothing in place of tool calls."""
+    """Return the text of a message, without images and tool calls."""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())

@@ -39,7 +39,7 @@ def config(folder: Path, *overrides: str) -> Config:
     [
         ("fine", "gives 0.5, 0.5 for empty answers to 2 rows", ""),
         ("dies", "", "ends its process"),
-        pytest.param("hangs", "", "gave none within 7 s", marks=pytest.mark.long),  # as an import that takes long
+        pytest.param("hangs", "", "gave none within 7 s", marks=pytest.mark.long),  # like a slow import
         ("nothing", "", "fails on 2 of 2 rows, row 0: RewardError"),
         ("waits", "gives 0.25, 0.25 for empty answers to 2 rows", ""),
         ("loops", "gives 0.25, 0.25 for empty answers to 2 rows", ""),
@@ -93,7 +93,7 @@ def test_each_of_several_functions_is_tried_but_one_that_asks_the_runs_own_serve
     assert "judge, asked for" in warning and "Cannot connect to host 127.0.0.1:1" in warning
 
 
-def test_files_of_one_name_with_neighbours_of_one_name_are_tried_apart_as_workers_have_them(tmp_path: Path) -> None:
+def test_files_with_the_same_name_and_neighbours_are_tried_in_separate_processes(tmp_path: Path) -> None:
     for name, given in (("a", 0.25), ("b", 0.75)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "neighbour.py").write_text(f"GIVEN = {given}")
@@ -110,7 +110,7 @@ def test_a_built_in_reward_without_what_it_needs_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("function", ["math_verify", "exact_match", "countdown", "reasoning_gym"])
-def test_ground_truths_that_a_built_in_reward_cannot_use_are_found_before_the_start(
+def test_ground_truths_that_a_built_in_reward_cannot_use_are_refused_before_the_start(
     function: str, tmp_path: Path
 ) -> None:
     run, bad = config(tmp_path, f"reward.function={function}"), {"problem": "1+1", "answer": {"value": 2}}
@@ -118,7 +118,7 @@ def test_ground_truths_that_a_built_in_reward_cannot_use_are_found_before_the_st
     (line,) = try_out(["reward"], run, [(n, ROW if function == "countdown" else bad) for n in range(3)]).refused
     assert line.startswith(f"data.train: d.jsonl: no row has a ground truth that {function} can use, row 0: ")
     if function == "reasoning_gym":
-        assert "the row is of no set of reasoning-gym: its extra_info.reasoning_gym names no entry" in line
+        assert "the row does not come from reasoning-gym: its extra_info.reasoning_gym names no entry" in line
         return
     assert "; correct it, or name another column in data.columns" in line
     judgement = try_out(["reward"], run, [*((n, good) for n in range(5)), (7, ROW | {"answer": None})])
@@ -172,10 +172,10 @@ def test_rows_of_the_whole_file_are_tried_its_ends_first(number: int, tried: int
         ("qwen2", {}, ""),
     ],
 )
-def test_a_model_of_a_type_that_no_test_has_proven_is_tried_in_small(
+def test_a_model_of_an_untested_type_is_tried_as_a_small_copy(
     kind: str, keys: dict[str, object], refused: str, tmp_path: Path
 ) -> None:
-    """From its config alone: there are no weights."""
+    """Reads only the config: there are no weights."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **keys}))
     trial = Trial(tmp_path)
     architecture(trial, config(tmp_path, f"model.path={tmp_path}"), [], 0)
@@ -183,11 +183,11 @@ def test_a_model_of_a_type_that_no_test_has_proven_is_tried_in_small(
         (line,) = trial.found.refused
         assert line.startswith(f"model.path: {tmp_path} ({kind}): {refused}") and trial.found.facts == []
     else:
-        tried = [f"model.path: {tmp_path}: tried in small, its packed rows are computed exactly"]
+        tried = [f"model.path: {tmp_path}: a small copy was tried; its packed rows are computed exactly"]
         assert trial.found.refused == [] and trial.found.facts == tried * (kind not in PROVEN)
 
 
-def test_only_types_that_no_test_has_proven_cost_a_trial(tmp_path: Path) -> None:
+def test_only_untested_model_types_are_tried(tmp_path: Path) -> None:
     """It imports torch, which takes longer than all other checks."""
     run = config(tmp_path, f"model.path={tmp_path}")
     for kind in ("cohere", *PROVEN):

@@ -134,8 +134,8 @@ def test_bad_input_is_not_tried_again(keep: Callable[..., Keeper]) -> None:
     assert events[-1].text == "data.train: nope: no such file"
 
 
-def test_a_first_policy_that_disagrees_ends_the_server_for_good_in_its_last_words(keep: Callable[..., Keeper]) -> None:
-    """What `rollout.__main__.explain_failure` says, behind lines of vLLM: no second start, which takes minutes."""
+def test_a_failed_probe_of_the_first_policy_ends_the_server_without_restart(keep: Callable[..., Keeper]) -> None:
+    """The line of `rollout.__main__.explain_failure`, after lines of vLLM. A restart would take minutes."""
     words = "python -m rollout: version 0: the probe's log-probabilities differ"
     keeper = keep(f"print('INFO of vLLM'); print({words!r}); raise SystemExit(2)", role="rollout")
     events = until(keeper, lambda event: event.kind in FINAL)

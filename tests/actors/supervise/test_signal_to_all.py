@@ -1,5 +1,5 @@
 """SIGTERM to all processes of a job at once, as Slurm and systemd send it: the run drains as after one SIGTERM to the
-launcher. Guard, Ray, keepers and signal handlers are the real ones, what the processes work at is not."""
+launcher. Guard, Ray, keepers and signal handlers are real; the processes' work is not."""
 
 import os
 import re
@@ -55,7 +55,7 @@ NAMES = ("buffer", "learner", "rollout-0")
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """All processes with `mark` in their environment."""
+    """List all processes with `mark` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -87,7 +87,7 @@ def test_all_processes_get_sigterm_and_the_run_drains_in_order(tmp_path: Path) -
         everything = processes_of(mark)
         assert any("raylet" in process.name() for process in everything)
         for process in everything:
-            for _ in range(1 if process.pid == front.pid else 2):  # a second one to the front process forces the end
+            for _ in range(1 if process.pid == front.pid else 2):  # a second one would force the front process
                 process.terminate()
         assert front.wait(60) == 128 + signal.SIGTERM, (tmp_path / "terminal").read_text()
     finally:

@@ -141,10 +141,12 @@ def test_steps_without_effect_are_alerts_and_counted(config: Config, key: str, l
     records = records_of(config)
     found = find_alerts(config, records, state(servers={}), 1.0, live=True)
     assert [alert.level for alert in found if alert.text.startswith(f"{key} is 1: ")] == [level]
-    assert any(alert.text.startswith("the last 2 steps") and "says why" in alert.text for alert in found)
+    assert any(alert.text.startswith("the last 2 steps") and "has the cause" in alert.text for alert in found)
     (line,) = without_effect(records)
-    assert line.startswith("3 of 8 steps ") and line.endswith("the last 2 in a row; logs/learner.log says why")
+    assert line.startswith("3 of 8 steps ") and line.endswith("the last 2 in a row; logs/learner.log has the cause")
     append(config.run.path, record(9, **{key: 0.0}))
     (line,) = without_effect(records_of(config))
     assert line.startswith("3 of 9 steps ") and "the last one to version 8" in line
-    assert not any("says why" in alert.text for alert in find_alerts(config, records_of(config), None, 1.0, live=True))
+    assert not any(
+        "has the cause" in alert.text for alert in find_alerts(config, records_of(config), None, 1.0, live=True)
+    )

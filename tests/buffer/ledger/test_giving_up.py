@@ -1,5 +1,5 @@
-"""When the ledger gives a run up: attempts fail, no group is made, and what is under way could not change that; or a
-long row of groups without variance is left out."""
+"""When the ledger gives a run up: attempts fail, no group is made, and no item under way could change that; or many
+groups in a row lack variance."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -188,7 +188,7 @@ def test_a_run_whose_groups_all_lack_variance_is_given_up(groups: int, expected:
     assert reasons.for_batch(ledger) == reasons.for_work(ledger, "a") == first
 
 
-def test_one_group_with_variance_counts_anew_and_so_does_a_learner_that_is_started() -> None:
+def test_a_group_with_variance_or_a_start_of_the_learner_resets_the_count() -> None:
     ledger = Ledger(50, 4, max_staleness=2, skip_zero_variance=True)
     assert leave_out(ledger, 999) == 999
     (it,) = ledger.ask("a", 0, 1, 0.0)
@@ -200,7 +200,7 @@ def test_one_group_with_variance_counts_anew_and_so_does_a_learner_that_is_start
     assert ledger.outcome() is None and leave_out(ledger, 10**4) == 1000
 
 
-def test_failures_in_between_do_not_count_anew() -> None:
+def test_failures_in_between_do_not_reset_the_count() -> None:
     ledger, made = Ledger(50, 4, max_staleness=2, skip_zero_variance=True, attempts=10**6), 0
     while work := ledger.ask("a", 0, 2, 0.0):
         ledger.fail("a", work[0].item, work[0].lease, "ValueError: no", 0.0, kind="reward")
@@ -215,7 +215,7 @@ def test_without_the_filter_such_groups_are_trained() -> None:
     assert leave_out(ledger, 3000) == 3000 and ledger.outcome() is None and ledger.ready()
 
 
-def test_a_buffer_that_is_started_again_remembers_the_row() -> None:
+def test_a_restarted_buffer_keeps_the_count() -> None:
     store = Store(None)
     ledger = Ledger(1000, 4, max_staleness=2, shuffle=False, skip_zero_variance=True)
     leave_out(ledger, 700)

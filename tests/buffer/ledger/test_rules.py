@@ -377,15 +377,15 @@ def test_an_item_that_is_held_back_goes_to_nobody_and_keeps_its_place() -> None:
     put(ledger, "a", two)
 
 
-def test_an_item_that_is_held_back_stays_so_when_others_are_taken_back() -> None:
+def test_an_item_stays_held_back_when_others_are_taken_back() -> None:
     ledger = Ledger(100, groups=2, max_staleness=0)
     held, old = ledger.ask("a", 0, 2, 0.0)
     ledger.heartbeat("b", 0, [], 0.0)
     ledger.fail("a", held.item, held.lease, "its images are away", 0.0, returned=True, hold_s=2.0)
-    ledger.rewind(7)  # the run begins there: the other item is too old
+    ledger.rewind(7)  # the other item is too old for version 7
     assert ledger.counts()["waiting"] == 2
     assert items(ledger.ask("b", 7, 1, 0.0)) == [old.item]
-    assert held.item not in items(ledger.ask("b", 7, 9, 1.0)), "it waits for its time, for every server"
+    assert held.item not in items(ledger.ask("b", 7, 9, 1.0)), "no server gets it before its time"
     ledger.expire(2.0)
     assert ledger.state.pool.num_held == 0
 
@@ -516,12 +516,12 @@ def test_versions_that_a_rewind_undid_are_known_also_after_a_restart_of_the_buff
         ledger.rewind(0)
         assert taken(9) == (0, 0), "nothing was undone"
         ledger.rewind(9)
-        assert taken(9) == (0, 0), "a learner that drained undid nothing"
+        assert taken(9) == (0, 0), "a drained learner undid nothing"
         ledger.rewind(5)
         assert taken(9) == (5, 9)
         ledger.take(6)
         ledger.rewind(6)
-        assert taken(9) == (5, 9), "tokens of both may be left"
+        assert taken(9) == (5, 9), "tokens of both policies may remain"
         store.commit(Transaction(ledger.drain()))
         ledger = Ledger(100, groups=1, max_staleness=20, recall=store.dropped)
         ledger.restore(store.load(), 0.0)

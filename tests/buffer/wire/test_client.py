@@ -291,12 +291,12 @@ class Mistaken:
     ("answer", "words"),
     [
         (Due(due=3), "the buffer answered {} with Due"),
-        (b"\xc1", "what the buffer sent cannot be read: not MessagePack"),
-        (bytes(pack(2, Due(due=3)))[:-1] + b"\xa1x", "what the buffer sent cannot be read: Due.due"),
+        (b"\xc1", "the buffer's message cannot be read: not MessagePack"),
+        (bytes(pack(2, Due(due=3)))[:-1] + b"\xa1x", "the buffer's message cannot be read: Due.due"),
     ],
 )
 @in_loop
-async def test_an_answer_of_another_kind_is_a_fault_of_the_software_and_no_refusal(answer, words):
+async def test_an_answer_of_another_kind_is_a_protocol_fault_not_a_refusal(answer, words):
     calls = {
         "Status": lambda client: client.expect(Status(), State),
         "Ask": lambda client: RolloutClient(client, lambda: 0).ask(1),
@@ -311,7 +311,7 @@ async def test_an_answer_of_another_kind_is_a_fault_of_the_software_and_no_refus
 
 
 @in_loop
-async def test_a_learner_that_gets_no_part_and_no_result_says_so():
+async def test_a_learner_with_a_wrong_answer_to_take_or_results_raises():
     async with Mistaken(Due(due=3)) as address:
 
         def learn() -> None:

@@ -96,7 +96,7 @@ def test_what_a_server_said_while_a_commit_was_slow_is_heard_before_its_leases_e
 
 
 class Deaf(Scripted):
-    """A buffer by a made-up time, which passes only where a test says so: in the next commit, or in the next wait."""
+    """A buffer with a fake clock. Time passes only if a test sets it: in the next commit or the next wait."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(make_requests(groups=10, max_staleness=4, lease_s=10.0, **changes))
@@ -116,7 +116,7 @@ class Deaf(Scripted):
         self.time += self.stopped_s
 
     async def said(self, *said: tuple[str, Any], commit_s: float = 0.0, stopped_s: float = 0.0) -> list[Any]:
-        """The answers of one turn, after a stop of so long and with a commit of so long."""
+        """Return the answers of one turn, after a stop of `stopped_s` and with a commit of `commit_s`."""
         self.answers.clear()
         self.commit_s, self.stopped_s = commit_s, stopped_s
         await self.turn(*said)
@@ -130,8 +130,8 @@ SLOW = [{"commit_s": 35.0}, {"stopped_s": 35.0}]
 
 @pytest.mark.parametrize("deaf", SLOW)
 @in_loop
-async def test_what_is_dispatched_before_a_long_silence_of_the_buffer_keeps_its_lease(deaf: dict[str, float]) -> None:
-    """The heartbeat that was sent while the answer was held up names no lease, and is read first."""
+async def test_an_item_dispatched_before_a_long_silence_of_the_buffer_keeps_its_lease(deaf: dict[str, float]) -> None:
+    """The heartbeat that was sent while the answer was delayed has no lease, and is read first."""
     async with Deaf() as server:
         await server.said(("a", hello("a")), ("b", hello("b")))
         ask = Ask(request=1, version=0, room=4)
@@ -178,7 +178,7 @@ async def test_a_failed_item_still_goes_to_another_server_after_a_long_silence_o
 
 
 @in_loop
-async def test_silence_of_a_server_to_which_the_buffer_listened_ends_its_leases() -> None:
+async def test_silence_of_a_server_ends_its_leases_while_the_buffer_receives() -> None:
     async with Deaf() as server:
         await server.said(("a", hello("a")), ("a", Ask(request=1, version=0, room=2)))
         for _ in range(25):
@@ -188,7 +188,7 @@ async def test_silence_of_a_server_to_which_the_buffer_listened_ends_its_leases(
         assert sum(server.requests.handlers.ledger.failed().values()) == 2
 
 
-def test_the_clock_stands_still_while_the_process_is_deaf() -> None:
+def test_the_clock_stands_still_while_the_process_cannot_receive() -> None:
     time = 100.0
     clock = ListeningClock(lambda: time)
     for wait_s, passed_s, counted_s in [(0.0, 0.4, 0.4), (0.0, 60.0, 0.0), (0.5, 0.6, 0.6), (0.5, 60.0, 0.5)]:

@@ -1,4 +1,4 @@
-"""What arrives at the buffer's port and is of no client, and what libzmq makes of connections that break: harmless."""
+"""Bytes of foreign programs at the buffer's port, and connections that break, do no harm."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ async def test_foreign_bytes_end_nothing() -> None:
 
 
 async def answer_to(data: bytes, address: str, most: int = -1) -> bytes:
-    """What the peer at `address` sends back, up to `most` bytes, until it ends the connection or resets it."""
+    """Return what the peer at `address` answers, up to `most` bytes, until it closes or resets the connection."""
     host, port = address.removeprefix("tcp://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -51,7 +51,7 @@ async def answer_to(data: bytes, address: str, most: int = -1) -> bytes:
 @pytest.mark.parametrize("greeting", ["ZMTP 1", "ZMTP 2"])
 @in_loop
 async def test_a_message_in_an_older_protocol_is_not_read(greeting: str) -> None:
-    """A web page can send these bytes: the body of a request is a message that the buffer would understand."""
+    """A web page can send these bytes: the request's body is a valid message of the buffer's protocol."""
     hello = bytes(pack(0, Hello(name="page", token="0", role="observer", protocol=PROTOCOL, fingerprint="")))
     frame = bytes([len(hello) + 1, 0]) + hello if greeting == "ZMTP 1" else bytes([0, len(hello)]) + hello
     head = b"\x01\x00" if greeting == "ZMTP 1" else GREETING + b"\x01\x05\x00\x00"
@@ -65,7 +65,7 @@ BROKEN_WHILE_DEAF = """
 import time, zmq
 from buffer.wire.server import OPTIONS
 
-SOON = {zmq.HEARTBEAT_IVL: 20}  # ms: each timer of the buffer's own socket comes up while nobody reads
+SOON = {zmq.HEARTBEAT_IVL: 20}  # ms: each timer of the buffer's socket fires while no one reads
 with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
     for option, value in OPTIONS.items():
         router.setsockopt(option, SOON.get(option, value))
@@ -83,7 +83,7 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
 """
 
 
-def test_a_client_that_ends_while_the_buffer_does_not_read_does_not_end_it() -> None:
-    """libzmq's own timer met such a connection, and aborted the process: `Assertion failed: !_io_error`."""
+def test_a_client_that_ends_while_the_buffer_does_not_read_does_not_abort_the_buffer() -> None:
+    """libzmq's own timer fired for such a connection and aborted the process: `Assertion failed: !_io_error`."""
     ended = subprocess.run([sys.executable, "-c", BROKEN_WHILE_DEAF], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""What the buffer does once, however many ranks say it, however much is stored and however long it waits."""
+"""The buffer does its work once, however many ranks ask, however much is stored and however long it waits."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ RANKS = 8
 
 
 class NotScanned(dict[Any, Any]):
-    """A dict whose entries may be looked up by key, but not gone through."""
+    """A dict that allows access by key but no iteration."""
 
     def _scan(self, *_: Any) -> Any:
         raise AssertionError("it was gone through")
@@ -24,7 +24,7 @@ class NotScanned(dict[Any, Any]):
 
 
 def stored(clients: Clients, number: int) -> dict[int, int]:
-    """Put so many groups; returns the bytes of each, by item."""
+    """Put `number` groups; returns the bytes of each, by item."""
     sizes = {}
     for item in clients.work("a", number):
         clients.put("a", item)
@@ -51,8 +51,8 @@ def test_trained_of_every_rank_costs_the_same_however_much_is_stored() -> None:
         assert parts[numbers[-1]] == Ack()
         cuts.add(id(handlers._cut))
         revisions.add(handlers.revision)
-    assert len(cuts) == 1, "the next batch is cut once, whoever says Trained after the first rank has taken it"
-    assert len(revisions) == 1, "a repeated Trained is no reason to try parked requests"
+    assert len(cuts) == 1, "the next batch is cut once, also if ranks send Trained after the first rank has taken it"
+    assert len(revisions) == 1, "a repeated Trained must not retry parked requests"
     assert handlers.ledger.last_trained == 0 and len(handlers._cut[0]) == 3
     assert handlers.bytes_stored == sum(sizes[item] for item in range(2, 60))
     assert len(handlers._figures) == len(handlers._bytes) == len(handlers._cache._groups) == 58
@@ -77,7 +77,7 @@ def test_bytes_of_batches_that_a_rewind_brings_back_count_again() -> None:
 def test_bytes_of_groups_that_are_taken_back_count_no_longer() -> None:
     clients = Clients(make_requests(groups=2, max_staleness=0))
     stored(clients, 2)
-    clients.say("l0", Rewind(version=7))  # as no batch was formed, the run begins there
+    clients.say("l0", Rewind(version=7))  # no batch was formed, so the run begins there
     clients.turn()
     handlers = clients.requests.handlers
     assert handlers.ledger.counts()["waiting"] == 2
@@ -85,7 +85,7 @@ def test_bytes_of_groups_that_are_taken_back_count_no_longer() -> None:
 
 
 class CountedParses:
-    """How often a sample was parsed."""
+    """Counts how often a sample was parsed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number, parse = 0, protocol.sample_stats
@@ -105,7 +105,7 @@ def test_a_parked_group_is_parsed_once_while_it_waits(monkeypatch: pytest.Monkey
     parses = CountedParses(monkeypatch)
     numbers = [clients.put("a", item) for item in others]
     for version in range(50):
-        clients.say("b", Heartbeat(version=version % 2, holding=[]))  # each is a change
+        clients.say("b", Heartbeat(version=version % 2, holding=[]))  # each one is a change
         clients.turn()
     assert parses.number == 2 * len(others)
     samples = [one.pack() for one in group(others[0].item)]
@@ -118,7 +118,7 @@ def test_a_parked_group_is_parsed_once_while_it_waits(monkeypatch: pytest.Monkey
     assert parses.number == 2 * len(others)
 
 
-def test_a_group_that_is_put_off_is_parsed_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_put_off_is_parsed_when_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "PARKED_BYTES", 0)
     clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
     first, second = clients.work("a", 2)
@@ -130,7 +130,7 @@ def test_a_group_that_is_put_off_is_parsed_when_it_comes_again(monkeypatch: pyte
 
 
 class SlowRows:
-    """Rows of a set: only those below `made` are there."""
+    """Rows of a set; only the rows below `made` are ready."""
 
     def __init__(self) -> None:
         self.made, self.looked_at = 0, 0

@@ -80,8 +80,8 @@ def test_tokens_of_a_policy_that_a_rewind_undid_are_not_fresh_and_have_no_age() 
     assert metrics["offpolicy/k1_age_8-15"] == pytest.approx(-0.15, rel=1e-5)
     assert metrics["age/token_mean"] == pytest.approx(11) and metrics["age/token_max"] == 12
     later = summary(mismatch_sums(replace(given, version=73, versions=torch.tensor([60, 61, 73, 72, 73, 73]))))
-    assert metrics["offpolicy/k1"] == later["offpolicy/k1"], "whatever their age, all tokens count together"
-    assert later["mismatch/k1_fresh"] == pytest.approx(-2.6, rel=1e-5), "what is sampled after that is fresh again"
+    assert metrics["offpolicy/k1"] == later["offpolicy/k1"], "all tokens count together, whatever their age"
+    assert later["mismatch/k1_fresh"] == pytest.approx(-2.6, rel=1e-5), "later tokens are fresh again"
 
 
 def test_a_version_that_is_yet_to_come_is_not_fresh() -> None:

@@ -28,11 +28,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OWN = [AlgorithmConfig(**options) for options in CONFIGS.values()]
 PAIRS = {*cover((len(LOSSES), len(AGGREGATIONS), len(OPTIONS)), 2)}
-"""Indices of losses, aggregations and options, of which each two meet."""
+"""Indices of losses, aggregations and options that cover every pair."""
 
 
 def configs_of(loss: str, every: bool) -> list[AlgorithmConfig]:
-    """Configs with `loss`: of the product of aggregations and options every one, or those of PAIRS."""
+    """Return configs with `loss`: all aggregations and options, or only those in PAIRS."""
     axes = enumerate(LOSSES), enumerate(AGGREGATIONS), enumerate(OPTIONS.values())
     of_product = [
         AlgorithmConfig(loss=loss, aggregation=aggregation, constant_length=7, **options)

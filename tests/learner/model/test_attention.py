@@ -119,8 +119,8 @@ def test_sliding_windows_hide_what_is_further_back() -> None:
     [
         ({"softcap": 5.0}, "has an attention with softcap, which the learner ignores"),
         ({"s_aux": torch.ones(2)}, "has an attention with s_aux, which the learner ignores"),
-        ({"dropout": 0.1}, "drops attention weights"),
-        ({"max_length_q": ...}, "does not hand on max_length_q"),
+        ({"dropout": 0.1}, "has dropout in its attention"),
+        ({"max_length_q": ...}, "does not pass on max_length_q"),
         ({"value": torch.ones(1, 2, 5, 8)}, "has heads of 4 numbers in queries and 8 in values"),
     ],
 )

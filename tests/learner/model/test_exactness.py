@@ -1,6 +1,6 @@
 """Models of many families: each is computed as transformers computes it, or is refused by name before anything starts.
 
-`reasons` tries the tiny configs below; one that it accepts is saved and run by a whole `Policy`, packed, against
+`reasons` tries the tiny configs below. An accepted one is saved, and packed rows of a whole `Policy` are compared with
 transformers' own forward pass of each document.
 """
 
@@ -72,7 +72,7 @@ REFUSED = {
     "another scale in the head": ("cohere", {"logit_scale": 0.25}, "its head does more than"),
     "softcap in the head": ("vaultgemma", {}, "softcap"),
     "bias in the head": ("phi", {}, "its head does more than"),
-    "bounds that are not handed on": ("stablelm", {}, "does not hand on cu_seq_lens_q"),
+    "bounds that are not passed on": ("stablelm", {}, "does not pass on cu_seq_lens_q"),
     "no decoder.layers": ("gpt2", {}, "has no decoder.layers"),
     "persistent buffers": ("apertus", {}, "would reach no server"),
     "attention sinks": ("gpt_oss", {"num_local_experts": 4}, "it would be trained wrongly"),
@@ -90,7 +90,7 @@ def config_of(kind: str, overrides: dict[str, Any]) -> Any:
 
 
 def worst_difference(config: Any, folder: Path, mesh: Any) -> float:
-    """Nats by which packed rows of a whole policy are off at most."""
+    """Return the largest error, in nats, of packed rows of a whole policy."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     exactness._stir(model)
@@ -110,21 +110,21 @@ def worst_difference(config: Any, folder: Path, mesh: Any) -> float:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_is_accepted_is_exact(name: str, tmp_path: Path, mesh: Any) -> None:
+def test_an_accepted_model_is_exact(name: str, tmp_path: Path, mesh: Any) -> None:
     kind, overrides = EXACT[name]
     assert reasons(config_of(kind, overrides)) == []
     assert worst_difference(config_of(kind, overrides), tmp_path, mesh) < 1e-4
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_wrong_is_refused_by_name(name: str) -> None:
+def test_an_inexact_model_is_refused_by_name(name: str) -> None:
     kind, overrides, words = REFUSED[name]
     (reason,) = reasons(config_of(kind, overrides))
     assert re.search(words, reason), reason
 
 
-def test_a_whole_size_is_tried_in_small() -> None:
-    """The shape of Qwen2.5-72B: few narrow layers stand for all, heads keep their size."""
+def test_a_large_model_is_tried_as_a_small_copy() -> None:
+    """The shape of Qwen2.5-72B: a few narrow layers represent all, and heads keep their size."""
     config = AutoConfig.for_model("qwen2", hidden_size=8192, num_hidden_layers=80, num_attention_heads=64)
     config.num_key_value_heads, config.intermediate_size = 8, 29568
     little = small(config)
@@ -133,7 +133,7 @@ def test_a_whole_size_is_tried_in_small() -> None:
 
 
 class Unknown(LlamaForCausalLM):
-    """A family of which nobody has heard: a llama with one part that computes something else."""
+    """An unknown family: a llama with one changed part."""
 
     config_class = type("UnknownConfig", (LlamaConfig,), {"model_type": "unheard_of"})
     part: type[nn.Module]
@@ -151,7 +151,7 @@ class Looks(nn.Module):
 
 
 class LooksBack(Looks):
-    """A convolution over neighbouring tokens, which runs on from document to document."""
+    """A convolution over neighbouring tokens, which continues into the next document."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner(hidden + hidden.roll(1, dims=1).index_fill(1, torch.tensor([0]), 0.0))
@@ -165,7 +165,7 @@ class Drops(Looks):
 
 
 class Remembers(Looks):
-    """A scale that is no weight, so no server would get it."""
+    """A scale in a persistent buffer, so no server would get it."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__(mlp)
@@ -197,15 +197,15 @@ AutoConfig.register("unheard_of", Unknown.config_class)
 AutoModelForCausalLM.register(Unknown.config_class, Unknown)
 PARTS = {
     LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
-    Drops: r"its Drops \(layers\.0\.mlp\) gives a token something else",
-    Remembers: r"values that are no weights and would reach no server \(model\.layers\.0\.mlp\.scale\)",
+    Drops: r"its Drops \(layers\.0\.mlp\) gives a token another output",
+    Remembers: r"persistent buffers, which would reach no server \(model\.layers\.0\.mlp\.scale\)",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
     HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",
 }
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
-def test_a_family_of_which_nobody_has_heard_is_refused_by_what_it_does(part: type[nn.Module]) -> None:
+def test_an_unknown_family_is_refused_by_its_changed_part(part: type[nn.Module]) -> None:
     Unknown.part = part
     (reason,) = reasons(Unknown.config_class(**COMMON))
     assert re.search(PARTS[part], reason), reason
@@ -236,7 +236,7 @@ PARTS_ONLY = ("musicgen", "musicgen_melody")
 @pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - PARTS_ONLY))
 def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_path: Path, mesh: Any) -> None:
-    """None is wrong, and none ends in a traceback."""
+    """No type is trained wrongly, and no type causes a traceback."""
     config = AutoConfig.for_model(kind)
     if not reasons(config):
         assert worst_difference(small(config), tmp_path, mesh) < 1e-4

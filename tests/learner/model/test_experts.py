@@ -232,7 +232,7 @@ def test_selective_checkpointing_repeats_no_product_of_experts(tmp_path: Path, m
 
 
 def test_a_block_is_captured_as_one_graph(tmp_path: Path, mesh) -> None:
-    """In bfloat16, with routes to replay, for rows of several lengths; what the graph computes is for the long test."""
+    """In bfloat16, with routes to replay, for rows of several lengths; the long test checks the graph's results."""
     model, sizes = expert_model(tmp_path, dtype="bfloat16", num_hidden_layers=1), Experts(1, 8, 2)
     entries = routed(make_groups(), partial(random_routes, sizes=sizes))
     policy = policy_of(model, mesh, replay=True)

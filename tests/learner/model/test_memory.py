@@ -267,14 +267,14 @@ def test_budget_on_cpu(tmp_path: Path) -> None:
     assert budget("auto", 10000) == 10009
 
 
-def test_copies_that_no_key_makes_smaller_are_refused_by_what_they_are() -> None:
-    """More ranks would not help: rank 0 holds them whole."""
+def test_copies_larger_than_a_gpu_are_refused() -> None:
+    """More ranks would not help: rank 0 holds whole copies."""
 
     def holding(gib: int) -> Estimate:
         return Estimate([PeakCandidate({"copies to send": gib << 30, "optimizer": 1 << 30}, {"activations": 1 << 20})])
 
     memory.check_copies(holding(60), 80 << 30)
-    with pytest.raises(ConfigError, match=r"path: rank 0 holds two copies .*, 114\.0 GiB, and a GPU has 80\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"path: rank 0 holds two copies .*, 114\.0 GiB, but a GPU has 80\.0 GiB"):
         memory.check_copies(holding(114), 80 << 30)
 
 

@@ -1,4 +1,4 @@
-"""What `auto` takes for speed: the fastest that fits, the same on all ranks, and one line for each decision."""
+"""`auto` takes the fastest choice that fits, the same on all ranks, and logs one line for each decision."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ def decided(learner: LearnerConfig, on_gpu: bool = True, versions: int = 1000) -
     return [(way.compile, way.activation_checkpointing, way.head_chunk_tokens) for way in ways]
 
 
-def test_a_run_file_without_a_word_is_compiled_on_a_gpu_and_recomputes_only_where_it_must() -> None:
+def test_a_run_file_without_keys_for_speed_compiles_on_a_gpu_and_recomputes_only_if_needed() -> None:
     assert decided(AUTO) == [(True, "none", 4096), (True, "block", 4096)]
     assert decided(AUTO, on_gpu=False) == [(False, "block", 1024)]
 
@@ -38,7 +38,7 @@ def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
         ({"head_chunk_tokens": 7}, [(True, "none", 7), (True, "block", 7)]),
     ],
 )
-def test_what_is_written_is_kept(written: dict, ways: list) -> None:
+def test_keys_of_the_run_file_are_kept(written: dict, ways: list) -> None:
     assert decided(LearnerConfig.model_validate(written)) == ways
 
 

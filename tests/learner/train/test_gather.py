@@ -68,7 +68,7 @@ FAST = (
     "experts",
     "adapter, bfloat16",
 )
-"""Those that are not left to the long tests."""
+"""The cases of the fast tests."""
 HALF = ("adapter", "adapter's base", "frozen tower", "frozen", "experts")
 CASES |= {f"{name}, bfloat16": replace(CASES[name], dtype=torch.bfloat16) for name in HALF}
 
@@ -214,7 +214,7 @@ SHARDS = {"text": 2, "first pass": 2, "adapter's base": 2, "frozen tower": 2, "e
 
 
 def cases_on_ranks(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What the ranks need of each of `names`, of SHARDS."""
+    """Yield what the ranks need for each of `names`, of SHARDS."""
     for name in names:
         case = CASES.get(name, CASES["text"])
         model = case.model(folder / name)

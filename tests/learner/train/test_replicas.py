@@ -28,9 +28,11 @@ CUTS = [3, 9, 12, 0]
 def test_copies_change_nothing(
     tmp_path: Path, mesh, copies: list[int], on_shared: tuple[int, ...], on_nodes: tuple[int, ...]
 ) -> None:
-    """Gradients and a step with copies over so many ranks each, of four. Then two versions in each of two or three
-    stages, with copies over `on_nodes` ranks on two nodes that share no folder: only the first has checkpoints; and
-    over `on_shared` ranks on a shared one."""
+    """Gradients and a step on four ranks, for several numbers of ranks per copy of the model.
+
+    Then two versions in each of two or three stages. Copies over `on_nodes` ranks are on two nodes without a shared
+    folder: only the first node has checkpoints. Copies over `on_shared` ranks share a folder.
+    """
     tiny_model(tmp_path / "model", tied=True)
     stages = [{"start": 2 * stage, "stop": 2 * stage + 2, "cuts": CUTS} for stage in range(len(on_nodes))]
     shared = [stage | {"shards": number} for stage, number in zip(stages, on_shared, strict=False)]

@@ -67,7 +67,7 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 LONG = (1, 3, 5, 7)
-"""Cases that are left to the long tests: others have the same loss, aggregation and advantage."""
+"""Cases for the long tests only: other cases have the same loss, aggregation and advantage."""
 
 
 @pytest.mark.parametrize(

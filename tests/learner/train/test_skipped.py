@@ -1,4 +1,5 @@
-"""Steps that change nothing: each is counted and logged with its cause, and a run that has no others ends in words."""
+"""Steps that change nothing are counted and logged with their cause; a run with only such steps fails with a
+message."""
 
 import logging
 from pathlib import Path
@@ -35,9 +36,7 @@ def test_rewards_beyond_float32(tmp_path: Path, mesh, caplog, scale: float) -> N
     assert figures["gradient/skipped"] == 1 and figures["gradient/zero"] == 0 and "gradient/norm" not in figures
     assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(policy).items())
     (line,) = lines(caplog)
-    assert line.startswith(
-        "version 4: the step was skipped, the weights stay as they are: advantages are beyond float32"
-    )
+    assert line.startswith("version 4: the step was skipped, the weights stay as they are: advantages exceed float32")
     assert f"{abs(scale):.3g}" in line and "\n" not in line and len(line) < 300
     assert step.step(policy, whole(make_samples()))["gradient/skipped"] == 0 and step.skipped.in_row == 0
 
@@ -64,10 +63,10 @@ def test_a_norm_that_overflows_though_its_parts_are_finite(tmp_path: Path, mesh)
 @pytest.mark.parametrize(
     ("metrics", "sums", "cause"),
     [
-        (SKIPPED, TEACHES | {UNFIT_ADVANTAGES: 1.0}, "advantages are beyond float32, of rewards from -2 to 1e+41"),
+        (SKIPPED, TEACHES | {UNFIT_ADVANTAGES: 1.0}, "advantages exceed float32, with rewards from -2 to 1e+41"),
         (SKIPPED | {"loss": float("nan")}, TEACHES, "the loss is nan"),
         (SKIPPED | {"loss": -float("inf")}, TEACHES, "the loss is -inf"),
-        (SKIPPED | {"gradient/overflowed": 1.0}, TEACHES, "the norm of the gradient is beyond float32 though"),
+        (SKIPPED | {"gradient/overflowed": 1.0}, TEACHES, "the norm of the gradient exceeds float32, but"),
         (SKIPPED, TEACHES, "a part of the gradient is not finite"),
         (ZERO, TEACHES, "the loss masks every token"),
         (ZERO, TEACHES | {TAUGHT: 0.0}, "no advantage differs from zero"),
@@ -79,13 +78,13 @@ def test_each_cause_is_named(mesh, caplog, metrics, sums, cause: str) -> None:
     assert line.startswith("version 7: ") and cause in line and "; " in line
 
 
-def test_a_long_row_without_gradient_is_said_ever_more_rarely(mesh, caplog) -> None:
+def test_a_long_row_without_gradient_is_logged_ever_more_rarely(mesh, caplog) -> None:
     steps = SkippedSteps()
     for version in range(1, 101):
         steps.note(version, (0.0, 0.0), ZERO, TEACHES)
     assert [line.partition(":")[0] for line in lines(caplog)] == [f"version {2**n}" for n in range(7)]
     steps.check()
-    steps.check_end()  # nothing was learned, and nothing is broken
+    steps.check_end()  # zero gradients are not a failure
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_a_long_row_without_gradient_is_said_ever_more_rarely(mesh, caplog) -> N
     ],
 )
 def test_when_a_run_ends(mesh, steps, given_up: bool, without_result: bool) -> None:
-    """A run is given up after so many in a row; it has no result if these were its last, or it had no others."""
+    """A run is given up after MOST_SKIPPED in a row; it has no result if its last ones, or all, were skipped."""
     logging.disable(logging.WARNING)
     skipped = SkippedSteps()
     for version, metrics in enumerate(steps, 1):
@@ -120,7 +119,7 @@ def test_when_a_run_ends(mesh, steps, given_up: bool, without_result: bool) -> N
 
 
 def test_steps_of_an_earlier_process_count_as_done(mesh) -> None:
-    """A learner that went on from version 90 and skipped its two last steps has not spoiled the run."""
+    """A learner that resumed at version 90 and skipped its last two steps still has a result."""
     skipped = SkippedSteps()
     for version in (91, 92):
         skipped.note(version, (0.0, 1.0), SKIPPED, TEACHES)

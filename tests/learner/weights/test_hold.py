@@ -1,5 +1,5 @@
-"""A server that evaluates holds newer versions back: nobody waits for it, it is not taken for dead, and it goes on with
-the newest. The bound on answers (`weights.timeout_s`) is 2 s here, and each test holds for longer."""
+"""A server that evaluates holds newer versions back: no round waits for it, it does not count as dead, and it continues
+with the newest version. The limit for answers (`weights.timeout_s`) is 2 s here, and each test holds for longer."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Broken broadcasts and slow servers, over real sockets: a recovery takes no memory, one server holds up no other."""
+"""Broken broadcasts and slow servers, over real sockets: recovery needs no memory, and no server delays another."""
 
 import asyncio
 import threading
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Crowded(Staging):
-    """Its device has room for one staging copy. `first` stands for the receipt of its first round."""
+    """A Staging whose device has room for one copy. `first` replaces the receipt of its first round."""
 
     def __init__(self, *args, first=None):
         super().__init__(*args)
@@ -40,7 +40,7 @@ class Crowded(Staging):
 
 
 def an_engine(*firsts):
-    """An engine with a worker for each of `firsts`."""
+    """Make an engine with a worker for each of `firsts`."""
     engine = StagingEngine(len(firsts))
     engine.staging = [Crowded(CPU, i, engine.loader(i), first=first) for i, first in enumerate(firsts)]
     return engine
@@ -51,9 +51,9 @@ def lines_of(caplog):
 
 
 @pytest.mark.parametrize("staging", ["full", "bucket"])
-def test_a_broken_broadcast_costs_no_memory_and_holds_nobody_else(staging):
-    """One server's round fails, the thread of the other one hangs in it: the first goes on alone, the other one joins
-    it once its only copy is free, and neither ever has two copies."""
+def test_a_broken_broadcast_costs_no_memory_and_delays_no_other_server(staging):
+    """One server's round fails while the other's thread hangs in it. The first continues alone; the other joins once
+    its only copy is free. Neither ever has two copies."""
     begun, release = threading.Event(), threading.Event()
 
     def hang():
@@ -94,7 +94,7 @@ def a_welcome(specs):
 
 
 def test_a_thread_that_waits_for_a_group_that_never_forms_holds_no_copy():
-    """Its round is given up before it began, so the copy is free at once, for another plan too."""
+    """The round is given up before the thread began to receive, so the copy is free at once, for another plan too."""
     staging = Staging(CPU, 0, lambda weights: None)
     plan, welcome = a_welcome(SPECS)
     staging.prepare(welcome, "auto")
@@ -112,7 +112,7 @@ def test_a_thread_that_waits_for_a_group_that_never_forms_holds_no_copy():
         waiting.begin()
 
 
-def test_a_round_that_waits_for_one_that_hangs_waits_for_all_that_do():
+def test_a_round_waits_for_all_earlier_rounds_that_hang():
     release, reports = threading.Event(), []
     staging = Crowded(CPU, 0, lambda weights: None, first=lambda: release.wait(WAIT_S))
     plan, welcome = a_welcome(SPECS)
@@ -124,7 +124,7 @@ def test_a_round_that_waits_for_one_that_hangs_waits_for_all_that_do():
         reports.append(staging._receipts[-1])
         time.sleep(0.02)
     assert not staging.free and reports[0].writes
-    assert reports[1].over.wait(WAIT_S) and reports[2].over.wait(WAIT_S), "neither begins, both end at their timeout"
+    assert reports[1].over.wait(WAIT_S) and reports[2].over.wait(WAIT_S), "neither begins; both end at their timeout"
     assert not staging.free and staging._version is None
     release.set()
     assert reports[0].over.wait(WAIT_S) and staging.free
@@ -155,7 +155,7 @@ def test_a_server_that_is_slow_to_be_ready_holds_no_version_from_the_others(capl
                     sender.publish(VersionedPolicy(version), version)
                     await within(20, prompt.has(version))
                     await until_stat(sender, "weights/version", float(version))
-                assert time.monotonic() - started < 20, "nobody waits for one that is late already"
+                assert time.monotonic() - started < 20, "no round waits for a late server"
                 slow.receiver._release_staging()
                 await within(20, slow.has(3))
                 assert slow.seen == [0, 3] and sender.stats()["weights/failed"] == 0
@@ -189,7 +189,7 @@ def test_a_server_that_is_slow_to_load_holds_no_version_from_the_others():
 
 
 def test_a_server_that_is_never_ready_is_left_out_after_its_own_timeout(caplog):
-    """Rounds that go on without it do not begin its time anew."""
+    """Rounds that continue without it do not restart its timeout."""
 
     async def test():
         with a_sender(timeout_s=2.0, probe_every=0) as sender:

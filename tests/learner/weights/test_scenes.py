@@ -11,7 +11,7 @@ CASES: list[tuple[int, tuple[str, ...]]] = [(1, ()), (3, ()), (3, ("embed", "lay
 """Servers, and weights that are never trained."""
 FAST = {scene: CASES[2 if scene in ("a_newcomer_in_mid_run", "through_files", "bucket_by_bucket") else 1]
         for scene in SCENES}  # fmt: skip
-"""The one case of each scene that is not left to the long tests."""
+"""The case of each scene in the fast tests."""
 
 
 @pytest.mark.xdist_group("ranks")

@@ -274,7 +274,7 @@ def test_a_wrong_bucket_ends_the_server_with_both_checksums():
 
 @pytest.mark.parametrize("version", [0, 5])
 def test_a_probe_that_differs_ends_the_server_with_both_values(version):
-    """Of version 0 for good: a restart would load the same model."""
+    """At version 0 the failure is final: a restart would load the same model."""
 
     async def test():
         with a_sender() as sender:
@@ -287,7 +287,7 @@ def test_a_probe_that_differs_ends_the_server_with_both_values(version):
                 await until_stat(sender, "weights/failed", 1.0)
         assert error.value.final is (version == 0)
         advice = re.search(
-            r", most at place \d+ \(-?[\d.]+ here, -?[\d.]+ at the learner\)\. vLLM and the learner", str(error.value)
+            r", most at position \d+ \(-?[\d.]+ here, -?[\d.]+ at the learner\)\. vLLM and", str(error.value)
         )
         assert (advice is not None) is (version == 0)
 
@@ -376,7 +376,7 @@ def test_a_probe_with_a_picture_is_drawn_at_both_ends(staging):
 
 
 def test_foreign_bytes_end_no_learner_and_a_server_joins_beside_them():
-    """Among them what libzmq takes for an older protocol, such as a web page's request."""
+    """Some bytes look like an older ZMTP protocol to libzmq, such as a browser's HTTP request."""
 
     async def test():
         with a_sender() as sender:

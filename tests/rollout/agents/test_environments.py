@@ -1,8 +1,8 @@
 """Environments of `verifiers`, each in a Python of its own, play against recorded sessions.
 
 The fast lane plays with a stub of `verifiers` 0.2 (`environments/stub`), the long lane with two real releases. The
-first test that needs these installs both from the package index into `environments/` of the virtual environment that
-runs the tests: minutes, and 0.7 GB each; later runs find them there. An index that does not answer is asked again.
+first test that needs the releases installs both into `environments/` of the tests' virtual environment. This takes
+minutes and 0.7 GB each; later runs reuse them. If the package index does not answer, the installation is tried again.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Everything that can go wrong with users' episodes, at once, in one rollout server, between good ones.
 
-The server goes on: good groups arrive, each bad one is named, and of no episode anything is left. In the fast lane a
-run has the ways of FEW that end at once; all of them, with those that take their time, memory or processes, are in one
-run in the long lane, and each alone in `test_programs.py`.
+The server continues: good groups arrive, each bad group is named, and no episode leaves anything behind. In the fast
+lane a run has the cases of FEW, which end at once. In the long lane one run has all cases, also slow ones and those
+that need memory or processes. `test_programs.py` has each case alone.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""SIGTERM to a server's workers and wardens, by whoever ends a job: calls go on in the server's drain."""
+"""A scheduler sends SIGTERM to a server's workers and wardens: calls continue during the server's drain."""
 
 import asyncio
 import multiprocessing
@@ -23,14 +23,14 @@ def load(name: str):
 
 
 def sleeps(ready: str) -> str:
-    """Takes a moment; writes its process id first."""
+    """Write the process id, then sleep for a moment."""
     Path(ready).write_text(str(os.getpid()))
     time.sleep(0.5)
     return "awake"
 
 
 def ends_a_child() -> int:
-    """Ends a process that it has forked as users' code does."""
+    """Fork a process, as users' code does, and end it."""
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
@@ -52,6 +52,6 @@ async def test_a_call_outlives_the_signal(tmp_path: Path):
         assert await pool.call(str(ready)) == "awake" and int(ready.read_text()) == worker.pid
 
 
-async def test_users_code_ends_its_children_as_ever():
+async def test_users_code_can_end_its_children_by_sigterm():
     async with Cage(CagedFunction("ends_a_child", LOADER, ["ends_a_child"], timeout_s=30.0), 1) as pool:
         assert await pool.call() == -signal.SIGTERM

@@ -12,7 +12,7 @@ FAMILIES = [
     pytest.param("qwen2_5_vl", marks=pytest.mark.xdist_group("vllm-vision")),
     pytest.param("qwen3_vl", marks=[pytest.mark.long, pytest.mark.xdist_group("vllm-qwen3-vl")]),
 ]
-"""Of vision-language models: one in the fast lane."""
+"""Families of vision-language models; one is in the fast lane."""
 
 
 @pytest.fixture(scope="session")

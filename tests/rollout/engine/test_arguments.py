@@ -232,12 +232,12 @@ def test_fp8_without_a_gpu_that_computes_in_it_is_refused():
 
 
 def of_model(folder):
-    """A run of the model in `folder`."""
+    """Make a run of the model in `folder`."""
     run = config()
     return run.model_copy(update={"model": run.model.model_copy(update={"path": str(folder)})})
 
 
-def test_heads_that_vllm_serves_on_a_cpu_are_those_of_its_source():
+def test_head_sizes_for_cpu_are_read_from_the_source_of_vllm():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes() and 64 in cpu_head_sizes()
@@ -253,11 +253,11 @@ def test_heads_of_another_size_are_refused_before_a_server_starts(tmp_path, shap
     run = of_model(tmp_path)
     (line,) = unserved_heads(run, cpu=True)
     assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU serves heads of 32, 64, ")
-    assert line.endswith(f"and this model's have {size}; take another model, or servers with GPUs")
+    assert line.endswith(f"but this model's have {size}; take another model, or servers with GPUs")
     assert not list(unserved_heads(run, cpu=False))
 
 
-def test_heads_that_it_serves_and_models_of_the_hub_are_accepted(tmp_path):
+def test_supported_heads_and_models_of_the_hub_are_accepted(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, "hidden_size": 128}))
-    assert not list(unserved_heads(config(), cpu=True)), "of a name on the hub nothing is known"
+    assert not list(unserved_heads(config(), cpu=True)), "the heads of a model on the hub are unknown"
     assert not list(unserved_heads(of_model(tmp_path), cpu=True))

@@ -1,4 +1,4 @@
-"""What is known of a start of vLLM that failed in its own process."""
+"""Failed starts of vLLM in its own process: final failures become a refusal, others do not."""
 
 import logging
 import multiprocessing
@@ -10,7 +10,7 @@ from rollout.engine.start_failure import LOGGER, final_failures
 
 
 def fail(error: Exception) -> None:
-    """As vLLM's engine process does."""
+    """Fail as vLLM's engine process does."""
     try:
         raise error
     except Exception:
@@ -18,7 +18,7 @@ def fail(error: Exception) -> None:
 
 
 def start(error: Exception) -> None:
-    """As vLLM's front process does: it learns only that the other one ended."""
+    """Fail as vLLM's front process does, which learns only that the engine process ended."""
     process = multiprocessing.get_context("fork").Process(target=fail, args=(error,))
     process.start()
     process.join()
@@ -26,7 +26,7 @@ def start(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [NotImplementedError("head size 48\nis not supported"), ValueError("no such kernel")])
-def test_a_start_that_no_other_one_mends_is_refused_with_its_reason(error: Exception) -> None:
+def test_a_final_failure_is_refused_with_its_reason(error: Exception) -> None:
     before = list(logging.getLogger(LOGGER).handlers)
     with pytest.raises(ConfigError) as raised, final_failures():
         start(error)
@@ -37,6 +37,6 @@ def test_a_start_that_no_other_one_mends_is_refused_with_its_reason(error: Excep
 
 
 @pytest.mark.parametrize("error", [RuntimeError("gloo"), OSError("disk"), ValueError("Free memory on device is less")])
-def test_another_failure_stays_one_that_a_restart_may_mend(error: Exception) -> None:
+def test_a_failure_that_a_restart_may_mend_is_not_a_refusal(error: Exception) -> None:
     with pytest.raises(RuntimeError, match="Engine core initialization failed"), final_failures():
         start(error)

@@ -1,4 +1,4 @@
-"""What becomes of the messages of a row: as a template takes them, or refused by name; and what ends an answer."""
+"""Messages of a row are converted for chat templates or refused by name; also checks what ends an answer."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rollout.errors import PromptError
 from tests.rollout.chat.chat_templates import TEMPLATES, chat_tokenizer
 
 MODEL = f"--model.path={Path(__file__).parent}"
-"""A folder, so that nobody asks a hub for it."""
+"""A folder, so that nothing is requested from the hub."""
 NEEDED = [MODEL, "--data.train=d.jsonl", "--reward.function=countdown", "--sampling.stop=[]"]
 NAMES = [name for name in TEMPLATES if name not in ("base", "r1")]
 Row = dict[str, Any]
@@ -42,9 +42,9 @@ def test_a_last_message_of_the_assistant_is_continued(template: str):
 
 def test_a_last_message_that_cannot_be_continued_is_refused():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    with pytest.raises(PromptError, match="its last message calls a tool; what the tool said must follow"):
+    with pytest.raises(PromptError, match="its last message calls a tool; the tool's result must follow"):
         shown("qwen2.5", {"prompt": [{"role": "user", "content": "hi"}, call]})
-    with pytest.raises(PromptError, match="the chat template changes its last message, which an answer continues"):
+    with pytest.raises(PromptError, match="the chat template changes its last message, so no answer can continue it"):
         shown("r1", chat(("user", "hi"), ("assistant", "hm</think>")))
 
 
@@ -63,7 +63,7 @@ WRONG: list[tuple[Row, str]] = [
     (chat(("user", ["hi"])), "message 0, of role 'user', has a part of type 'str' that is 'hi'"),
     (chat(("user", [{"type": "text", "text": None}])), "has a part of type 'text' that is {'type': 'text', 'text': No"),
     (chat(("user", [{"type": "video"}])), "has a part of type 'video'"),
-    (chat(("user", [{"type": "image"}])), "has an image, and the row has none in its column images"),
+    (chat(("user", [{"type": "image"}])), "has an image, but the row has none in its column images"),
     (
         chat(("usr", "hi")),
         "message 0 has the role 'usr'; system, developer, user, assistant, tool are known, and",
@@ -85,7 +85,7 @@ WRONG: list[tuple[Row, str]] = [
 
 @pytest.mark.parametrize(("row", "words"), WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize("template", ["qwen3", "none"])
-def test_what_nobody_meant_is_refused_by_message(row: Row, words: str, template: str):
+def test_a_malformed_message_is_refused_by_number(row: Row, words: str, template: str):
     options = ["--data.chat_template=none"] if template == "none" else []
     if template == "none" and "cannot be made a chat" in words:
         return
@@ -94,7 +94,7 @@ def test_what_nobody_meant_is_refused_by_message(row: Row, words: str, template:
     assert "\n" not in str(caught.value) and caught.value.permanent
 
 
-def test_what_a_template_refuses_or_leaves_out_is_refused():
+def test_a_message_that_a_template_refuses_or_leaves_out_is_refused():
     twice = chat(("system", "Be brief."), ("user", "hi"), ("system", "Be very brief."))
     with pytest.raises(PromptError, match="the chat template leaves out message 2, of role 'system'; correct it or"):
         shown("qwen2.5", twice)
@@ -125,9 +125,9 @@ def test_a_template_that_fits_the_model_is_no_warning(template: str):
     assert judged(template).warnings == []
 
 
-def test_a_turn_that_the_template_closes_with_a_token_that_ends_none_is_warned_of():
+def test_a_closing_token_that_does_not_stop_generation_is_warned_of():
     (warning,) = judged("base").warnings
-    problem = "the chat template closes an answer with <|im_end|>, and answers do not end at it; add it"
+    problem = "the chat template closes an answer with <|im_end|>, but generation does not stop at it; add it"
     assert warning == f"sampling.stop: []: {problem}"
     assert judged("base", "--sampling.stop=['<|im_end|>']").warnings == []
     assert judged("base", "--data.chat_template=none").warnings == []
@@ -146,8 +146,8 @@ def test_an_argument_that_the_template_does_not_know_is_warned_of():
 def test_a_pattern_that_can_never_match_is_warned_of(pattern: str, warned: bool):
     part = f"{{function: regex, kwargs: {{pattern: '{pattern}'}}, name: format}}"
     found = judged("r1", f"--reward.function=[{part}, {{function: countdown}}]")
-    assert "note: prompts end with <think>: an answer begins behind it, and rewards do not see it" in found.facts
-    never = "the pattern of format needs <think> in an answer, and prompts end with it already; write (<think>)? there"
+    assert "note: prompts end with <think>: the answer begins after it, and rewards do not see it" in found.facts
+    never = "the pattern of format needs <think> in an answer, but prompts already end with it; write (<think>)? there"
     assert found.warnings == [f"reward.function: {never}"] * warned
     assert judged("qwen3", f"--reward.function=[{part}, {{function: countdown}}]").warnings == []
 
@@ -156,7 +156,7 @@ def page(name: str) -> str:
     return " ".join((Path(__file__).parents[3] / "docs" / name).read_text(encoding="utf-8").split())
 
 
-def test_the_pages_quote_what_is_said():
+def test_the_pages_quote_the_messages():
     assert 'pattern: "(?s)^(<think>)?.*</think>"' in page("rewards.md")
     assert "`message 1, of role 'assistant', has the content None; a text or a list of parts is needed`" in page(
         "data.md"

@@ -1,4 +1,4 @@
-"""Text of the policy is judged, whatever it does to the code that reads it; a truth that cannot be read is an error."""
+"""An answer is judged even if it breaks the code that reads it; an unreadable ground truth is an error."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=range(5),
 )
-def test_math_gives_up_at_once_on_what_nobody_computes(text: str):
+def test_math_gives_up_at_once_on_hopeless_answers(text: str):
     began = time.process_time()
     assert compute_score(text, "7") == GIVEN_UP
     assert time.process_time() - began < 0.2
@@ -89,7 +89,7 @@ def test_math_judges_odd_texts_wrong(text: str):
         (" ".join(["so $x = 3$ and $y = 4$"] * 2000) + r" \boxed{7}", "7"),
     ],
 )
-def test_guards_cost_no_right_answer_its_reward(text: str, truth: str, monkeypatch: pytest.MonkeyPatch):
+def test_limits_cost_no_right_answer_its_reward(text: str, truth: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LIMITS, "processor_s", 2.0)
     assert not hopeless(text)
     assert compute_score(text, truth) == RIGHT
@@ -123,17 +123,17 @@ def test_the_digits_of_a_power_of_powers():
     ],
 )
 def test_a_truth_is_read_whole(truth: object, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch):
-    """LaTeX without a dollar was taken for a text with a number in it: right answers got 0."""
+    """LaTeX without a dollar sign was once read as a text with a number: right answers got 0."""
     monkeypatch.setattr(LIMITS, "processor_s", 2.0)
     assert compute_score(rf"\boxed{{{right}}}", truth) == RIGHT
     assert compute_score(rf"\boxed{{{wrong}}}", truth)["score"] == 0.0
 
 
-def test_a_lower_score_than_0_is_that_of_an_answer_that_is_given_up():
+def test_an_answer_that_is_given_up_gets_the_lowest_score_even_below_0():
     assert compute_score(r"\boxed{9^{9^{9^9}}}", "7", format_score=-0.5) == GIVEN_UP | {"score": -0.5}
 
 
-def test_a_judge_that_was_killed_from_outside_costs_nobody_a_reward():
+def test_a_judge_that_is_killed_from_outside_costs_no_reward():
     compute_score("$7$", "7")
     os.kill(_judge()._process, signal.SIGKILL)
     assert compute_score("$7$", "7") == RIGHT
@@ -141,7 +141,7 @@ def test_a_judge_that_was_killed_from_outside_costs_nobody_a_reward():
 
 @pytest.fixture
 def judge() -> Iterator[AnswerJudge]:
-    """Of expressions of Python."""
+    """A judge that evaluates Python expressions."""
     made = AnswerJudge(lambda text: eval(text, {"os": os}))
     yield made
     made.close()
@@ -151,7 +151,7 @@ def judge() -> Iterator[AnswerJudge]:
     ("text", "why"),
     [
         ("9**9**9**9", "more than 0.3 s of processor time"),
-        ("os.kill(os.getpid(), 9)", "it ends the process that reads it"),
+        ("os.kill(os.getpid(), 9)", "it crashes the process that reads it"),
         ("[0] * 10**12", "MemoryError"),
         ("(lambda f: f(f))(lambda f: f(f))", "RecursionError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
@@ -163,7 +163,7 @@ def test_a_judge_says_why_it_gave_up_and_goes_on(judge: AnswerJudge, text: str, 
     assert judge("1 + 1") == 2
 
 
-def test_a_machine_that_gives_no_time_is_no_fault_of_the_answer(judge: AnswerJudge, monkeypatch: pytest.MonkeyPatch):
+def test_a_busy_machine_is_an_error_not_a_wrong_answer(judge: AnswerJudge, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LIMITS, "clock_s", 0.05)
     with pytest.raises(RewardError, match=r"an answer is not judged: it has had .* s of processor time in 0.05 s"):
         judge("__import__('time').sleep(5)")
@@ -196,7 +196,7 @@ def test_reasoning_gym_gives_up_on_an_answer_that_takes_long():
         score = reasoning_score(text, row["extra_info"])
         assert score["gave_up"] == gave_up and score["score"] < 1
     entry_maker().close()
-    with pytest.raises(TruthError, match="the row is of no set of reasoning-gym"):
+    with pytest.raises(TruthError, match="the row does not come from reasoning-gym"):
         reasoning_score("", json.loads('{"split": "train"}'))
 
 
@@ -218,13 +218,13 @@ def test_a_truth_that_math_cannot_read_is_an_error_of_its_row(truth: object):
         *(("countdown", truth) for truth in (None, "24", [24], {"target": 24}, {"numbers": [1], "target": None})),
     ],
 )
-def test_a_truth_that_another_built_in_reward_cannot_use_is_one_too(function: str, truth: object):
+def test_a_truth_that_another_built_in_reward_cannot_use_is_an_error(function: str, truth: object):
     with pytest.raises(TruthError, match=r"ground truth is .* needs"):
         load_reward(RewardConfig(function=function)).score([Answer("a", 1, {"answer": truth})])
 
 
 @pytest.mark.parametrize("model", [None, [], {}, "7"])
-def test_a_row_of_verl_without_a_truth_is_one_too(model: object):
+def test_a_row_of_verl_without_a_truth_is_an_error(model: object):
     with pytest.raises(TruthError, match=r"the row's reward_model is .*, without a ground_truth"):
         load_reward(RewardConfig(function="math_verify")).score([Answer("7", 1, {"reward_model": model})])
 

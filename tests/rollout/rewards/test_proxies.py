@@ -1,4 +1,4 @@
-"""Judges behind a proxy of the environment, and the run's own hosts, which no proxy knows."""
+"""Judges behind a proxy of the environment, and the run's own hosts, which are reached without a proxy."""
 
 from contextlib import asynccontextmanager
 
@@ -12,7 +12,7 @@ from rollout.rewards.models.http_model import HttpModel, ServersAway
 
 @asynccontextmanager
 async def running_proxy():
-    """A proxy that answers by itself, and the addresses that it was asked for."""
+    """Run a proxy that answers itself; yields it with the requested addresses."""
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -41,7 +41,7 @@ async def test_a_judge_elsewhere_is_called_through_the_proxy(monkeypatch: pytest
 
 async def test_a_judge_of_this_machine_is_called_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_proxy() as (address, asked):
-        monkeypatch.setenv("http_proxy", "http://proxy.test:1")  # which does not exist
+        monkeypatch.setenv("http_proxy", "http://proxy.test:1")  # this proxy does not exist
         model = HttpModel(url=address, retries=0)
         assert await model.post("/v1/chat", {}) == {"by": "proxy"} and asked[0].startswith("http://127.0.0.1")
         await model.close()
@@ -55,9 +55,11 @@ async def test_a_proxy_that_is_away_is_named(monkeypatch: pytest.MonkeyPatch) ->
     await model.close()
 
 
-def test_a_kind_of_proxy_that_calls_cannot_go_through_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_kind_of_proxy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1080")
-    with pytest.raises(ValueError, match=r"reached through socks5://.*no socks5 proxy; .*add judge.test to no_proxy"):
+    with pytest.raises(
+        ValueError, match=r"reached through socks5://.*socks5 proxies are not supported; .*add judge.test to no_proxy"
+    ):
         HttpModel(url="http://judge.test:8000")
     HttpModel(url="http://127.0.0.1:8000")
     monkeypatch.setenv("no_proxy", "judge.test")
@@ -66,7 +68,7 @@ def test_a_kind_of_proxy_that_calls_cannot_go_through_is_refused(monkeypatch: py
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
 def test_users_programs_reach_this_machine_without_the_proxy(name: str) -> None:
-    """By urllib's rule, which other libraries follow. Without `no_proxy` each attempt of an agent failed."""
+    """By urllib's rule, which other libraries follow. Without `no_proxy` every attempt of an agent failed."""
     from urllib.request import getproxies_environment, proxy_bypass_environment
 
     environment = {name: "http://proxy.test:1", "NO_PROXY": "lan.test"}

@@ -1,9 +1,9 @@
 """`python -m tests.system.failures.stand_ins rollout|learner|reward CONFIG`: processes without GPU and weights.
 
 The parts are those of the chaos test: a learner that trains a digest in the real loop, a rollout server with the real
-loops, episodes, reward workers, connection and evaluator. Unlike there, the run file names task, reward and sets to
-evaluate on. A reward server likes an answer by its checksum (`liking`), and does not start while a file `gate-reward`
-is in the folder of the runs.
+loops, episodes, reward workers, connection and evaluator. Unlike there, the run file has a task, a reward and
+evaluation sets. A reward server scores an answer by its checksum (`liking`), and does not start while the folder of the
+runs has a file `gate-reward`.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.system.chaos_run import Run
 
 
 class EvaluationLog:
-    """Stands for `learner.record.metrics.Metrics`: a line for each evaluation, none after a restored version."""
+    """Stand-in for `learner.record.metrics.Metrics`: one line for each evaluation, none after a restored version."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +115,7 @@ async def roll_out(config: Config) -> int:
 
 
 def liking(answer: str) -> float:
-    """The reward that a reward server gives to an answer."""
+    """Return the reward of a reward server for an answer."""
     return (1 + zlib.crc32(answer.encode()) % 1000) / 1000
 
 

@@ -1,8 +1,8 @@
-"""Each case of the table: seen in every place, and the run ends as it should. The page has a row for each case.
+"""Each case of the table is visible in every place, and the run ends as it should. The page has a row for each case.
 
-Every change is tested with ARCHETYPES, the other cases are in the long lane: a reward or task that harms its process
-in another way differs from an archetype inside the cage only (`tests/rollout/cage/`), and one that returns something
-else only where its result is judged (`tests/rollout/test_rewards.py`, `tests/rollout/episodes/`).
+The fast lane has ARCHETYPES, the long lane the other cases. A reward or task that harms its process in another way
+differs from an archetype only inside the cage (`tests/rollout/cage/`). One with another result differs only where
+results are judged (`tests/rollout/test_rewards.py`, `tests/rollout/episodes/`).
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ ARCHETYPES = {
     "a flood of malformed messages at the buffer",  # the run ends well
     "prompts that are all too long",  # no attempt is made
 }
-"""A case of each way in which failures reach a person and end a run."""
+"""One case for each way in which failures are shown and end a run."""
 LOGS_BYTES = 8 << 20
 """What all logs of a run may take, also of one whose reward prints for ever."""
 

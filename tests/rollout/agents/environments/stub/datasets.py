@@ -1,4 +1,4 @@
-"""Stands for the package `datasets`, of which `calculator_classic.py` uses one function."""
+"""Stub of the package `datasets`; `calculator_classic.py` uses one function of it."""
 
 
 class Dataset(list):

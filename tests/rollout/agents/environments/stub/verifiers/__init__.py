@@ -1,6 +1,6 @@
-"""Stands for `verifiers` 0.2: as much of its API as `rollout/hosts/verifiers_host.py` and `calculator_classic.py` use.
+"""Stub of `verifiers` 0.2: the part of its API that `rollout/hosts/verifiers_host.py` and `calculator_classic.py` use.
 
-The tests that are marked long play the same scenes with the real releases.
+The tests marked long play the same scenes with the real releases.
 """
 
 import inspect
@@ -9,7 +9,7 @@ from verifiers.utils.env_utils import import_env_module
 
 
 class InfraError(Exception):
-    """Something around the episode failed."""
+    """The infrastructure of the episode failed."""
 
 
 def stop(function):
@@ -18,7 +18,7 @@ def stop(function):
 
 
 class Rubric:
-    """Reward functions, called with what their parameters name. One that raises scores 0."""
+    """Reward functions, called with the arguments that they have as parameters. A function that raises scores 0."""
 
     def __init__(self, funcs):
         self.funcs = funcs

@@ -1,4 +1,4 @@
-"""Stands for `verifiers.clients`: asks an OpenAI-compatible server for a chat completion."""
+"""Stub of `verifiers.clients`: asks an OpenAI-compatible server for a chat completion."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from verifiers.errors import EmptyModelResponseError
 
 
 class Client:
-    """Its two methods of the answer are those that the host wraps."""
+    """A client; the host wraps its two methods for responses."""
 
     def __init__(self, url):
         self.url = urlsplit(url)
@@ -30,7 +30,7 @@ class Client:
         )
 
     async def close(self):
-        """Every request has a connection of its own."""
+        """Does nothing: every request has its own connection."""
 
     async def _post(self, body):
         data = json.dumps(body).encode()

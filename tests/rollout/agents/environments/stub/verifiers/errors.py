@@ -1,5 +1,5 @@
-"""Stands for `verifiers.errors`."""
+"""Stub of `verifiers.errors`."""
 
 
 class EmptyModelResponseError(Exception):
-    """An answer without a word."""
+    """The model's response is empty."""

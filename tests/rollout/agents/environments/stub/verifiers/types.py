@@ -1,4 +1,4 @@
-"""Stands for `verifiers.types`."""
+"""Stub of `verifiers.types`."""
 
 from dataclasses import dataclass
 

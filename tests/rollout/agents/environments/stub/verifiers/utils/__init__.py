@@ -1,1 +1,1 @@
-"""Stands for `verifiers.utils`."""
+"""Stub of `verifiers.utils`."""

@@ -1,4 +1,4 @@
-"""Stands for `verifiers.utils.env_utils`."""
+"""Stub of `verifiers.utils.env_utils`."""
 
 import importlib
 
