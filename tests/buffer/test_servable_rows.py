@@ -30,7 +30,6 @@ from configs.data.sources import count_rows, generated
 from configs.schema import DataConfig
 from tests.harness.buffer_process import buffer, make_requests, rollout, sample
 
-CASE = Path("../shared/cases/surrogate.jsonl")
 SOUND = {"problem": "1 + 1 = ?", "answer": "2"}
 
 
@@ -200,9 +199,11 @@ def test_a_wrong_row_is_named(served: Served, small_bounds: None, line: bytes, w
     assert count_rows(path) in (4, None)
 
 
-@pytest.mark.skipif(not CASE.exists(), reason="needs ../shared/cases")
-def test_the_shared_case_is_refused_with_its_line(served: Served) -> None:
-    assert "problem has half a surrogate pair, '\\ud83d' at character 10" in served.outcome(CASE, "line 2: ")
+def test_half_a_surrogate_pair_is_refused_with_its_line(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / "surrogate.jsonl"
+    lines = [{"problem": f"What does {sign} stand for?", "answer": "a"} for sign in ("+", "\ud83d", "-")]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "problem has half a surrogate pair, '\\ud83d' at character 10" in served.outcome(path, "line 2: ")
 
 
 def test_an_index_of_an_earlier_format_is_not_used(served: Served, tmp_path: Path) -> None:
