@@ -32,7 +32,7 @@ LEAST_FAILURES, LEAST_BATCHES = 100, 3
 """A run is given up after so many failures in a row, and after as many as the groups of so many batches."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
 """The same for groups in a row that `skip_zero_variance` leaves out. More, because such a group is no fault: where one
-in 200 has variance, 1,000 without any come in 7 of 1,000 runs."""
+in 100 has variance, 1,000 without any come once in 2 million groups; where one in 200 has, once in 30,000."""
 
 
 class Ledger:
