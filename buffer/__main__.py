@@ -86,7 +86,7 @@ async def run(config: Config) -> None:
             load.write(config, config.run.path / "config.yaml")
             for change in changed:
                 log.info("changed since the last launch: %s", change)
-            handlers = Handlers(restored(config, store, problems, clock.now()), store, problems, limits)
+            handlers = Handlers(restored(config, store, problems, clock), store, problems, limits)
             if any(change.key == "rollout.servers" for change in changed):
                 handlers.ledger.scale(None, by_person=True)  # what the run file says now is newer
             problems.listen(server.wake)
@@ -111,8 +111,10 @@ def store_path(config: Config) -> Path | None:
     return config.buffer.path and config.run.path / config.buffer.path
 
 
-def restored(config: Config, store: Store, problems: Problems, now: float) -> Ledger:
-    """Rebuild the ledger from the store. Leases stay valid and are renewed at `now`."""
+def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:
+    """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in which
+    the data were read, is no part of the first lease."""
+    clock.mark()
     batch = config.batch
     ledger = Ledger(
         len(problems),
@@ -131,7 +133,7 @@ def restored(config: Config, store: Store, problems: Problems, now: float) -> Le
         eval_every=config.eval.every if config.data.eval else None,
         recall=store.dropped,
     )
-    ledger.restore(store.load(), now)
+    ledger.restore(store.load(), clock.now())
     ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks
     return ledger
 

@@ -59,12 +59,16 @@ def judge_connections(
     domain rejects these (https://rfc.zeromq.org/spec/27).
     """
     authenticator = ThreadAuthenticator(zmq.Context.shadow(context))
-    authenticator.start()
-    socket.zap_domain = DOMAIN.encode()
-    if keys:
-        authenticator.configure_curve_callback(DOMAIN, keys)
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    try:
+        authenticator.start()
+        socket.zap_domain = DOMAIN.encode()
+        if keys:
+            authenticator.configure_curve_callback(DOMAIN, keys)
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    except BaseException:  # the end of the context would wait for the thread's sockets for ever
+        authenticator.stop()
+        raise
     return authenticator
 
 

@@ -31,8 +31,10 @@ class Draining:
         return None if self._begun else self.batches.finished
 
     def rewind(self, version: int) -> None:
-        """As in LearnerClient."""
+        """As in LearnerClient, for all ranks: none goes on to take a batch before all have said it. To the buffer, a
+        Rewind after a Take undoes what may have come of that batch."""
         self.batches.rewind(version)
+        collectives.all_reduce_max(0)
 
     def take(self, version: int) -> Part | None:
         """This rank's part of batch `version`; None if there will be none, and once any rank has got a signal."""

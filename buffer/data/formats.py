@@ -124,6 +124,9 @@ def _require_servable(table: pa.Table, where: str) -> None:
     for row in range(table.num_rows if looked_at.num_columns else 0):
         try:
             values = plain(looked_at.slice(row, 1).to_pylist()[0])
+        except (LookupError, OSError) as error:  # as the library of time zones raises them
+            remedy = "cast the column that has it, or leave that out"
+            raise ProblemsError(f"{where}: row {row}: no such time zone: {error}; {remedy}") from None
         except (ValueError, OverflowError, NotImplementedError) as error:
             raise ProblemsError(f"{where}: row {row}: {' '.join(str(error).split())}; {MEND}") from None
         require_servable(values, f"{where}: row {row}")

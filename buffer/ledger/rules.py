@@ -32,7 +32,8 @@ LEAST_FAILURES, LEAST_BATCHES = 100, 3
 """A run is given up after so many failures in a row, and after as many as the groups of so many batches."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
 """The same for groups in a row that `skip_zero_variance` leaves out. The limit is higher because such a group is not a
-fault: if one group in 200 has variance, 1,000 in a row without variance happen with probability 0.007."""
+fault: if one group in 100 has variance, 1,000 in a row without variance come once in 2 million groups; if one in 200
+has, once in 30,000."""
 
 
 class Ledger:

@@ -515,7 +515,10 @@ class Handlers:
 
     def _evaluated(self, peer: Peer, made: protocol.Evaluated, now: float) -> Message:
         results = json.dumps({name: one.figures for name, one in made.sets.items()})
-        samples = json.dumps({name: one.examples for name, one in made.sets.items()}, default=repr)
+        try:
+            samples = json.dumps({name: one.examples for name, one in made.sets.items()}, default=repr)
+        except (TypeError, RecursionError) as error:  # they hold rows as a user's task may have left them
+            raise ValueError(f"Evaluated of version {made.version}: its examples are no JSON: {error}") from None
         reach = self.ledger.reach
         refusal = self.ledger.evaluations.finish(peer.key, made.due, made.version, results, samples, reach)
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")

@@ -26,6 +26,8 @@ from buffer.wire.sample import sample_stats
 PROTOCOL = 9
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
+MOST_RANKS = 2**16
+"""A batch is not cut for more: the cut takes memory for each."""
 LAUNCHER = "launcher"
 """Name of the observer that keeps the rollout servers."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
@@ -169,7 +171,7 @@ class Take(Message):
 
     version: Count
     rank: Count
-    world: Annotated[int, Field(ge=1)]
+    world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     share_prompts: bool = False
     """The learner computes each prompt once on a rank: the parts are to have whole groups."""
 
@@ -188,7 +190,7 @@ class Scale(Message):
     number holds.
     """
 
-    servers: Annotated[int, Field(ge=1)] | None
+    servers: Annotated[int, Field(ge=1, lt=2**62)] | None
     by: Literal["person", "rule"] = "person"
     why: str = ""
     """In a few words."""

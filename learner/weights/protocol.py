@@ -254,7 +254,12 @@ def router(
     _limit(socket)
     authenticator = judge_connections(context, socket, keys)
     bracketed = f"[{host}]" if ":" in host else host
-    port = socket.bind_to_random_port(f"tcp://{bracketed}")
+    try:
+        port = socket.bind_to_random_port(f"tcp://{bracketed}")
+    except BaseException:
+        socket.close()
+        authenticator.stop()
+        raise
     return socket, authenticator, f"tcp://{bracketed}:{port}"
 
 

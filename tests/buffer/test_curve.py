@@ -2,17 +2,22 @@
 
 import asyncio
 import subprocess
+import threading
 from dataclasses import replace
 
 import pytest
 import zmq
+import zmq.asyncio
+from zmq.auth.thread import AuthenticationThread
 
 from buffer.curve import (
     NAMES,
     ClientKeys,
     KeysError,
+    ServerKeys,
     client_keys_for,
     is_loopback,
+    judge_connections,
     load_client_keys,
     load_server_keys,
     make_keys,
@@ -21,6 +26,7 @@ from buffer.curve import (
 from buffer.wire.client import Connection
 from buffer.wire.protocol import State, Status
 from buffer.wire.server import BufferServer, ListenError
+from learner.weights.protocol import router
 from tests.harness.buffer_process import Process, buffer, client, in_loop
 from tests.harness.fakes import until
 from tests.harness.ports import free_port
@@ -122,3 +128,27 @@ def test_the_command_makes_the_keys_of_a_run(tmp_path):
     done = subprocess.run(it.arguments("keys"), capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == str(it.run / "keys")
     assert load_client_keys(it.run / "keys")
+
+
+def judges() -> list[threading.Thread]:
+    """Threads that judge connections; the end of a context waits for ever for the sockets of its own."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, AuthenticationThread)]
+
+
+def test_keys_that_are_none_end_the_thread_that_judges_connections():
+    """40 bytes long, as a file of them may be, and no key: libzmq refuses them only where they are set."""
+    context, before = zmq.asyncio.Context(), judges()
+    socket = context.socket(zmq.ROUTER)
+    with pytest.raises(zmq.ZMQError):
+        judge_connections(context, socket, ServerKeys(b"~" * 40, b"~" * 40, b"~" * 40))
+    assert judges() == before
+    socket.close()
+    context.term()
+
+
+def test_a_weights_wire_that_cannot_be_bound_ends_the_thread_that_judges_connections():
+    context, before = zmq.asyncio.Context(), judges()
+    with pytest.raises(zmq.ZMQError):
+        router(context, "203.0.113.1", None)
+    assert judges() == before
+    context.term()

@@ -237,6 +237,14 @@ COLUMNS: dict[str, tuple[pa.Array, str]] = {
     "date beyond Python": (three(2**30, pa.int32()).cast(pa.date32()), "row 1: "),
     "datetime": (three(EPOCH), ""),
     "datetime with a zone": (three(EPOCH, pa.timestamp("us", tz="Europe/Berlin")), ""),
+    "datetime with a zone that is none": (
+        three(EPOCH, pa.timestamp("us", tz="Europe/Nowhere")),
+        "row 1: no such time zone: 'Europe/Nowhere'; cast the column",
+    ),
+    "list of datetimes with a zone that is none": (
+        three([EPOCH], pa.list_(pa.timestamp("us", tz="x"))),
+        "row 1: no such time zone: 'x'; cast the column",
+    ),
     "nanoseconds": (three(1, pa.timestamp("ns")), "row 1: Nanosecond resolution temporal type 1 is not safely"),
     "time": (three(datetime.time(1, 2)), ""),
     "duration": (three(datetime.timedelta(1)), "row 1: x is a timedelta, which is neither text nor a number"),

@@ -227,3 +227,27 @@ def test_an_evaluation_that_has_come_is_logged_though_a_signal_ends_the_run(mesh
     with StopSignals(draining.begin):
         loop.run(POLICY, parts, draining, parts, parts, parts, 1)
     assert parts.calls[-3:] == ["finish 1", "interrupt", "log 1: ['came']"]
+
+
+def test_no_rank_takes_a_batch_before_all_have_rewound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of another replica than the first publishes nothing, so nothing else would hold it back: its Take would
+    come before another rank's Rewind, which then counts the next version as undone."""
+    said = list[str]()
+
+    class Said:
+        def rewind(self, version: int) -> int:
+            said.append("Rewind")
+            return 0
+
+        def take(self, version: int) -> None:
+            said.append("Take")
+
+    def agree(*numbers: float) -> list[float]:
+        said.append("all")
+        return list(numbers)
+
+    monkeypatch.setattr("learner.train.collectives.all_reduce_max", agree)
+    draining = Draining(Said())  # type: ignore[arg-type]
+    draining.rewind(0)
+    assert draining.take(0) is None
+    assert said == ["Rewind", "all", "Take", "all"]

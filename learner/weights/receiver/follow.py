@@ -13,6 +13,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -31,6 +32,9 @@ from learner.weights.receiver.staged import ReceivingEngine, StagedPolicy, Weigh
 from learner.weights.receiver.streamed import StreamedPolicy
 
 log = logging.getLogger(__name__)
+STUCK = 3.0
+"""A server ends whose workers have not reported a round after so many of its timeouts since it was given up: they wait
+for the group, its first step and a bucket up to one timeout each."""
 
 
 class Receiver:
@@ -59,6 +63,8 @@ class Receiver:
         self._lingering: Reception | None = None
         """A round that was given up while workers still wrote to their buckets. The buckets are free once all workers
         have reported."""
+        self._given_up_at = 0.0
+        """When it was given up, by the monotonic clock."""
         self._busy = False
         """The staging copies must not be overwritten; an offer waits in `_offered`."""
         self._offered: protocol.Offer | None = None
@@ -137,6 +143,7 @@ class Receiver:
         try:
             while True:
                 message = await connection.receive(self._join, seeking)
+                self._require_end()
                 if message is not None:
                     await self._on_message(message, connection)
                 if connection.joined and seeking:
@@ -267,7 +274,7 @@ class Receiver:
             return
         reception.take_probe(None)
         if not reception.verified:
-            self._reception, self._lingering = None, reception
+            self._reception, self._lingering, self._given_up_at = None, reception, time.monotonic()
             if all(await self._collective("rl_abort")):
                 self._lingering = None
             else:
@@ -298,6 +305,19 @@ class Receiver:
             self._pledged = True
             self._say(protocol.Ready(round=self._offered.round))
         self._offered = None
+
+    def _require_end(self) -> None:
+        """Raises WeightsError if the workers' threads of the round that was given up hang for ever: without their
+        buckets this server would keep its policy, and only a new start gives it others."""
+        if not self._lingering:
+            return
+        go, silent_s = self._lingering.go, time.monotonic() - self._given_up_at
+        if silent_s > STUCK * go.timeout_s:
+            number = self._lingering.workers - len(self._lingering.reports)
+            raise WeightsError(
+                f"version {go.version}: its broadcast was given up {silent_s:.0f} s ago, and {number} worker(s) still "
+                "hang in it; see what the GPU or the network has logged"
+            )
 
     def _settle(self) -> None:
         """Free the buckets of the abandoned round once all workers have reported."""

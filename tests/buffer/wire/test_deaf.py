@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import zmq
 
+from buffer.__main__ import restored
 from buffer.ledger.types import Transaction
+from buffer.problems import Problems
+from buffer.store.sqlite import Store
 from buffer.wire import connection
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.message import pack, unpack
@@ -19,7 +22,8 @@ from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import Clients, hello
 from tests.buffer.wire.test_scale import kept
 from tests.buffer.wire.test_turns import Scripted
-from tests.harness.buffer_process import group, in_loop, make_requests
+from tests.harness.buffer_process import PROBLEMS, group, in_loop, make_requests
+from tests.harness.watched import make_config
 
 LEASE_S, STALL_S = 1.0, 2.5
 
@@ -222,3 +226,21 @@ def test_a_name_given_up_and_taken_again_is_no_surprise() -> None:
     clients = Clients(make_requests())
     for who, name in (("x", "x1"), ("x", "x2"), ("y", "x2"), ("z", "x1")):
         clients.say(who, hello(name).model_copy(update={"token": who + name}))
+
+
+def test_the_time_in_which_the_data_are_read_is_no_part_of_the_first_lease(tmp_path: Path) -> None:
+    """A server that is gone when the buffer is started again loses its lease after that time, however long the start
+    took."""
+    requests = make_requests(tmp_path / "buffer.sqlite", groups=1)
+    Clients(requests).work("a", 1)
+    requests.handlers.store.close()
+    passed_s = 100.0
+    clock = ListeningClock(lambda: passed_s)
+    passed_s += 600
+    problems = Problems(len(PROBLEMS), PROBLEMS.__getitem__, "")
+    with Store(tmp_path / "buffer.sqlite", fsync=False) as store:
+        ledger = restored(make_config(tmp_path, "data.shuffle=false"), store, problems, clock)
+    passed_s += 60
+    clock.mark()
+    due = ledger.expire(clock.now())
+    assert due is not None and due - clock.now() == pytest.approx(ledger.lease_s)

@@ -5,12 +5,16 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 
-from buffer.wire.message import pack
-from buffer.wire.protocol import PROTOCOL, Hello, State, Status
-from tests.harness.buffer_process import buffer, client, in_loop
+from buffer.wire.message import pack, unpack
+from buffer.wire.protocol import ANSWERS, PROTOCOL, Evaluate, Hello, Refused, State, Status
+from tests.buffer.wire.test_many import Clients, hello
+from tests.harness.buffer_process import buffer, client, committed, in_loop, make_requests
 
 GREETING = b"\xff" + bytes(8) + b"\x7f"
 PROBES = {
@@ -87,3 +91,45 @@ def test_a_client_that_ends_while_the_buffer_does_not_read_does_not_abort_the_bu
     """libzmq's own timer fired for such a connection and aborted the process: `Assertion failed: !_io_error`."""
     ended = subprocess.run([sys.executable, "-c", BROKEN_WHILE_DEAF], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def evaluated(example: Any) -> dict[str, Any]:
+    results = {"figures": {"mean@1": 1.0}, "reasons": [], "examples": [{"problem": example}]}
+    return {"kind": "Evaluated", "due": 0, "version": 0, "sets": {"eval": results}}
+
+
+UNFIT = {
+    "a number of servers beyond SQLite's": ("o", {"kind": "Scale", "servers": 2**63, "by": "rule"}),
+    "more ranks than memory": ("l0", {"kind": "Take", "version": 0, "rank": 0, "world": 2**40}),
+    "an example whose key is no text": ("a", evaluated({b"key": 1})),
+    "an example that is nested deep": ("a", evaluated(nested(490))),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_message_that_can_be_read_and_not_be_served_is_refused(what: str, tmp_path: Path) -> None:
+    who, fields = UNFIT[what]
+    requests = make_requests(tmp_path / "buffer.sqlite", eval_every=1)
+    clients = Clients(requests)
+    clients.say("o", hello("o", "observer"))
+    for item in clients.work("a", 2):
+        clients.put("a", item)
+    clients.say("a", Evaluate(version=0))
+    clients.turn()
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(400)  # msgpack reads 500 levels, in C, and `json` writes as many as Python lets it
+    try:
+        requests.receive([who.encode(), msgpack.packb({"id": 99, **fields})], 0.0)
+        requests.retry(0.0)
+    finally:
+        sys.setrecursionlimit(limit)
+    committed(requests)
+    ((_, answer),) = requests.answers()
+    assert isinstance(unpack(answer, ANSWERS)[1], Refused)

@@ -11,8 +11,10 @@ import torch
 from learner.weights.channel import ChannelError, Rendezvous
 from learner.weights.plan import Plan, dtype_name
 from learner.weights.protocol import Go, RankAssignment, ServerWelcome, TensorSpec, pack
+from learner.weights.receiver.follow import Receiver
+from learner.weights.receiver.staged import WeightsError
 from learner.weights.receiver.staging import Staging
-from tests.harness.weights_server import SPECS, WAIT_S, Addresses, StagingEngine, VersionedPolicy, servers
+from tests.harness.weights_server import SPECS, WAIT_S, Addresses, StagingEngine, VersionedPolicy, config, servers
 from tests.learner.weights.test_wire import a_sender, run, until_stat
 
 CPU = torch.device("cpu")
@@ -80,6 +82,25 @@ def test_a_broken_broadcast_costs_no_memory_and_delays_no_other_server(staging):
                 await one.has(1)
                 await two.has(1)
             assert [copy.allocated for copy in (*stuck.staging, *torn.staging)] == [1, 1, 1]
+
+    run(test())
+
+
+def test_a_server_whose_thread_never_ends_does():
+    """Else it would keep its policy for ever, for there are no other buckets."""
+    release = threading.Event()
+
+    async def test():
+        with a_sender(timeout_s=0.6) as sender:
+            engine = an_engine(lambda: release.wait(WAIT_S))
+            addresses = Addresses(sender.address)
+            receiver = Receiver(addresses.where, engine, "stuck", config(staging="full"), heartbeat_s=0.1)
+            following = asyncio.create_task(anext(receiver.policies()))
+            await until_stat(sender, "weights/members", 1.0)
+            sender.publish(VersionedPolicy(0), 0)
+            with pytest.raises(WeightsError, match=r"given up \d s ago, and 1 worker\(s\) still hang"):
+                await asyncio.wait_for(following, 20)
+            release.set()
 
     run(test())
 
