@@ -112,8 +112,8 @@ def store_path(config: Config) -> Path | None:
 
 
 def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:
-    """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in which
-    the data were read, is no part of the first lease."""
+    """Rebuild the ledger from the store. Leases stay valid and are renewed now. The time since `clock` was made, in
+    which the data were read, is no part of the first lease."""
     clock.mark()
     batch = config.batch
     ledger = Ledger(
