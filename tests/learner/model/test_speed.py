@@ -4,10 +4,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import speed
-from learner.model.memory import SHARE, estimate
+from learner.model.memory import GIB, SHARE, estimate
+from tests.harness import world
 from tests.learner.model.test_memory import wide_model
 
 AUTO = LearnerConfig()
@@ -109,3 +111,20 @@ def test_a_written_key_that_costs_a_fifth_is_named(written: dict, words: str | N
     learner = LearnerConfig.model_validate(written)
     speed.report_slower(learner, speed.fastest_first(learner, True, 1000)[0], speed.fastest_first(AUTO, True, 1000)[0])
     assert (caplog.text == "") if words is None else (words in caplog.text)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_with_different_gpus_decide_alike(tmp_path: Path) -> None:
+    """All take what fits the fullest GPU, whichever rank has it, and what is written."""
+    wide_model(tmp_path)
+    large, small = 80 * GIB, 2 * GIB
+    eager = {"compile": False}
+    cases = [({}, [large, large]), ({}, [large, small]), ({}, [small, large]), (eager, [large, small])]
+    written = {"activation_checkpointing": "selective", "head_chunk_tokens": 7}
+    world.together("speeds", 2, tmp_path, cases=[*cases, (written, [small, large])])
+    fast, careful = (True, "none", 4096), (True, "block", 4096)
+    assert torch.load(tmp_path / "speeds.pt") == [
+        *([each] * 2 for each in (fast, careful, careful)),
+        [(False, "block", 4096)] * 2,
+        [(True, "selective", 7)] * 2,
+    ]
