@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import speed
@@ -21,12 +22,12 @@ def decided(learner: LearnerConfig, on_gpu: bool = True, versions: int = 1000) -
 
 
 def test_a_run_file_without_a_word_is_compiled_on_a_gpu_and_recomputes_only_where_it_must() -> None:
-    assert decided(AUTO) == [(True, "none", 4096), (True, "block", 4096)]
+    assert decided(AUTO) == [(True, "none", 4096), (True, "block", 4096), (True, "block", 1024)]
     assert decided(AUTO, on_gpu=False) == [(False, "block", 1024)]
 
 
 def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
-    eager = [(False, way, 4096) for way in ("none", "selective", "block")]
+    eager = [*((False, way, 4096) for way in ("none", "selective", "block")), (False, "block", 1024)]
     assert decided(AUTO, versions=19) == eager and decided(AUTO, versions=20) != eager
     assert decided(AUTO.model_copy(update={"cpu_offload": True})) == eager
 
@@ -34,9 +35,12 @@ def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
 @pytest.mark.parametrize(
     ("written", "ways"),
     [
-        ({"compile": False}, [(False, "none", 4096), (False, "selective", 4096), (False, "block", 4096)]),
-        ({"compile": True, "cpu_offload": True}, [(True, "none", 4096), (True, "block", 4096)]),
-        ({"activation_checkpointing": "selective"}, [(True, "selective", 4096)]),
+        (
+            {"compile": False, "head_chunk_tokens": 4096},
+            [(False, "none", 4096), (False, "selective", 4096), (False, "block", 4096)],
+        ),
+        ({"compile": True, "cpu_offload": True}, [(True, "none", 4096), (True, "block", 4096), (True, "block", 1024)]),
+        ({"activation_checkpointing": "selective"}, [(True, "selective", 4096), (True, "selective", 1024)]),
         ({"head_chunk_tokens": 7}, [(True, "none", 7), (True, "block", 7)]),
     ],
 )
@@ -46,7 +50,7 @@ def test_what_is_written_is_kept(written: dict, ways: list) -> None:
 
 def test_each_way_needs_less_memory_and_more_time_than_the_one_before(tmp_path: Path) -> None:
     model = wide_model(tmp_path)
-    for written in ({}, {"compile": False}):
+    for written in ({"head_chunk_tokens": 4096}, {"head_chunk_tokens": 4096, "compile": False}):
         ways = speed.fastest_first(LearnerConfig.model_validate(written), True, 1000)
         for faster, slower in pairwise(ways):
             assert estimate(model, faster, 1).total(4096) > estimate(model, slower, 1).total(4096)
@@ -78,7 +82,7 @@ def test_the_first_way_whose_microbatches_fit_is_taken(tmp_path: Path) -> None:
 
 def test_each_decision_is_a_line_with_its_reason(caplog) -> None:
     caplog.set_level("INFO")
-    none, block = speed.fastest_first(AUTO, True, 1000)
+    none, block, small = speed.fastest_first(AUTO, True, 1000)
     speed.report(AUTO, none, True, 1000, 100)
     assert [record.message for record in caplog.records] == [
         "learner.compile: auto takes true: a minute at the start, then about 1.3 times the tokens/s",
@@ -90,6 +94,11 @@ def test_each_decision_is_a_line_with_its_reason(caplog) -> None:
     assert caplog.records[0].message == (
         "learner.activation_checkpointing: auto takes block: recomputes each block, a third more time; with none 900 "
         "tokens per microbatch do not fit"
+    )
+    caplog.clear()
+    speed.report(AUTO, small, True, 1000, 100)
+    assert caplog.records[2].message == (
+        "learner.head_chunk_tokens: auto takes 1024: with 4096 8,192 tokens per microbatch do not fit"
     )
     caplog.clear()
     speed.report(none, none, True, 1000, 100)
@@ -111,6 +120,18 @@ def test_a_written_key_that_costs_a_fifth_is_named(written: dict, words: str | N
     learner = LearnerConfig.model_validate(written)
     speed.report_slower(learner, speed.fastest_first(learner, True, 1000)[0], speed.fastest_first(AUTO, True, 1000)[0])
     assert (caplog.text == "") if words is None else (words in caplog.text)
+
+
+def test_a_small_gpu_gets_small_chunks_of_the_head(tmp_path: Path) -> None:
+    """0.5B on a GPU of 16 GB: with chunks of 4096 not even one token fits, with 1024 all do."""
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    Qwen2Config(vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **shape).save_pretrained(tmp_path)
+    model, memory = ModelConfig(path=str(tmp_path)), int(14.7 * GIB)
+    ways = speed.fastest_first(AUTO, True, 1000)
+    chosen = ways[speed.choose(model, ways, 1, memory, 2048, sends=True)]
+    assert (chosen.activation_checkpointing, chosen.head_chunk_tokens) == ("block", 1024)
+    assert estimate(model, chosen, 1, sends=True).fit(int(SHARE * memory)) > speed.ENOUGH_TOKENS
+    assert estimate(model, ways[1], 1, sends=True).fit(int(SHARE * memory)) <= 0
 
 
 @pytest.mark.xdist_group("ranks")
