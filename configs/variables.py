@@ -10,6 +10,7 @@ import io
 import ipaddress
 import os
 import pwd
+import signal
 import socket
 import sys
 import tempfile
@@ -62,8 +63,11 @@ def has_place(name: str) -> bool:
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
     """Make this process's environment safe: what is said can be printed in any locale and with any stream closed,
-    this machine is reached without a proxy, and the user has a name. Nobody's PLACE is left unless this `is_rank`."""
+    this machine is reached without a proxy, and the user has a name. Nobody's PLACE is left unless this `is_rank`.
+    The kernel keeps exit codes of children, also where a shell has had SIGCHLD ignored (`trap '' CHLD`)."""
     open_streams()
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for name in [] if is_rank else list(filter(has_place, environment)):
         del environment[name]
     environment.update(around_proxy(environment) | user(environment))

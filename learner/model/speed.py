@@ -87,7 +87,7 @@ def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions
         why = REASONS[taken].format(tokens=wanted_tokens(written, tokens)) if on_gpu else "the least memory, on CPU"
         log.info("learner.activation_checkpointing: auto takes %s: %s", taken, why)
     if written.head_chunk_tokens == "auto":
-        small = on_gpu and chosen.head_chunk_tokens < HEAD_CHUNK_ON_GPU
+        small = on_gpu and chosen.head_chunk_tokens == CHUNK_ON_CPU
         why = f": with {HEAD_CHUNK_ON_GPU} {wanted_tokens(written, tokens):,} tokens per microbatch do not fit"
         log.info("learner.head_chunk_tokens: auto takes %d%s", chosen.head_chunk_tokens, why if small else "")
 
