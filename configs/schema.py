@@ -342,7 +342,7 @@ class LearnerConfig(Section):
     memory more, or of the microbatch where that is `auto`, and still fits; on CPU always; `pass` with `cpu_offload`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens per chunk of the log-probability head: the logits of one chunk exist at a time. `auto` takes 4096 on a
-    GPU, 1024 on CPU."""
+    GPU, or 1024 where microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate of AdamW after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -10,6 +10,7 @@ import io
 import ipaddress
 import os
 import pwd
+import signal
 import socket
 import sys
 import tempfile
@@ -63,10 +64,13 @@ def has_place(name: str) -> bool:
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
     """Make this process's environment safe.
 
-    Afterwards output works in any locale and with closed streams, this machine is reached without a proxy, and the user
-    has a name. Variables of PLACE are removed unless this process `is_rank`.
+    Afterwards output works in any locale and with closed streams, this machine is reached without a proxy, the user has
+    a name, and the kernel keeps the exit codes of children even if a shell has SIGCHLD ignored (`trap '' CHLD`).
+    Variables of PLACE are removed unless this process `is_rank`.
     """
     open_streams()
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for name in [] if is_rank else list(filter(has_place, environment)):
         del environment[name]
     environment.update(around_proxy(environment) | user(environment))

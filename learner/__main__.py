@@ -158,7 +158,7 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         patches = max_sample_patches(config, form) if form else 0
-        config = decide_gather(decide_speed(config, device, mesh, patches), device, mesh, patches)
+        config = decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches)
         expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), rank == 0, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         policy, algorithm = build(config, mesh, budget, form)
@@ -197,19 +197,20 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
     return min(most, max_sample_tokens(config) * form.merge**2)
 
 
-def decide_speed(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
+def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
     """Return `config` with `learner.compile`, `activation_checkpointing` and `head_chunk_tokens` decided, the same on
     all ranks.
 
-    A collective, because GPUs of ranks may differ. `patches`: the most that one sample has.
+    A collective, because GPUs of ranks may differ. `memory`: bytes of this rank's GPU (None: on CPU). `patches`: the
+    most that one sample has.
     """
-    written, versions, on_gpu = config.learner, config.run.versions, device.type == "cuda"
+    written, versions, on_gpu = config.learner, config.run.versions, memory is not None
     tokens, reference, sends = least_microbatch(config, patches), keeps_reference(config), mesh.get_rank() == 0
     automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
     decided = []
     for learner in (written, automatic):
         ways = speed.fastest_first(learner, on_gpu, versions)
-        sizes = shards(mesh), gpu_memory(device), tokens
+        sizes = shards(mesh), memory, tokens
         decided.append((ways, speed.choose(config.model, ways, *sizes, reference=reference, sends=sends)))
     agreed = collectives.all_reduce_max(*(index for _, index in decided))
     chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))

@@ -7,6 +7,7 @@ harmless variables.
 import json
 import os
 import pwd
+import signal
 import socket
 import subprocess
 import sys
@@ -290,6 +291,17 @@ def test_a_user_id_that_the_machine_does_not_know_gets_a_name(monkeypatch: pytes
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert variables.user({}) == {"USER": f"uid{os.getuid()}", "HOME": tempfile.gettempdir()}
     assert variables.user({"LOGNAME": "ann", "HOME": "/home/ann"}) == {}
+
+
+def test_exit_codes_are_known_though_a_shell_ignores_the_end_of_children() -> None:
+    """After `trap '' CHLD` the kernel forgets them: a keeper would see 255 of every process, be it done or refused."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        variables.prepare(environment={})
+        child = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 3"], {})
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_output_to_a_full_disk_is_a_failure() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
@@ -28,6 +29,9 @@ Initial = Callable[[str, torch.Size], Tensor]
 ADAPTER = ("lora_A", "lora_B")
 """Last words of the names of an adapter's parameters."""
 
+WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError)
+"""What transformers raises for a config.json with a value of the wrong type, or with values that contradict."""
+
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """Read the model's config. Raises ConfigError if transformers cannot."""
@@ -35,6 +39,10 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
         raise ConfigError([f"model.path: {model.path}: {str(error).splitlines()[0]}"]) from None
+    except WRONG_VALUES as error:
+        problem = f"model.path: {model.path}: config.json has a value that transformers refuses"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError([f"{problem} ({why}); correct it"]) from None
     assert isinstance(config, PreTrainedConfig)
     return config
 

@@ -32,7 +32,7 @@ REASONS = {
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """List the possible settings of `learner`, the fastest first; each needs less memory than the one before. Never
+    """List the possible settings of `learner`, the fastest first; none needs more memory than the one before. Never
     empty."""
     compiled = on_gpu and not learner.cpu_offload and versions >= VERSIONS_WORTH_COMPILING
     if learner.compile != "auto":
@@ -45,8 +45,11 @@ def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[L
     chunk = HEAD_CHUNK_ON_GPU if on_gpu else CHUNK_ON_CPU
     if learner.head_chunk_tokens != "auto":
         chunk = learner.head_chunk_tokens
-    decided = {"compile": compiled, "head_chunk_tokens": chunk}
-    return [learner.model_copy(update=decided | {"activation_checkpointing": way}) for way in ways]
+    found = [(way, chunk) for way in ways]
+    if on_gpu and learner.head_chunk_tokens == "auto":  # with 150,000 words it takes 2.6 GiB less
+        found.append((ways[-1], CHUNK_ON_CPU))
+    keys = ("activation_checkpointing", "head_chunk_tokens")
+    return [learner.model_copy(update={"compile": compiled} | dict(zip(keys, way, strict=True))) for way in found]
 
 
 def choose(
@@ -86,7 +89,9 @@ def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions
         why = REASONS[taken].format(tokens=wanted_tokens(written, tokens)) if on_gpu else "the least memory, on CPU"
         log.info("learner.activation_checkpointing: auto takes %s: %s", taken, why)
     if written.head_chunk_tokens == "auto":
-        log.info("learner.head_chunk_tokens: auto takes %d", chosen.head_chunk_tokens)
+        small = on_gpu and chosen.head_chunk_tokens == CHUNK_ON_CPU
+        why = f": with {HEAD_CHUNK_ON_GPU} {wanted_tokens(written, tokens):,} tokens per microbatch do not fit"
+        log.info("learner.head_chunk_tokens: auto takes %d%s", chosen.head_chunk_tokens, why if small else "")
 
 
 def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from configs.load import ConfigError
 from configs.schema import AlgorithmConfig, Config, LoraConfig, ModelConfig
 from learner import watchdog
-from learner.__main__ import decide_gather
+from learner.__main__ import decide_gather, decide_speed
 from learner.checkpoint import Checkpoints
 from learner.mesh import make_mesh, replica, shards
 from learner.model import loading, unshard
@@ -242,6 +242,21 @@ def decisions(folder: Path) -> None:
         torch.save(found, folder / "decisions.pt")
 
 
+def speeds(folder: Path, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
+    """For each of `cases`, keys of the learner and the memory of each rank's GPU: what each rank decides for speed;
+    `speeds.pt`."""
+    rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
+    for learner, memory in cases:
+        given = {"data": {"train": "x"}, "reward": {"function": "x"}, "learner": learner | {"ranks": 2}}
+        config = Config(model={"path": str(folder)}, run={"versions": 1000}, **given)
+        decided = decide_speed(config, memory[rank], mesh, 0).learner
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, (decided.compile, decided.activation_checkpointing, decided.head_chunk_tokens))
+        found.append(every)
+    if rank == 0:
+        torch.save(found, folder / "speeds.pt")
+
+
 def moved(folder: Path, name: str, stages: list[dict[str, Any]]) -> None:
     """Train in `stages`, each restoring what the one before has saved; the metrics and the last weights go to
     `FOLDER/NAME.pt`. `node_ranks`: each so many ranks see a folder of their own."""
@@ -364,6 +379,7 @@ CASES: dict[str, Callable[..., None]] = {
         gathers,
         wholes,
         decisions,
+        speeds,
         train,
         unrouted,
         late,

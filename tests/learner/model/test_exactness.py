@@ -4,6 +4,7 @@
 transformers' own forward pass of each document.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,28 @@ def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_pat
     config = AutoConfig.for_model(kind)
     if not reasons(config):
         assert worst_difference(small(config), tmp_path, mesh) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"]}, "`num_hidden_layers` (3) must be equal"),
+        ({"hidden_size": 66}, "The hidden size (66) is not a multiple of the number of attention heads (4)"),
+        ({"num_attention_heads": "4"}, "Field 'num_attention_heads' expected int, got str"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"rope_scaling": {"type": "linear"}}, "Missing required keys in `rope_parameters`"),
+        ({"rope_scaling": "linear"}, "Field 'rope_parameters' with value 'linear'"),
+        ({"quantization_config": "fp8"}, "AttributeError"),
+        ({"model_type": ["llama"]}, "unhashable type"),
+    ],
+    ids=str,
+)
+def test_a_config_that_transformers_cannot_read_is_one_line(tmp_path: Path, wrong: dict, words: str) -> None:
+    """As after shortening a model by hand: the exit code is 2, not a traceback and exit code 1."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes | wrong))
+    with pytest.raises(ConfigError) as refused:
+        check_exact(ModelConfig(path=str(tmp_path)), True)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(f"model.path: {tmp_path}: config.json has a value that transformers refuses (")
+    assert words in line and line.endswith("; correct it")

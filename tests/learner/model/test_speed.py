@@ -4,10 +4,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen2Config
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import speed
-from learner.model.memory import SHARE, estimate
+from learner.model.memory import GIB, SHARE, estimate
+from tests.harness import world
 from tests.learner.model.test_memory import wide_model
 
 AUTO = LearnerConfig()
@@ -19,12 +22,12 @@ def decided(learner: LearnerConfig, on_gpu: bool = True, versions: int = 1000) -
 
 
 def test_a_run_file_without_keys_for_speed_compiles_on_a_gpu_and_recomputes_only_if_needed() -> None:
-    assert decided(AUTO) == [(True, "none", 4096), (True, "block", 4096)]
+    assert decided(AUTO) == [(True, "none", 4096), (True, "block", 4096), (True, "block", 1024)]
     assert decided(AUTO, on_gpu=False) == [(False, "block", 1024)]
 
 
 def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
-    eager = [(False, way, 4096) for way in ("none", "selective", "block")]
+    eager = [*((False, way, 4096) for way in ("none", "selective", "block")), (False, "block", 1024)]
     assert decided(AUTO, versions=19) == eager and decided(AUTO, versions=20) != eager
     assert decided(AUTO.model_copy(update={"cpu_offload": True})) == eager
 
@@ -32,9 +35,12 @@ def test_a_short_run_and_one_with_offload_are_not_compiled() -> None:
 @pytest.mark.parametrize(
     ("written", "ways"),
     [
-        ({"compile": False}, [(False, "none", 4096), (False, "selective", 4096), (False, "block", 4096)]),
-        ({"compile": True, "cpu_offload": True}, [(True, "none", 4096), (True, "block", 4096)]),
-        ({"activation_checkpointing": "selective"}, [(True, "selective", 4096)]),
+        (
+            {"compile": False, "head_chunk_tokens": 4096},
+            [(False, "none", 4096), (False, "selective", 4096), (False, "block", 4096)],
+        ),
+        ({"compile": True, "cpu_offload": True}, [(True, "none", 4096), (True, "block", 4096), (True, "block", 1024)]),
+        ({"activation_checkpointing": "selective"}, [(True, "selective", 4096), (True, "selective", 1024)]),
         ({"head_chunk_tokens": 7}, [(True, "none", 7), (True, "block", 7)]),
     ],
 )
@@ -44,7 +50,7 @@ def test_keys_of_the_run_file_are_kept(written: dict, ways: list) -> None:
 
 def test_each_way_needs_less_memory_and_more_time_than_the_one_before(tmp_path: Path) -> None:
     model = wide_model(tmp_path)
-    for written in ({}, {"compile": False}):
+    for written in ({"head_chunk_tokens": 4096}, {"head_chunk_tokens": 4096, "compile": False}):
         ways = speed.fastest_first(LearnerConfig.model_validate(written), True, 1000)
         for faster, slower in pairwise(ways):
             assert estimate(model, faster, 1).total(4096) > estimate(model, slower, 1).total(4096)
@@ -76,7 +82,7 @@ def test_the_first_way_whose_microbatches_fit_is_taken(tmp_path: Path) -> None:
 
 def test_each_decision_is_a_line_with_its_reason(caplog) -> None:
     caplog.set_level("INFO")
-    none, block = speed.fastest_first(AUTO, True, 1000)
+    none, block, small = speed.fastest_first(AUTO, True, 1000)
     speed.report(AUTO, none, True, 1000, 100)
     assert [record.message for record in caplog.records] == [
         "learner.compile: auto takes true: a minute at the start, then about 1.3 times the tokens/s",
@@ -88,6 +94,11 @@ def test_each_decision_is_a_line_with_its_reason(caplog) -> None:
     assert caplog.records[0].message == (
         "learner.activation_checkpointing: auto takes block: recomputes each block, a third more time; with none 900 "
         "tokens per microbatch do not fit"
+    )
+    caplog.clear()
+    speed.report(AUTO, small, True, 1000, 100)
+    assert caplog.records[2].message == (
+        "learner.head_chunk_tokens: auto takes 1024: with 4096 8,192 tokens per microbatch do not fit"
     )
     caplog.clear()
     speed.report(none, none, True, 1000, 100)
@@ -109,3 +120,32 @@ def test_a_written_key_that_costs_a_fifth_is_named(written: dict, words: str | N
     learner = LearnerConfig.model_validate(written)
     speed.report_slower(learner, speed.fastest_first(learner, True, 1000)[0], speed.fastest_first(AUTO, True, 1000)[0])
     assert (caplog.text == "") if words is None else (words in caplog.text)
+
+
+def test_a_small_gpu_gets_small_chunks_of_the_head(tmp_path: Path) -> None:
+    """0.5B on a GPU of 16 GB: with chunks of 4096 not even one token fits, with 1024 all do."""
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    Qwen2Config(vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **shape).save_pretrained(tmp_path)
+    model, memory = ModelConfig(path=str(tmp_path)), int(14.7 * GIB)
+    ways = speed.fastest_first(AUTO, True, 1000)
+    chosen = ways[speed.choose(model, ways, 1, memory, 2048, sends=True)]
+    assert (chosen.activation_checkpointing, chosen.head_chunk_tokens) == ("block", 1024)
+    assert estimate(model, chosen, 1, sends=True).fit(int(SHARE * memory)) > speed.ENOUGH_TOKENS
+    assert estimate(model, ways[1], 1, sends=True).fit(int(SHARE * memory)) <= 0
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_with_different_gpus_decide_alike(tmp_path: Path) -> None:
+    """All take what fits the fullest GPU, whichever rank has it, and what is written."""
+    wide_model(tmp_path)
+    large, small = 80 * GIB, 2 * GIB
+    eager = {"compile": False}
+    cases = [({}, [large, large]), ({}, [large, small]), ({}, [small, large]), (eager, [large, small])]
+    written = {"activation_checkpointing": "selective", "head_chunk_tokens": 7}
+    world.together("speeds", 2, tmp_path, cases=[*cases, (written, [small, large])])
+    fast, careful = (True, "none", 4096), (True, "block", 4096)
+    assert torch.load(tmp_path / "speeds.pt") == [
+        *([each] * 2 for each in (fast, careful, careful)),
+        [(False, "block", 4096)] * 2,
+        [(True, "selective", 7)] * 2,
+    ]
