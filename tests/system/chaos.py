@@ -1,4 +1,4 @@
-"""`python -m tests.system.chaos --kills 200 --seed 0`: runs whose processes meet faults at random moments, then audited.
+"""`python -m tests.system.chaos --kills 200 --seed 0`: runs that meet faults at random moments, then an audit.
 
 The buffer is `python -m buffer` itself; servers and learner run their real loops and clients, with stand-ins for vLLM
 and the model (`chaos_rollout.py`, `chaos_learner.py`). A killed process is restarted at once. A few servers are frozen
@@ -57,7 +57,7 @@ LAST_S, ORPHANS_S = 10.0, 60.0
 
 class Chaos:
     """One run: starts everything, kills, restarts, waits for the end. `plan`: the other faults, by name of a method and
-    of the process; `longest_s`: how long the first of them lasts."""
+    of the process; `longest_s`: how long the first stop and the first full disk last."""
 
     def __init__(
         self, run: Run, batches: int, kills: int, seed: int, agents: bool, plan: Sequence[str], longest_s: float
@@ -67,6 +67,7 @@ class Chaos:
         self.draw = random.Random(f"{seed}/{run.folder.name}/faults")
         self.plan, self.planned, self.longest_s = self.draw.sample(plan, len(plan)), kills + len(plan), longest_s
         self.faults: Counter[str] = Counter()
+        self.met_kinds: frozenset[str] = frozenset()
         self.disk = Disk(run.ledger.parent)
         self.mark = uuid.uuid4().hex
         self.kills: Counter[str] = Counter()
@@ -209,12 +210,12 @@ class Chaos:
 
     def stop_server(self, name: str, limit: float) -> None:
         """Its leases end meanwhile, and it delivers late; kills go on."""
-        self.freeze(name, self.seconds())
+        self.freeze(name, self.seconds("stop"))
 
     def stop(self, name: str, limit: float) -> None:
         """Stop buffer or learner and continue it, with time for nothing else."""
         with self.nothing_lost(f"{name}, which was stopped and continued,", limit):
-            seconds = self.seconds()
+            seconds = self.seconds("stop")
             self.freeze(name, seconds)
             self.wait(seconds + 0.1, limit)
 
@@ -225,7 +226,7 @@ class Chaos:
             while self.times_full() == before:
                 self.disk.fill()  # once more: what was deleted meanwhile gives room
                 self.handle_exit(0.2, limit)
-            self.wait(self.seconds(), limit)
+            self.wait(self.seconds("disk"), limit)
             self.disk.free()
         self.faults["disk full"] += 1
 
@@ -240,9 +241,9 @@ class Chaos:
             jump(self.run.clock(name), by_s)
         self.faults["clock jumped"] += 1
 
-    def seconds(self) -> float:
-        """How long the next of these faults lasts: the first one of a run longest."""
-        first = not (self.faults - Counter({"clock jumped": 10**9}))
+    def seconds(self, kind: str) -> float:
+        """How long the next fault of this kind lasts: the first one of a run longest."""
+        first, self.met_kinds = kind not in self.met_kinds, self.met_kinds | {kind}
         return self.longest_s if first else FROZEN_S * (self.longest_s / FROZEN_S) ** self.draw.random()
 
     def wait(self, seconds: float, limit: float) -> None:
@@ -343,10 +344,10 @@ def summary(kills: Counter[str], counts: Counts) -> str:
     by = f"buffer {kills['buffer']}, servers {kills['rollout']}, learner {kills['learner']}"
     others = ", ".join(f"{fault} {times}" for fault, times in sorted(counts.faults.items())) or "none"
     return (
-        f"{kills.total()} kills ({by}), other faults ({others}), {counts.trained} groups trained in {counts.batches} batches, "
-        f"{counts.replayed} repeated alike, {counts.dropped} dropped with a reason, {counts.open} open at the end of "
-        f"the versions, {counts.met} agents met in mid-episode, {counts.samples} samples parsed, oldest token of age "
-        f"{counts.oldest}, no orphan: audit clean"
+        f"{kills.total()} kills ({by}), other faults ({others}), {counts.trained} groups trained in {counts.batches} "
+        f"batches, {counts.replayed} repeated alike, {counts.dropped} dropped with a reason, {counts.open} open at the "
+        f"end of the versions, {counts.met} agents met in mid-episode, {counts.samples} samples parsed, oldest token "
+        f"of age {counts.oldest}, no orphan: audit clean"
     )
 
 
