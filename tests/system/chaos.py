@@ -260,19 +260,20 @@ class Chaos:
             raise Finding(f"{fault} cost attempts: {dict(more)}")
 
     def settled(self, limit: float) -> Counter[str]:
-        """Attempts of the run that were lost, by reason, once all servers were well for longer than a lease and none is
-        lost meanwhile."""
-        config, lost, since = self.run.config(), Counter[str](), time.monotonic()
-        while time.monotonic() < since + SETTLED_S:
+        """Attempts of the run that were lost, by reason, once all servers were well for longer than a lease, no attempt
+        was lost meanwhile, and some are under way."""
+        config, lost, since, leased = self.run.config(), Counter[str](), time.monotonic(), False
+        while time.monotonic() < since + SETTLED_S or not leased:
             self.handle_exit(0.2, limit)
             state = asyncio.run(ask(config))
             servers = state.servers.values() if state else ()
+            leased = any(server["leases"] for server in servers)
             well = len(servers) == SERVERS and all(
                 "gone_s" not in server and server["silent_s"] < HEARD_S for server in servers
             )
             failed = state.failed if state else {}
             found = Counter({why: times for why, times in failed.items() if any(known in why for known in LOST)})
-            if not well or found != lost or not any(server["leases"] for server in servers):
+            if not well or found != lost:
                 lost, since = found, time.monotonic()
         return lost
 
