@@ -48,8 +48,8 @@ class Disk:
         copy = self.folder.with_name(f"{self.folder.name}-copy")
         try:
             yield
-            self.free()
         finally:
+            self.free()
             shutil.copytree(self.folder, copy)
             subprocess.run(["umount", str(self.folder)], check=True)
             self.folder.rmdir()

@@ -106,6 +106,16 @@ def test_an_unknown_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "--faults: 'flood' is no fault; choose from kill,stop,disk,clock" in capsys.readouterr().err
 
 
+def test_a_disk_that_cannot_be_mounted_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit) as refused:
+        main(["--faults", "disk"])
+    assert refused.value.code == 2
+    assert "--faults: disk takes a mounted disk: no program unshare" in capsys.readouterr().err
+
+
 def in_ledger(change: str) -> Callable[[Run], None]:
     def tamper(run: Run) -> None:
         with sqlite3.connect(run.ledger) as db:
