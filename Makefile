@@ -73,9 +73,9 @@ $(VENV)/oldest/.installed: pyproject.toml tests/oldest.txt
 gpu: $(STAMP)
 	$(RUN) -m pytest -m gpu
 
-# Long form of the chaos test: at least 200 kills. CHAOS_SEED picks another run.
+# Long form of the chaos test: at least 200 kills, and other faults between them. CHAOS_SEED picks another run, CHAOS adds flags.
 chaos: $(STAMP)
-	$(RUN) -m tests.system.chaos --kills 200 --seed $${CHAOS_SEED:-0}
+	$(RUN) -m tests.system.chaos --kills 200 --seed $${CHAOS_SEED:-0} $(CHAOS)
 
 # Training time that is left under kills, in half an hour: four kills, one each 300 s. SOAK adds flags, as in SOAK="--minutes 60".
 soak: $(STAMP)

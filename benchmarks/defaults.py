@@ -168,7 +168,7 @@ def one_step(index: int) -> dict[str, Any]:
     from benchmarks.learner.cases import part_of
     from configs.schema import Config
     from learner.__main__ import decide_gather, decide_speed, keeps_reference
-    from learner.model.memory import GIB, memory_budget
+    from learner.model.memory import GIB, gpu_memory, memory_budget
     from learner.model.policy import Policy
     from learner.train.optimizer import Optimizer
     from learner.train.step import Algorithm
@@ -186,7 +186,7 @@ def one_step(index: int) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda", (1,))
-    config = decide_gather(decide_speed(config, device, mesh, 0), device, mesh, 0)
+    config = decide_gather(decide_speed(config, gpu_memory(device), mesh, 0), device, mesh, 0)
     expected, budget = memory_budget(config, device, 1, keeps_reference(config), True)
     # rank 0's copies for servers are not made here, so their size is subtracted from the memory
     copies = expected.candidates[0].fixed.get("copies to send", 0)

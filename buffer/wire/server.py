@@ -27,6 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from buffer.curve import ServerKeys, is_loopback, judge_connections, split
 from buffer.resources import MemoryWatch
 from buffer.wire.clock import TICK_S, ListeningClock
+from buffer.wire.connection import DEAD_NETWORK
 from buffer.wire.handlers import LoopTurn
 from buffer.wire.message import Frame
 from buffer.wire.requests import PendingRequests
@@ -54,13 +55,7 @@ OPTIONS = {
     zmq.RCVHWM: 3,
     zmq.LINGER: 1000,
     zmq.BACKLOG: 65535,  # all clients connect again at once; the kernel takes less where net.core.somaxconn is less
-    # No ZMQ_HEARTBEAT_IVL: libzmq 4.3.5 aborts the process if its timer fires for a connection that broke while RCVHWM
-    # stopped reading, for example when a client ends during a long commit. The kernel detects a dead network instead.
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 5,  # s
-    zmq.TCP_KEEPALIVE_INTVL: 5,
-    zmq.TCP_KEEPALIVE_CNT: 2,
-    zmq.TCP_MAXRT: 15000,  # ms that sent bytes may stay unacknowledged
+    **DEAD_NETWORK,
 }
 CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 """Events of which `Speakers` are told."""

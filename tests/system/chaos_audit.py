@@ -49,6 +49,8 @@ class Counts:
     discarded: int = 0
     met: int = 0
     """Episodes of agents whose server was killed meanwhile: what the run tells, not the ledger."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Faults that are no kills, as the run counts them."""
     oldest: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 

@@ -94,6 +94,10 @@ class Run:
         """Made by the learner when it meets `hold`."""
         return self.folder / "held"
 
+    def clock(self, name: str) -> Path:
+        """Seconds by which the wall clock of process `name` is off; none while it does not exist."""
+        return self.folder / f"clock-{name}"
+
     def gate(self, name: str) -> Path:
         """While it exists, process `name` of `scaled.py` does not start."""
         return self.folder / f"gate-{name}"

@@ -133,3 +133,41 @@ def test_a_message_that_can_be_read_and_not_be_served_is_refused(what: str, tmp_
     committed(requests)
     ((_, answer),) = requests.answers()
     assert isinstance(unpack(answer, ANSWERS)[1], Refused)
+
+
+BROKEN_WHILE_STOPPED = """
+import os, signal, time, zmq
+from buffer.wire import connection, server
+
+SOON = {zmq.HEARTBEAT_IVL: 10, zmq.HEARTBEAT_TIMEOUT: 50}  # ms: what a client's socket does by a timer, many times
+ours, theirs = os.pipe()
+if (buffer := os.fork()) == 0:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        for option, value in server.OPTIONS.items():
+            router.setsockopt(option, value)
+        os.write(theirs, b"%d" % router.bind_to_random_port("tcp://127.0.0.1"))
+        while router.poll(1000):
+            router.send_multipart(router.recv_multipart())
+    os._exit(0)
+port = int(os.read(ours, 9))
+with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    for option, value in connection.OPTIONS.items():
+        dealer.setsockopt(option, SOON.get(option, value))
+    dealer.connect(f"tcp://127.0.0.1:{port}")
+    dealer.poll(5000, zmq.POLLOUT)
+    dealer.send(b"")
+    dealer.recv()
+    os.kill(buffer, signal.SIGSTOP)
+    for _ in range(30):
+        if dealer.poll(0, zmq.POLLOUT):
+            dealer.send(b"word")
+        time.sleep(0.01)
+os.kill(buffer, signal.SIGCONT)
+print(os.waitstatus_to_exitcode(os.waitpid(buffer, 0)[1]))
+"""
+
+
+def test_a_client_that_ends_while_the_buffer_is_stopped_does_not_end_it() -> None:
+    """libzmq aborted the process, as above, where it met a client's ping after such a connection had broken."""
+    ended = subprocess.run([sys.executable, "-c", BROKEN_WHILE_STOPPED], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stdout + ended.stderr
