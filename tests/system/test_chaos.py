@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_a_wall_clock_jumps_in_a_running_process(tmp_path: Path) -> None:
     clock = tmp_path / "clock"
     code = "import logging, sys, time; [print(time.time(), time.time_ns() / 1e9, flush=True) for _ in sys.stdin]"
     environment = clocked(dict(os.environ), clock)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, bufsize=1, **pipes) as process:
 
         def off() -> list[int]:
