@@ -92,7 +92,7 @@ def test_a_flood_of_lines_fills_neither_disk_nor_terminal(keep: Callable[..., Ke
     windows = sum("lines left out, see" in text and str(tmp_path) in text for text in lines)
     assert windows and len(lines) <= windows * (SHOWN_LINES + 1) and max(map(len, lines)) < 2010
     shown = len(lines) - windows
-    assert shown + sum(int(text.split()[0]) for text in lines if "left out" in text) == number
+    assert shown + sum(int(text.split()[0]) for text in lines if "lines left out" in text) == number
 
 
 def test_sigkill_is_followed_by_a_restart_without_the_old_family(keep: Callable[..., Keeper]) -> None:
