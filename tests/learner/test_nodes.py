@@ -200,7 +200,7 @@ def test_srun_starts_ranks_or_nodes() -> None:
     assert ranks.from_slurm(learner, {}) == ranks.from_slurm(learner, SRUN | {tasks: "1"}) == {}
     for known in ("RANK", "NODE_RANK", PROGRESS):  # torchrun, a person or a keeper inside of a task
         assert ranks.from_slurm(learner, SRUN | {tasks: "3", known: "0"}) == {}
-    with pytest.raises(ConfigError, match=r"16 on learner.nodes 2, but srun has started 3 tasks; start 16, .* or 2"):
+    with pytest.raises(ConfigError, match=r"16 on learner.nodes 2, but srun has started 3 tasks; start 16 .* or 2"):
         ranks.from_slurm(learner, SRUN | {tasks: "3"})
 
 

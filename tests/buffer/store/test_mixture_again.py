@@ -9,6 +9,7 @@ from buffer.__main__ import restored
 from buffer.ledger.types import Transaction
 from buffer.problems import Problems, load_problems
 from buffer.store.sqlite import Store, StoreError
+from buffer.wire.clock import ListeningClock
 from configs.load import load
 from configs.schema import Config
 
@@ -31,10 +32,10 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     data, drawn = problems(tmp_path), []
     for _ in range(4):
         with Store(tmp_path / "buffer.sqlite", False, data, data.digest) as store:
-            ledger = restored(run_file(tmp_path), store, data, 0.0)
+            ledger = restored(run_file(tmp_path), store, data, ListeningClock())
             drawn += [data[lease.index]["problem"] for lease in ledger.ask(f"s{len(drawn)}#1", 0, 5, 0.0)]
             store.commit(Transaction(ledger.drain()))
-    whole = restored(run_file(tmp_path), Store(None), data, 0.0)
+    whole = restored(run_file(tmp_path), Store(None), data, ListeningClock())
     assert drawn == [data[lease.index]["problem"] for lease in whole.ask("s#1", 0, 20, 0.0)]
     assert sum(name.startswith("b") for name in drawn) == 16
     (tmp_path / "b.jsonl").write_text('{"problem": "b", "answer": "2"}\n')

@@ -252,7 +252,7 @@ def test_heads_of_another_size_are_refused_before_a_server_starts(tmp_path, shap
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4} | shape))
     run = of_model(tmp_path)
     (line,) = unserved_heads(run, cpu=True)
-    assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU serves heads of 32, 64, ")
+    assert line.startswith(f"model.path: {tmp_path}: vLLM on a CPU serves heads of size 32, 64, ")
     assert line.endswith(f"but this model's have {size}; take another model, or servers with GPUs")
     assert not list(unserved_heads(run, cpu=False))
 
