@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.ledger.types import SampleStats
+from buffer.store.faults import StoreGone
+from buffer.store.same_files import identity
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
@@ -72,6 +74,10 @@ class Segments:
         """Samples of these sizes from `place` on. Raises OSError if the file does not have them."""
         data = read(self.folder, place, sum(sizes))
         return [data[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
+
+    def path_of(self, number: int) -> Path:
+        """The file of a segment."""
+        return path_of(self.folder, number)
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
         """The first file of `ends`, by number, that does not exist or is shorter than its end; None: all are sound."""
@@ -153,10 +159,12 @@ class Segments:
 
     def _descriptor(self) -> int:
         """File descriptor of the segment being written, which is created if it does not exist."""
+        path = path_of(self.folder, self.number)
         if self._open and self._open[0] == self.number:
+            if identity(path) != identity(self._open[1]):
+                raise StoreGone(path)
             return self._open[1]
         self._close_file()
-        path = path_of(self.folder, self.number)
         if self._spare and not path.exists():
             self._spare.pop().rename(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -186,6 +194,10 @@ class InMemory:
         """As `Segments.read`."""
         ends = list(accumulate(sizes, initial=place.position))
         return [self._groups[place.segment][begin:end] for begin, end in pairwise(ends)]
+
+    def path_of(self, number: int) -> Path:
+        """As `Segments.path_of`; there is no such file."""
+        return Path("memory")
 
     def missing(self, ends: Mapping[int, int]) -> None:
         """None is."""

@@ -15,6 +15,7 @@ Readable with any SQLite tool, also while the buffer runs:
     samples   item, idx, tokens, sampled, reward, truncated
               segment, position, bytes   where it is: in the file `buffer.sqlite-samples/SEGMENT.samples` (six digits),
                                          from byte `position` on, MessagePack of `buffer.wire.sample.Sample`
+              crc32c                     CRC32C of those bytes; NULL: stored by a release that computed none
     segments  segment, size, live  those files: bytes that count of each, bytes that are still named
     batches   version, trained, formed_at, trained_at
     problems  row, problem         JSON of each problem that was dispatched
@@ -24,9 +25,12 @@ Readable with any SQLite tool, also while the buffer runs:
                                                evaluated, where
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
+    commits   ledger, number      one row: a random name of this ledger, and how often it was committed (`witness.py`)
 """
 
-APPLICATION, SCHEMA = 0x48445243, 3
+APPLICATION, SCHEMA = 0x48445243, 4
+READABLE = (3, SCHEMA)
+"""Schemas that are read; a file of an earlier one is brought to SCHEMA when a buffer opens it."""
 TABLES = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE problems (row INTEGER PRIMARY KEY, problem TEXT NOT NULL);
@@ -42,7 +46,7 @@ CREATE INDEX items_with_samples ON items (batch) WHERE bytes > 0;
 CREATE TABLE samples (
     item INTEGER NOT NULL, idx INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
     reward REAL NOT NULL, truncated INTEGER NOT NULL,
-    segment INTEGER NOT NULL, position INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    segment INTEGER NOT NULL, position INTEGER NOT NULL, bytes INTEGER NOT NULL, crc32c INTEGER,
     PRIMARY KEY (item, idx)
 ) WITHOUT ROWID;
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, size INTEGER NOT NULL, live INTEGER NOT NULL);
@@ -53,6 +57,13 @@ CREATE TABLE totals (
     sampled INTEGER NOT NULL, truncated INTEGER NOT NULL, PRIMARY KEY (what, which)
 ) WITHOUT ROWID;
 """
+MIGRATIONS = {3: "ALTER TABLE samples ADD COLUMN crc32c INTEGER"}
+"""By schema: what brings a file to the next one."""
+AS_NOW = "CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples"
+"""For readers of a file with schema 3: hides its table behind one with the column that it lacks."""
+COMMITS = "CREATE TABLE IF NOT EXISTS commits (ledger TEXT NOT NULL, number INTEGER NOT NULL)"
+FIRST_COMMIT = "INSERT INTO commits SELECT ?, 0 WHERE NOT EXISTS (SELECT 1 FROM commits)"
+NEXT_COMMIT = "UPDATE commits SET number = number + 1"
 ITEM = """
 INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15,
     ?16, CASE WHEN ?12 THEN ?16 END, ?16, 0)
@@ -77,8 +88,8 @@ ORDER BY changed_at DESC, item DESC LIMIT ?
 """
 VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
 KNOWN = "SELECT 1 FROM problems WHERE row = ?"
-GROUP = "SELECT segment, position, bytes FROM samples WHERE item = ? ORDER BY idx"
-SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+GROUP = "SELECT segment, position, bytes, crc32c FROM samples WHERE item = ? ORDER BY idx"
+SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 SEGMENT = """
 INSERT INTO segments VALUES (?1, ?2, ?3)
 ON CONFLICT (segment) DO UPDATE SET size = MAX(size, ?2), live = live + ?3
