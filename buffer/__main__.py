@@ -131,7 +131,7 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
         max_failed_share=config.rollout.max_failed_share,
         shares=problems.shares,
         eval_every=config.eval.every if config.data.eval else None,
-        recall=store.dropped,
+        recall=store.closed,
     )
     ledger.restore(store.load(), clock.now())
     ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks

@@ -4,11 +4,12 @@ Readable with any SQLite tool, also while the buffer runs:
 `sqlite3 buffer.sqlite "SELECT state, COUNT(*) FROM items GROUP BY state"`
 
     items     item, row, epoch     number for life, row of the data set, pass over the data set
-              state, reason        waiting, leased, stored, batched, trained, dropped; why dropped or failed last
+              state, reason        waiting, leased, stored, batched, trained, dropped, quarantined; why dropped, put
+                                   into quarantine, or failed last
               version, server      dispatch version and server of the last lease
               lease, request       number of the last lease; number of the Ask that was answered with it
               attempts             dispatches so far
-              batch                batch it went into; dropped: the one then collected; else -1
+              batch                batch it went into, or was taken out of; dropped: the one then collected; else -1
               samples, tokens, sampled, truncated   sums over its group
               leased_at, stored_at, changed_at      Unix time
               bytes                size of its samples here; 0 once removed
@@ -78,15 +79,16 @@ SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END
     request, attempts, batch, samples, tokens, sampled, truncated FROM items
 """
 """In the order of the fields of `ItemState`."""
-KEPT = f"{ITEM_STATE} WHERE state <> 'dropped' AND (batch = -1 OR batch >= ?)"
-DROPPED = f"{ITEM_STATE} WHERE item = ? AND state = 'dropped'"
+KEPT = f"{ITEM_STATE} WHERE state NOT IN ('dropped', 'quarantined') AND (batch = -1 OR batch >= ?)"
+CLOSED = f"{ITEM_STATE} WHERE item = ? AND state IN ('dropped', 'quarantined')"
 UNTRAINED = "SELECT item, bytes FROM items WHERE bytes > 0 AND state IN ('stored', 'batched')"
 BATCHED_SINCE = "SELECT item, bytes FROM items WHERE bytes > 0 AND batch >= ? AND state IN ('batched', 'trained')"
 FAILED_ROWS = """
 SELECT row, reason FROM items WHERE state IN ('waiting', 'dropped') AND samples = 0 AND reason <> ''
 ORDER BY changed_at DESC, item DESC LIMIT ?
 """
-VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ?"
+VOID = "SELECT item FROM items WHERE bytes > 0 AND batch >= 0 AND batch < ? AND state <> 'quarantined'"
+UNFORMED = "DELETE FROM batches WHERE version >= ?"
 KNOWN = "SELECT 1 FROM problems WHERE row = ?"
 GROUP = "SELECT segment, position, bytes, crc32c FROM samples WHERE item = ? ORDER BY idx"
 SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"

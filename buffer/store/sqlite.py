@@ -123,9 +123,9 @@ class Store:
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
         return Saved(items, totals, scalars, failed[::-1], evaluations)
 
-    def dropped(self, item: int) -> ItemState | None:
-        """An item that was dropped, which the ledger does not keep in memory."""
-        row = self._db.execute(sql.DROPPED, [item]).fetchone()
+    def closed(self, item: int) -> ItemState | None:
+        """An item that was dropped or put into quarantine, which the ledger does not keep in memory."""
+        row = self._db.execute(sql.CLOSED, [item]).fetchone()
         return ItemState(*row) if row else None
 
     def commit(self, transaction: Transaction) -> None:
@@ -168,6 +168,8 @@ class Store:
         db.executemany(sql.SAMPLE, rows)
         db.executemany(sql.SEGMENT, ends)
         db.executemany("UPDATE items SET bytes = ? WHERE item = ?", sizes)
+        if changes.quarantined and "version" in changes.scalars:  # a batch lost its last group
+            db.execute(sql.UNFORMED, [changes.scalars["version"]])
         for version, trained in sorted(changes.batches.items()):
             db.execute(sql.BATCH, (version, trained, now))
             db.execute(sql.TRAINED, (version, trained, now))

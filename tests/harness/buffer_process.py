@@ -69,7 +69,7 @@ def make_requests(
     names = Limits.__dataclass_fields__
     ledger_changes = {name: value for name, value in changes.items() if name not in names}
     store = store or Store(path, fsync=False)
-    ledger = Ledger(len(problems), groups, max_staleness, shuffle=False, recall=store.dropped, **ledger_changes)
+    ledger = Ledger(len(problems), groups, max_staleness, shuffle=False, recall=store.closed, **ledger_changes)
     ledger.restore(store.load(), time.monotonic())
     limits = make_limits(**{name: value for name, value in changes.items() if name in names})
     return PendingRequests(Handlers(ledger, store, problems, limits), limits.max_message)

@@ -102,7 +102,7 @@ class Run(RuleBasedStateMachine):
         """Revision at which the learner's Take was parked."""
 
     def new(self) -> Ledger:
-        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.dropped, **self.settings)  # type: ignore[arg-type]
+        return Ledger(*self.sizes, seed=self.seed, lease_s=LEASE_S, recall=self.store.closed, **self.settings)  # type: ignore[arg-type]
 
     def commit(self) -> None:
         self.store.commit(Transaction(self.ledger.drain()))

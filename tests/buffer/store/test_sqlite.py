@@ -110,8 +110,8 @@ def test_samples_of_dropped_groups_go_with_the_batches_before_them() -> None:
         ledger.prune(1)
         store.commit(Transaction(ledger.drain(), void_before=1))
         assert [samples_of(store, item) for item in range(4)] == [[], [], packed(2), packed(3)]
-        dropped = store.dropped(2)
-        assert dropped and dropped.accepted and dropped.reason == "zero variance" and store.dropped(3) is None
+        dropped = store.closed(2)
+        assert dropped and dropped.accepted and dropped.reason == "zero variance" and store.closed(3) is None
         assert [item.number for item in store.load().items] == [3]
 
 
