@@ -22,6 +22,8 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
+from buffer.store.faults import StoreGone
+from buffer.store.opening import is_damage
 from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
@@ -38,7 +40,6 @@ log = logging.getLogger("buffer")
 PROG = "python -m buffer"
 MISSED = 5
 """Heartbeats a server may miss before its leases end."""
-REMEDY = "Make room on its disk, or move the run's folder to a sound one, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
-        print(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {REMEDY}", file=sys.stderr)
+        print(
+            f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged{remedy(error)}", file=sys.stderr
+        )
         return FAILED
     return DONE
 
@@ -104,6 +107,16 @@ async def run(config: Config) -> None:
                 await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()
+
+
+def remedy(error: sqlite3.Error | OSError) -> str:
+    """What to do about an error of the ledger's file while it was served."""
+    if isinstance(error, StoreGone):
+        return ""  # its own text says it
+    if is_damage(error):
+        damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
+        return f". {damage}; bring back a copy of it, or begin anew with another run.name."
+    return ". Make room on its disk, or move the run's folder to a sound one, and start the buffer again."
 
 
 def store_path(config: Config) -> Path | None:

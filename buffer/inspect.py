@@ -45,7 +45,7 @@ FOLLOW_S = 1.0
 ROWS = 256
 """Samples that `export` holds in memory at a time."""
 
-SAMPLES = "SELECT idx, data_of(segment, position, bytes) FROM samples WHERE item = ? ORDER BY idx"
+SAMPLES = "SELECT idx, data_of(segment, position, bytes, crc32c) FROM samples WHERE item = ? ORDER BY idx"
 COLUMNS = pa.schema(
     [
         ("item", pa.int64()), ("index", pa.int32()), ("row", pa.int64()), ("epoch", pa.int32()), ("state", pa.string()),
@@ -189,8 +189,11 @@ def show(
     for idx in samples if only is None else [only]:
         yield ""
         data = samples[idx]
-        removed = [f"sample {idx}     removed (buffer.keep: checkpoints)"]
-        yield from removed if data is None else _sample(idx, Sample.unpack(data), tokenizer, full, tokens)
+        if not data:
+            why = "removed (buffer.keep: checkpoints)" if data is None else "damaged on disk; see `python -m buffer scrub`"
+            yield f"sample {idx}     {why}"
+            continue
+        yield from _sample(idx, Sample.unpack(data), tokenizer, full, tokens)
 
 
 def _sample(
@@ -226,18 +229,20 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
     """Write all samples that are there to `out`, one row each (COLUMNS)."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
-            data_of(segment, position, s.bytes)
+            data_of(segment, position, s.bytes, s.crc32c)
         FROM samples s JOIN items i ON s.item = i.item LEFT JOIN problems p ON i.row = p.row
         ORDER BY s.item, s.idx"""
-    number, draft = 0, out.with_name(f".{out.name}.part")
+    number, damaged, draft = 0, 0, out.with_name(f".{out.name}.part")
     with pq.ParquetWriter(draft, COLUMNS) as writer:
         rows = db.execute(query)
         while found := rows.fetchmany(ROWS):
-            some = [row for row in found if row[-1] is not None]  # else removed meanwhile
+            some = [row for row in found if row[-1]]  # else removed meanwhile, or damaged
             number += len(some)
+            damaged += sum(row[-1] == b"" for row in found)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
     draft.replace(out)
-    yield f"{out}: {number} samples"
+    left_out = f"; {damaged} are damaged and left out, see `python -m buffer scrub`" if damaged else ""
+    yield f"{out}: {number} samples{left_out}"
 
 
 def _row(*fields: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from actors.report.page import MOST_SHOWN, render
 from actors.report.page_data import drawn_look, evaluation_row, overview_data, page_data, samples_data, version_row
 from actors.watch.metrics_log import EVALUATED, Position, Record, bytes_after, is_of_servers, read_after, sets_of
 from actors.watch.run_state import find_run
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
 from configs.entrypoint import BAD_INPUT, DONE, StopSignals, split_flags
 from configs.load import ConfigError
 from configs.plain_text import all_visible

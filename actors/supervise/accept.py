@@ -55,7 +55,7 @@ def hold(config: Config) -> int | None:
 def judge(config: Config) -> tuple[list[str], str | None]:
     """Lines about what is new since the last launch, and, of a finished run, why there is nothing to do.
 
-    Raises ConfigError or buffer.store.sqlite.StoreError if the run may not go on with this run file.
+    Raises ConfigError or buffer.store.faults.StoreError if the run may not go on with this run file.
     """
     known, checkpoints = past(config), config.run.path / "checkpoints"
     changed, version = resume.changes(known.settings, config), newest(checkpoints)

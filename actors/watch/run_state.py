@@ -75,7 +75,7 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
 def stored(file: Path) -> State:
     """The State that the SQLite file of a buffer holds. Its servers are those with leases; nobody waits.
 
-    Raises buffer.store.sqlite.StoreError for a file that is not a buffer's.
+    Raises buffer.store.faults.StoreError for a file that is not a buffer's.
     """
     with closing(reading(file)) as db:
         trained, formed = db.execute(VERSIONS).fetchone()

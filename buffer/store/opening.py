@@ -110,7 +110,7 @@ def explained(path: Path | None) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CORRUPT:
+        if _code(error) == sqlite3.SQLITE_CORRUPT:
             raise damaged(path, str(error)) from None
         remedy = "is it the buffer's file, on a sound disk? Move it away to begin the run anew"
         raise StoreError(f"buffer.path {path}: {error}; {remedy}") from None
@@ -118,7 +118,12 @@ def explained(path: Path | None) -> Iterator[None]:
 
 def is_damage(error: BaseException) -> bool:
     """Whether SQLite found bytes in the file that it cannot have written there."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _code(error: BaseException) -> int:
+    """SQLite's primary error code; 0 for another error."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def damaged(path: Path | None, problem: str) -> StoreError:
@@ -143,4 +148,3 @@ def read_only(path: Path) -> sqlite3.Connection:
             db.close()
             raise
     return db
-

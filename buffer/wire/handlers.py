@@ -24,6 +24,7 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import FormedBatch, SampleStats, Transaction, server_name
 from buffer.problems import READ_AHEAD, Problems
 from buffer.resources import OpenFiles
+from buffer.store.faults import DamagedSample
 from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
@@ -166,6 +167,8 @@ class Handlers:
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
         self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
+        self._handed_out = -1
+        """The last batch of which a rank has its part, since the learner last restored a version."""
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -566,6 +569,7 @@ class Handlers:
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         replay = self.ledger.rewind(rewind.version)
+        self._handed_out = min(self._handed_out, rewind.version - 1)
         self._cut = None  # its batch was undone
         if replay:  # trained batches are untrained again
             self._bytes |= self.store.bytes_batched_since(rewind.version)
@@ -585,11 +589,30 @@ class Handlers:
         batch = self.ledger.take(take.version)
         if batch is None:
             return self._finished()
+        try:
+            return self._sound_part(take, batch, now)
+        except DamagedSample as damage:
+            self._leave_out(damage, take.version)
+            return None  # the Take is tried again at once, because the ledger changed
+
+    def _sound_part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
+        """`_part`, once all groups of the batch are opened. Raises DamagedSample."""
         key = take.version, take.world, take.share_prompts
         if (self._cut is None or self._cut[0] != key) and not self._opened(batch):
             return None
         with self.turn.counted():
             return self._part(take, batch, now)
+
+    def _leave_out(self, damage: DamagedSample, version: int) -> None:
+        """Put a damaged group into quarantine: its batch is served without it. Raises ValueError if a rank has its part
+        of the batch already, for all ranks must train the same groups."""
+        if version <= self._handed_out:
+            problem = f"batch {version}: {damage}, and other ranks have their parts"
+            raise ValueError(f"{problem}; start the learner again, the batch is then served without that group")
+        if self.ledger.quarantine(damage.item, damage.reason):
+            log.error("item %d is put into quarantine, batch %d is served without it: %s", damage.item, version, damage)
+        self._cut = None
+        self._forget_samples([damage.item])
 
     def _part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
         """The part of a rank; None: not in this turn, or not while images are away. A batch is cut once for all."""
@@ -611,6 +634,7 @@ class Handlers:
             self._away = now + AWAY_S, str(error)
             return None
         self.turn.room -= part.size_hint()
+        self._handed_out = max(self._handed_out, take.version)
         return part
 
     def _counts(self) -> dict[str, int]:
@@ -629,8 +653,18 @@ class Handlers:
                 if self.turn.over():
                     return False
                 with self.turn.counted():
-                    self._figures[item] = [sample_stats(data) for data in self.store.group(item)]
+                    self._figures[item] = self._figures_of(item)
         return True
+
+    def _figures_of(self, item: int) -> list[SampleStats]:
+        """The figures of a stored group. Raises DamagedSample, also for a sample without a checksum that is no sample."""
+        found = list[SampleStats]()
+        for index, data in enumerate(self.store.group(item)):
+            try:
+                found.append(sample_stats(data))
+            except ValueError as error:
+                raise DamagedSample(item, index, self.store.place_of(item), str(error)) from None
+        return found
 
     def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:
         """Samples of a group, by their places in it."""

@@ -192,6 +192,7 @@ class BufferServer:
             self.clock.mark()
             await self._wake(at_once=requests.postponed and self._in_flight < IN_FLIGHT_BYTES)
             self.clock.mark()
+            requests.handlers.store.require_same_files()
             began = time.monotonic()
             requests.begin_turn(LoopTurn(seconds=0.0))
             received, more = self._receive()

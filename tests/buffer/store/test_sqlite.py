@@ -16,9 +16,11 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import ItemState, Lengths, SampleStats, Saved, Transaction
 from buffer.problems import Problems
 from buffer.store import segments
+from buffer.store.faults import StoreError
+from buffer.store.opening import LOG_PAGES
 from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES, SPARES
 from buffer.store.sql import APPLICATION, SCHEMA
-from buffer.store.sqlite import LOG_PAGES, Store, StoreError, reading
+from buffer.store.sqlite import Store, reading
 from tests.harness.buffer_process import samples_of
 
 ROOT = Path(__file__).parents[3]
