@@ -190,7 +190,11 @@ def show(
         yield ""
         data = samples[idx]
         if not data:
-            why = "removed (buffer.keep: checkpoints)" if data is None else "damaged on disk; see `python -m buffer scrub`"
+            why = (
+                "removed (buffer.keep: checkpoints)"
+                if data is None
+                else "damaged on disk; see `python -m buffer scrub`"
+            )
             yield f"sample {idx}     {why}"
             continue
         yield from _sample(idx, Sample.unpack(data), tokenizer, full, tokens)

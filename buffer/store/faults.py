@@ -1,4 +1,4 @@
-"""What can be wrong with a run's ledger and samples on disk, as errors in words. Raised by the store, caught above it."""
+"""What can be wrong with a run's ledger and samples on disk, as errors in words. Raised by the store, caught above."""
 
 import errno
 from pathlib import Path

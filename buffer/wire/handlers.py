@@ -657,7 +657,7 @@ class Handlers:
         return True
 
     def _figures_of(self, item: int) -> list[SampleStats]:
-        """The figures of a stored group. Raises DamagedSample, also for a sample without a checksum that is no sample."""
+        """The figures of a stored group. Raises DamagedSample, also for what has no checksum and is no sample."""
         found = list[SampleStats]()
         for index, data in enumerate(self.store.group(item)):
             try:
