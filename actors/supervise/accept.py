@@ -14,9 +14,9 @@ from typing import NamedTuple
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.past import Past, past
 from configs import resume
+from configs.checkpoint_files import complete, fault, folder_of, newest
 from configs.load import ConfigError
 from configs.schema import Config, ServerRange
-from learner.saved.manifest import complete, fault, folder_of, newest
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 """Names in a model's `config.json`. A checkpoint fits no model that has other ones."""
