@@ -10,6 +10,7 @@ else is refused by its name. Used by `learner/checkpoint.py`.
 
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -130,7 +131,11 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Have what is no tensor in the state, unless it is more than plain values."""
-        torch.load(value, weights_only=True)
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's text is long, and names it in the middle
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise RefusedClass(named[1] if named else "something that torch does not name") from None
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -157,11 +162,9 @@ def refusal(folder: Path) -> str | None:
 
 def refused_value(folder: Path, error: CheckpointException) -> str | None:
     """Why a shard in `folder` was refused, if that is what ended its loading."""
-    refused = (one for one, _ in error.failures.values() if isinstance(one, pickle.UnpicklingError))
-    found = next(refused, None)
+    found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
     return _refused(folder, found) if found else None
 
 
 def _refused(path: Path, error: BaseException) -> str:
-    what = str(error).split("\n")[0]
-    return f"{path}: refers to {what}, which no checkpoint of a learner does: it could run any program; remove it"
+    return f"{path}: refers to {error}, which no checkpoint of a learner does: it could run any program; remove it"
