@@ -1,4 +1,4 @@
-"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export` of a run, and `keys`.
+"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export|scrub` of a run, and `keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from buffer import inspect
+from buffer import inspect, scrub
 from buffer.curve import KeysError, make_keys, server_keys_for
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
@@ -24,7 +24,7 @@ from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
 from buffer.store.faults import StoreGone
 from buffer.store.opening import is_damage
-from buffer.store.past import past
+from buffer.store.past import accept_loss, losses, past
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers, Limits
@@ -33,7 +33,7 @@ from buffer.wire.server import BufferServer, ListenError
 from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
 from configs.schema import Config
 
 log = logging.getLogger("buffer")
@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     command = argv[0] if argv else ""
     if command in inspect.COMMANDS:
         return inspect.main(argv)
+    if command == "scrub":
+        return scrub.main(argv[1:])
     if command == "stats":
         print(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", file=sys.stderr)
         return BAD_INPUT
@@ -55,24 +57,25 @@ def main(argv: Sequence[str]) -> int:
         print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return DONE
     if command in ("-h", "--help"):
-        commands = inspect.COMMANDS | {"keys": "make the run's CURVE keys", "stats": "`python -m actors status RUN`"}
+        commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's CURVE keys"}
+        commands |= {"stats": "`python -m actors status RUN`"}
         print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
         print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
+    flags, argv = split_flags(argv, PROG, accept_loss={"action": "store_true"})
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
-        uvloop.run(run(config))
+        uvloop.run(run(config, flags.accept_loss))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
-        print(
-            f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged{remedy(error)}", file=sys.stderr
-        )
+        problem = f"{store_path(config)}: {error}; nothing unsaved was acknowledged"
+        print(f"{PROG}: {problem}{remedy(error)}", file=sys.stderr)
         return FAILED
     return DONE
 
 
-async def run(config: Config) -> None:
+async def run(config: Config, loss_accepted: bool = False) -> None:
     """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
@@ -83,6 +86,12 @@ async def run(config: Config) -> None:
         index = path and path.with_name(f"{path.name}-rows")
         problems = load_problems(config.data.train, config.data, room, truth=truth, index=index)
         check_images(config, problems)
+        if lost := losses(config):
+            if not loss_accepted:
+                raise load.ConfigError(lost)
+            log.warning("accepted: %s", "; ".join(lost))
+        if loss_accepted:
+            accept_loss(config)
         changed = resume.changes(past(config).settings, config)
         with Store(path, config.buffer.fsync, problems, problems.digest) as store:
             store.record_settings(resume.settings(config), changed)

@@ -4,7 +4,7 @@ Checks everything first (what the run's folder holds, config, files, the data's 
 explains the run. Nothing of the run is written before it is accepted. Then it places a keeper for each process
 (`ray_cluster.py`) and waits for their events (`supervisor.py`). The run ends when the learner does. Started by
 `actors/__main__.py` under a guard, so that nothing outlives it. `--fork-from RUN[@vN]` begins a new run from a
-checkpoint of another one.
+checkpoint of another one. `--accept-loss` goes on with a run that has lost commits of its ledger, or all of it.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from actors.watch.display import Display
 from actors.watch.state_poll import StatePoll
 from buffer.curve import is_loopback, make_keys
 from buffer.ledger.types import LedgerError
+from buffer.store.past import accept_loss
 from buffer.wire.protocol import LAUNCHER
 from configs.checks import own_hosts
 from configs.entrypoint import BAD_INPUT, DONE, split_flags
@@ -48,13 +49,14 @@ ACCELERATORS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEV
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0 when the run is done or was before, 2: bad input, 1: a process cannot be kept or the run was given
     up, 3: the data ended before `run.versions`, 128 + N: signal N."""
-    flags, argv = split_flags(argv, PROG, no_report={"action": "store_true"}, fork_from={"metavar": "RUN[@vN]"})
+    switches = {name: {"action": "store_true"} for name in ("no_report", "accept_loss")}
+    flags, argv = split_flags(argv, PROG, fork_from={"metavar": "RUN[@vN]"}, **switches)
     config = read(argv, PROG)
     if cluster := cluster_of(config):
         config = on_cluster(config, cluster)
     try:
         held = accept.hold(config)
-        news, finished = accept.judge(config)
+        news, finished = accept.judge(config, flags.accept_loss)
         source = accept.source(config, flags.fork_from) if flags.fork_from else None
         if finished:
             print(visible(finished))
@@ -73,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
     if source:
         display.say(f"forked from {source}")
     started, wanted = accept.servers(config)
-    code = keep(processes(config, started), display, partial(prepare, config, source), partial(server, config), wanted)
+    prepared = partial(prepare, config, source, flags.accept_loss)
+    code = keep(processes(config, started), display, prepared, partial(server, config), wanted)
     if code > 128 and config.buffer.path:  # a signal
         display.say(f"stopped; go on with: {PROG} {config.run.path / 'config.yaml'}")
     if not flags.no_report and code == DONE and display.records.path.exists():
@@ -83,8 +86,10 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def prepare(config: Config, source: accept.Source | None = None) -> Path:
+def prepare(config: Config, source: accept.Source | None = None, loss_accepted: bool = False) -> Path:
     """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
+    if loss_accepted:
+        accept_loss(config)
     if not is_loopback(config.buffer.address):
         make_keys(config.run.path / "keys")
     if source:

@@ -54,13 +54,13 @@ class Store:
         with ExitStack() as ends, explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
+                ends.callback(lambda: self._witness and self._witness.close())
             known = path and _witnessed(path)
             self._db = opened(path, fsync)
             ends.callback(self._db.close)
             self._require_same_problems(digest)
             if path:
                 self._open_witness(path, known)
-                ends.callback(lambda: self._witness and self._witness.close())
             self._files = SameFiles([path, path.with_name(f"{path.name}-wal")] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
@@ -297,6 +297,7 @@ def _witnessed(path: Path) -> witness.Commits | None:
         return None
     if not path.exists():
         witness.require_all(path, known, None)
+    witness.require_same_bytes(path, known)
     return known
 
 

@@ -6,7 +6,12 @@ somebody put back, is a sound database that lacks the last commits. So each tran
 which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless the
 disk lost what it had promised to keep, or `buffer.fsync` is false.
 
-One line: name of the ledger, number of commits, CRC32C of the two, as in `3f0c9a52b7e1d684 000000004711 9c3e01f2`.
+SQLite has no checksums of its pages. So a buffer that ends cleanly leaves the CRC32C of the ledger's whole file here,
+and the next one compares it. One that was killed leaves none: then the log has checksums, and the pages only their
+structure.
+
+One line: name of the ledger, number of commits, CRC32C of the file or dashes, and CRC32C of these three, as in
+`3f0c9a52b7e1d684 000000004711 -------- 9c3e01f2`.
 """
 
 import os
@@ -18,6 +23,9 @@ from typing import NamedTuple
 from google_crc32c import value as crc32c
 
 from buffer.store.faults import ACCEPT, LostCommits
+from configs.checkpoint_files import crc32c_of
+
+NONE = "-" * 8
 
 
 class Commits(NamedTuple):
@@ -25,13 +33,15 @@ class Commits(NamedTuple):
 
     ledger: str
     number: int
+    file: str = NONE
+    """CRC32C of the ledger's file as a clean end left it, in hexadecimal digits."""
 
 
 class Witness:
     """The file of the ledger `path`, open for writing. It says `commits` from now on."""
 
     def __init__(self, path: Path, commits: Commits) -> None:
-        self.ledger, self.number = commits
+        self._path, (self.ledger, self.number, _) = path, commits
         self._descriptor = os.open(file_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._write()
@@ -40,8 +50,8 @@ class Witness:
             os.close(self._descriptor)
             raise
 
-    def _write(self) -> None:
-        os.pwrite(self._descriptor, _line(Commits(self.ledger, self.number)), 0)
+    def _write(self, file: str = NONE) -> None:
+        os.pwrite(self._descriptor, _line(Commits(self.ledger, self.number, file)), 0)
 
     def note(self) -> None:
         """A transaction was committed."""
@@ -50,8 +60,9 @@ class Witness:
             self._write()
 
     def close(self) -> None:
-        """The last number is on disk when this returns."""
-        with suppress(OSError):
+        """The ledger was closed: what is noted of it is on disk when this returns."""
+        with suppress(OSError):  # the ledger is complete without it
+            self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
             os.fsync(self._descriptor)
         os.close(self._descriptor)
 
@@ -69,7 +80,8 @@ def noted(path: Path) -> Commits | None:
         return None
     found = text.split()
     with suppress(ValueError, UnicodeDecodeError):
-        if len(found) == 3 and text == _line(commits := Commits(found[0].decode("ascii"), int(found[1]))):
+        words = [word.decode("ascii") for word in found]
+        if len(words) == 4 and text == _line(commits := Commits(words[0], int(words[1]), words[2])):
             return commits
     raise ValueError(f"{file_of(path)} is damaged: it does not say how often the ledger was committed")
 
@@ -98,6 +110,22 @@ def require_all(path: Path, known: Commits | None, found: Commits | None) -> Non
     raise LostCommits(f"buffer.path {path}: {problem}; {remedy}")
 
 
+def require_same_bytes(path: Path, known: Commits | None) -> None:
+    """Raise StoreError if the ledger `path` was closed cleanly, and has other bytes now. Reads all of it."""
+    if known is None or known.file == NONE or not path.exists() or _has_log(path):
+        return
+    if (found := f"{crc32c_of(path):08x}") != known.file:
+        problem = f"its CRC32C is {found}, and was {known.file} when the buffer closed it"
+        remedy = f"bring back a copy of it, or go on with it as it is with {ACCEPT}"
+        raise LostCommits(f"buffer.path {path}: the file is damaged, or was changed by hand: {problem}; {remedy}")
+
+
+def _has_log(path: Path) -> bool:
+    """Whether some commits are in SQLite's log and not in the file."""
+    log = path.with_name(f"{path.name}-wal")
+    return log.exists() and log.stat().st_size > 0
+
+
 def _line(commits: Commits) -> bytes:
-    text = f"{commits.ledger} {commits.number:012d}".encode("ascii")
+    text = f"{commits.ledger} {commits.number:012d} {commits.file}".encode("ascii")
     return b"%b %08x\n" % (text, crc32c(text))

@@ -62,10 +62,10 @@ def test_a_segment_that_is_cut_or_deleted_while_it_is_served_is_damage(tmp_path:
     path = begin(tmp_path)
     with Store(path) as store:
         os.truncate(tmp_path / SEGMENT, 20)
-        with pytest.raises(DamagedSample, match="item 0 in .*bytes from 0 on, 100 were written"):
+        with pytest.raises(DamagedSample, match=r"item 0 in .*bytes from 0 on, 100 were written"):
             store.group(0)
         (tmp_path / SEGMENT).unlink()
-        with pytest.raises(DamagedSample, match="sample 1 of item 0 in .*No such file"):
+        with pytest.raises(DamagedSample, match=r"sample 1 of item 0 in .*No such file"):
             store.samples(0, [1])
 
 
@@ -130,17 +130,34 @@ def test_an_older_copy_that_was_put_back_is_refused(tmp_path: Path) -> None:
     shutil.copyfile(path, tmp_path / "copy")
     with Store(path) as store:
         accept(store, ledger_of(store), 1)
+        noted = file_of(path).read_bytes()
     shutil.copyfile(tmp_path / "copy", path)
+    with pytest.raises(LostCommits, match=r"the file is damaged, or was changed by hand"):
+        Store(path)
+    say(path, "SELECT 1")  # as if the buffer had been killed
+    file_of(path).write_bytes(noted)
     with pytest.raises(LostCommits, match=r"lacks its last 1 commits of 5: its log was cut off, or an older copy"):
         Store(path)
     other = begin(tmp_path / "other")
     shutil.copyfile(other, path)
-    with pytest.raises(LostCommits, match="is another ledger than the one that buffer.sqlite-commits knows"):
+    with pytest.raises(LostCommits, match=r"is another ledger than the one that buffer\.sqlite-commits knows"):
         Store(path)
     path.unlink()
     with pytest.raises(LostCommits, match="is gone, with 5 commits; bring the file"):
         Store(path)
     assert not path.exists(), "a refused start writes nothing"
+
+
+def test_a_flipped_bit_of_a_closed_ledger_is_refused(tmp_path: Path) -> None:
+    path = begin(tmp_path)
+    whole = path.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 60):
+        flip(path, bit)
+        with pytest.raises(StoreError, match="damaged, or was changed by hand: its CRC32C is") as error:
+            Store(path)
+        assert "\n" not in str(error.value)
+        path.write_bytes(whole)
+    Store(path).close()
 
 
 def test_a_witness_that_is_gone_or_damaged_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,12 +188,14 @@ def test_a_commit_is_noted_once_it_is_made(tmp_path: Path) -> None:
 
 
 def damage_page(path: Path) -> None:
+    file_of(path).unlink()
     data = bytearray(path.read_bytes())
     data[4096 * 3 : 4096 * 3 + 200] = bytes(200)
     path.write_bytes(data)
 
 
 def say(path: Path, statement: str) -> None:
+    file_of(path).unlink()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(statement)
 

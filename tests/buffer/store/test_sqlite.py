@@ -379,7 +379,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path) -> None:
     cases = {
         text: "file is not a database",
         foreign: "of another program",
-        torn: "malformed",
+        torn: "the file is damaged",
         tmp_path / "file" / "buffer.sqlite": "File exists|Not a directory",
         tmp_path: "unable to open",
     }
