@@ -27,7 +27,6 @@ CACHED_ROWS = 32
 FACTOR = 0x9E3779B97F4A7C1
 HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 """Odd numbers by which the low and the high half of a column's sum are multiplied."""
-LOW = 2**32 - 1
 
 
 class Allocation:
@@ -41,11 +40,12 @@ class Allocation:
         self.buckets = [self._memory[at * ROW : at * ROW + size] for at, (size, _) in zip(begins, rows, strict=False)]
         self._ends = torch.tensor(begins[1:], device=device) - 1
         self._row_weights = torch.cat([_weights(count, device) for _, count in rows])
+        self._column_weights = _column_weights(device)
         self._places = [slice(begin, end) for begin, end in pairwise(begins)]
 
     def checksums(self) -> torch.Tensor:
-        """`checksum` of every bucket, `[buckets] int64`. On a GPU in one operation for each and some twenty for all:
-        each operation of this thread waits for the GIL, which training or generation holds."""
+        """`checksum` of every bucket, `[buckets] int64`. On a GPU in one operation for each and ten for all: each
+        operation of this thread waits for the GIL, which training or generation holds."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
             found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
@@ -53,7 +53,7 @@ class Allocation:
         else:
             rows, columns = words.sum(1), tuple(words[place].sum(0) for place in self._places)
         sums = (rows * self._row_weights).cumsum(0)[self._ends]
-        return sums.diff(prepend=sums.new_zeros(1)) + _sum_of_columns(torch.stack(columns))
+        return sums.diff(prepend=sums.new_zeros(1)) + _sum_of_columns(torch.stack(columns), self._column_weights)
 
 
 class Buckets:
@@ -131,7 +131,7 @@ def checksum(bucket: torch.Tensor) -> torch.Tensor:
     rows, columns = _sums(words[:whole].view(-1, WORDS))
     columns[: len(rest)] += rest
     rows = torch.cat([rows, rest.sum(0, keepdim=True)])
-    return (rows * _weights(len(rows), bucket.device)).sum() + _sum_of_columns(columns)
+    return (rows * _weights(len(rows), bucket.device)).sum() + _sum_of_columns(columns, _column_weights(bucket.device))
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,13 +146,18 @@ def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(rows), columns
 
 
-def _sum_of_columns(sums: torch.Tensor) -> torch.Tensor:
+def _sum_of_columns(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`[..., WORDS] int64 -> [...] int64`: the weighted sum of the columns' sums, of each half for itself.
 
     A sign that moves from one word to another is the highest bit of both: any even multiple of it is 0 modulo 2^64.
     """
-    low, high = sums & LOW, sums >> 32 & LOW
-    return ((low * HALVES[0] + high * HALVES[1]) * _weights(WORDS, sums.device)).sum(-1)
+    return (sums.view(torch.int32) * weights).sum(-1)
+
+
+def _column_weights(device: torch.device) -> torch.Tensor:
+    """`[2 * WORDS] int64`: the weights of the low and the high half of each column's sum, in turns."""
+    halves = torch.tensor(HALVES, dtype=torch.int64, device=device)
+    return (_weights(WORDS, device)[:, None] * halves).flatten()
 
 
 def _weights(number: int, device: torch.device) -> torch.Tensor:

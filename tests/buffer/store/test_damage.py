@@ -151,7 +151,7 @@ def test_an_older_copy_that_was_put_back_is_refused(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_a_closed_ledger_is_refused(tmp_path: Path) -> None:
     path = begin(tmp_path)
     whole = path.read_bytes()
-    for bit in random.Random(0).sample(range(8 * len(whole)), 60):
+    for bit in random.Random(0).sample(range(8 * len(whole)), 40):
         flip(path, bit)
         with pytest.raises(StoreError, match="damaged, or was changed by hand: its CRC32C is") as error:
             Store(path)
@@ -163,7 +163,7 @@ def test_a_flipped_bit_of_a_closed_ledger_is_refused(tmp_path: Path) -> None:
 def test_a_witness_that_is_gone_or_damaged_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = begin(tmp_path)
     whole = file_of(path).read_bytes()
-    for bit in range(8 * len(whole)):
+    for bit in random.Random(0).sample(range(8 * len(whole)), 30):
         file_of(path).write_bytes(whole)
         flip(file_of(path), bit)
         caplog.clear()

@@ -19,7 +19,7 @@ from buffer.store import segments
 from buffer.store.faults import StoreError
 from buffer.store.opening import LOG_PAGES
 from buffer.store.segments import AHEAD_BYTES, SEGMENT_BYTES, SPARES
-from buffer.store.sql import APPLICATION, SCHEMA
+from buffer.store.sql import APPLICATION, READABLE, SCHEMA
 from buffer.store.sqlite import Store, reading
 from tests.harness.buffer_process import samples_of
 
@@ -400,7 +400,7 @@ def test_a_file_of_other_problems_is_refused_with_both_digests(tmp_path: Path) -
         Store(path, digest="d" * 64)
 
 
-@pytest.mark.parametrize("schema", [1, SCHEMA - 1, 99])
+@pytest.mark.parametrize("schema", [1, READABLE[0] - 1, 99])
 def test_a_file_of_another_schema_is_refused_with_what_to_do(tmp_path: Path, schema: int) -> None:
     path = tmp_path / "buffer.sqlite"
     with closing(sqlite3.connect(path)) as db:

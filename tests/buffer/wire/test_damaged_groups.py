@@ -41,7 +41,9 @@ def damage(path: Path, item: int) -> None:
 
 
 def reopened(path: Path, groups: int, ranks: int = 1) -> Clients:
-    return Clients(make_requests(path, groups=groups, max_staleness=9), ranks)
+    clients = Clients(make_requests(path, groups=groups, max_staleness=9), ranks)
+    clients.turn()  # the answers to Hello
+    return clients
 
 
 def take(clients: Clients, version: int, rank: int = 0, world: int = 1) -> Any:

@@ -223,7 +223,8 @@ def test_the_checksum_is_that_of_its_formula_in_plain_integers():
     words += [0] * (-len(words) % WORDS)
     rows = [sum(words[at : at + WORDS]) for at in range(0, len(words), WORDS)]
     columns = [sum(words[at::WORDS]) % 2**64 for at in range(WORDS)]
-    halves = [(total % 2**32) * HALVES[0] + (total >> 32) * HALVES[1] for total in columns]
+    signed = [[half - 2**32 * (half >= 2**31) for half in (total % 2**32, total >> 32)] for total in columns]
+    halves = [low * HALVES[0] + high * HALVES[1] for low, high in signed]
     total = sum((2 * at + 1) * FACTOR * value for values in (rows, halves) for at, value in enumerate(values))
     assert int(checksum(bucket)) % 2**64 == total % 2**64
 
