@@ -44,7 +44,8 @@ def make(path: Path, items: int, samples: int) -> None:
         db.execute(SAMPLES, [samples])
         db.execute(f"UPDATE items SET bytes = {GROUP * SAMPLE_BYTES} WHERE item < ?", [samples // GROUP])
         db.execute("INSERT INTO segments VALUES (?, ?, ?)", [SEGMENT, samples * SAMPLE_BYTES, samples * SAMPLE_BYTES])
-        db.execute("INSERT INTO meta VALUES ('version', ?)", [-(-items // 32)])
+        last = -(-items // 32)
+        db.executemany("INSERT INTO meta VALUES (?, ?)", [("version", last), ("oldest", last - 4)])
         db.execute("COMMIT")
     file = path.with_name(f"{path.name}-samples") / f"{SEGMENT:06}.samples"
     file.touch()

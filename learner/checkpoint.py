@@ -180,9 +180,12 @@ class Checkpoints:
 
     def _damage(self, folder: Path) -> str | None:
         """What is wrong with this rank's share of the shards; each that writes checks some."""
-        names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
         rank, world = dist.get_rank(self._writers), dist.get_world_size(self._writers)
-        return damage(folder, names[rank::world])
+        try:
+            names = sorted(name for name in listed(folder).sums if name.startswith("state/"))
+            return damage(folder, names[rank::world])
+        except (OSError, ValueError) as error:  # rank 0 could read its manifest
+            return f"rank {dist.get_rank()} cannot read its manifest: {error}"
 
     def _newest(self) -> int:
         """Version of the newest complete checkpoint. Raises ConfigError if another node has a newer one than the first,

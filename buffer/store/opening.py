@@ -15,16 +15,18 @@ from buffer.store.faults import StoreError
 
 LOG_PAGES = 4096
 """The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
+LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
+"""Which items a start reads; a run has millions of others, of batches that no restart will serve again."""
 RULES = {
-    "an item has an unknown state": """
-        SELECT 'item ' || item FROM items
-        WHERE state NOT IN ('waiting', 'leased', 'stored', 'batched', 'trained', 'dropped', 'quarantined')""",
+    "an item has an unknown state": f"""
+        SELECT 'item ' || item FROM items WHERE {LOADED} AND
+        state NOT IN ('waiting', 'leased', 'stored', 'batched', 'trained', 'dropped', 'quarantined')""",
     "a group has other samples than its item": """
         SELECT 'item ' || item FROM items LEFT JOIN samples USING (item) WHERE items.bytes > 0
         GROUP BY item HAVING COUNT(samples.idx) <> items.samples OR SUM(samples.bytes) <> items.bytes""",
-    "an item is in a batch that was not formed": """
-        SELECT 'item ' || item FROM items
-        WHERE state IN ('batched', 'trained') AND batch NOT IN (SELECT version FROM batches)""",
+    "an item is in a batch that was not formed": f"""
+        SELECT 'item ' || item FROM items WHERE {LOADED} AND
+        state IN ('batched', 'trained') AND batch NOT IN (SELECT version FROM batches)""",
     "the next batch does not follow the last one": """
         SELECT 'batch ' || value FROM meta
         WHERE name = 'version' AND value <> (SELECT MAX(version) + 1 FROM batches)""",

@@ -54,8 +54,8 @@ class Store:
         with ExitStack() as ends, explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
-                ends.callback(lambda: self._witness and self._witness.close())
-            known = path and _witnessed(path)
+                ends.callback(self._close_witness)
+            known = _witnessed(path) if path else None
             self._db = opened(path, fsync)
             ends.callback(self._db.close)
             self._require_same_problems(digest)
@@ -68,6 +68,10 @@ class Store:
             """Rows that are known to be written down: those looked up, or written, since the start."""
             ends.callback(self._shorten_log)
             self._ends = ends.pop_all()
+
+    def _close_witness(self) -> None:
+        if self._witness:
+            self._witness.close()
 
     def _open_witness(self, path: Path, known: witness.Commits | None) -> None:
         """Raises LostCommits if the witness has `known` of more commits than the file has."""

@@ -19,11 +19,12 @@ from learner.weights.channel import own_stream
 from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
-WORDS = 4096
-"""Words of 8 bytes per row of the checksum."""
+WORDS = 4128
+"""Words of 8 bytes per row of the checksum, 32 KiB and 256 bytes: the words of a column are read one after the other,
+and at a power of two apart all of them would have the same few places in a processor's cache."""
 ROW = 8 * WORDS
-CACHED_ROWS = 32
-"""Rows of 1 MiB together, which a processor's cache holds."""
+CACHED_ROWS = 16
+"""Rows of half a MiB together, which a processor's cache holds."""
 FACTOR = 0x9E3779B97F4A7C1
 HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 """Odd numbers by which the low and the high half of a column's sum are multiplied."""

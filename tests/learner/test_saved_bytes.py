@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from configs.checkpoint_files import MANIFEST, SUMS, complete, damage, fault, listed, manifest_of, newest
 from configs.load import ConfigError
 from learner.saved.manifest import SUM_NOTE, recover, reward_of, seal
-from learner.saved.shards import CLASSES, METADATA, Planner, read_index
+from learner.saved.shards import CLASSES, METADATA
 from tests.harness import world
 from tests.learner.test_checkpoint import parts, same
 
@@ -82,6 +82,18 @@ def test_the_manifest_has_the_checksum_of_every_file(tmp_path: Path, mesh) -> No
         flip(folder / name, 0)
         assert damage(folder) == damage(folder, [name]) and name in str(damage(folder))
         flip(folder / name, 0)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    """Each reads a share of the shards; the damage is in that of the second rank, which alone sees it."""
+    world.tiny_model(tmp_path / "model")
+    world.together("train", 2, tmp_path, start=0, stop=4, cuts=[12, 12], name="first")
+    folder = tmp_path / "checkpoints" / "v000004"
+    shares = sorted(name for name in listed(folder).sums if name.startswith("state/"))
+    flip(folder / shares[1], 8 * listed(folder).sizes[shares[1]] - 9)
+    world.together("train", 2, tmp_path, start=2, stop=3, cuts=[12, 12], name="again")
+    assert (tmp_path / "checkpoints" / "v000004.damaged").is_dir()
 
 
 def as_without_sums(checkpoint: Path) -> None:
@@ -237,4 +249,3 @@ def test_the_classes_of_an_index_are_those_that_torch_has(tmp_path: Path) -> Non
         if module != "pathlib._local":
             found = __import__(module, fromlist=[name])
             assert hasattr(found, name), f"{module}.{name}"
-    assert Planner.load_bytes is not Planner.__mro__[1].load_bytes and read_index
