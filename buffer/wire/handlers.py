@@ -167,8 +167,8 @@ class Handlers:
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
         self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
-        self._handed_out = -1
-        """The last batch of which a rank has its part, since the learner last restored a version."""
+        self._handed_out = ledger.state.ceiling - 1
+        """The last batch of which a rank may have its part, since the learner last restored a version."""
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -592,7 +592,7 @@ class Handlers:
         try:
             return self._sound_part(take, batch, now)
         except DamagedSample as damage:
-            self._leave_out(damage, take.version)
+            self._leave_out(damage, take)
             return None  # the Take is tried again at once, because the ledger changed
 
     def _sound_part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
@@ -603,14 +603,15 @@ class Handlers:
         with self.turn.counted():
             return self._part(take, batch, now)
 
-    def _leave_out(self, damage: DamagedSample, version: int) -> None:
-        """Put a damaged group into quarantine: its batch is served without it. Raises ValueError if a rank has its part
-        of the batch already, for all ranks must train the same groups."""
-        if version <= self._handed_out:
-            problem = f"batch {version}: {damage}, and other ranks have their parts"
+    def _leave_out(self, damage: DamagedSample, take: protocol.Take) -> None:
+        """Put a damaged group into quarantine: its batch is served without it. Raises ValueError if another rank may
+        have its part of the batch already, for all ranks must train the same groups."""
+        if take.world > 1 and take.version <= self._handed_out:
+            problem = f"batch {take.version}: {damage}, and other ranks have their parts"
             raise ValueError(f"{problem}; start the learner again, the batch is then served without that group")
         if self.ledger.quarantine(damage.item, damage.reason):
-            log.error("item %d is put into quarantine, batch %d is served without it: %s", damage.item, version, damage)
+            where = f"item {damage.item} is put into quarantine, batch {take.version} is served without it"
+            log.error("%s: %s", where, damage)
         self._cut = None
         self._forget_samples([damage.item])
 

@@ -42,7 +42,9 @@ def damage(path: Path, item: int) -> None:
 
 def reopened(path: Path, groups: int, ranks: int = 1) -> Clients:
     clients = Clients(make_requests(path, groups=groups, max_staleness=9), ranks)
-    clients.turn()  # the answers to Hello
+    for rank in range(ranks):
+        clients.say(f"l{rank}", Rewind(version=0))
+    clients.turn()
     return clients
 
 
@@ -120,6 +122,11 @@ def test_no_rank_gets_a_part_of_another_batch_than_the_others(tmp_path: Path) ->
     assert isinstance(refused, Refused) and "start the learner again" in refused.reason and "batch 0" in refused.reason
     assert clients.requests.handlers.ledger.counts()["quarantined"] == 0
     damage(path, 1)  # it is whole again
+    clients.requests.handlers.store.close()
+    clients = Clients(make_requests(path, groups=2, max_staleness=9), 2)
+    clients.turn()
+    (refused,) = take(clients, 0, 1, 2)
+    assert isinstance(refused, Refused), "the buffer was started again, the learner was not"
     for rank in range(2):
         clients.say(f"l{rank}", Rewind(version=0))
     assert [type(message) for _, _, message in clients.turn()] == [Rewound, Rewound]
