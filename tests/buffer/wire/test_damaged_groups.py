@@ -4,11 +4,13 @@ import asyncio
 import errno
 import logging
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from buffer import inspect
 from buffer.__main__ import remedy
 from buffer.store.faults import StoreGone
 from buffer.wire.message import Array
@@ -159,3 +161,15 @@ def test_what_to_do_is_said_by_error(tmp_path: Path) -> None:
     assert "python -m buffer scrub RUN" in remedy(found.value) and "room" not in remedy(found.value)
     assert remedy(StoreGone(file)) == ""
     assert "Make room on its disk" in remedy(OSError(errno.ENOSPC, "No space left on device"))
+
+
+def test_people_see_that_a_sample_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    stored(path, 1, 1)
+    damage(path, 0)
+    with closing(inspect.reading(path)) as db:
+        lines = [str(line) for line in inspect.show(db, 0)]
+        assert any(line.startswith("sample 0     reward") for line in lines)
+        assert "sample 1     damaged on disk; see `python -m buffer scrub`" in lines
+        (line,) = inspect.export(db, tmp_path / "out.parquet")
+    assert line.endswith("out.parquet: 1 samples; 1 are damaged and left out, see `python -m buffer scrub`")
