@@ -28,6 +28,7 @@ from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
@@ -147,6 +148,7 @@ def limits_of(config: Config) -> Limits:
         max_bytes=int(config.buffer.max_gib * 2**30),
         max_message=config.buffer.max_message_mib * 2**20,
         keep=config.buffer.keep,
+        bounds=Bounds.of_model(config.model.path),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from buffer import inspect
 from buffer.wire.client import RolloutClient
-from buffer.wire.protocol import Part, State, Status, Take
+from buffer.wire.protocol import Part, Rewind, Rewound, State, Status, Take
 from configs.load import load
 from configs.resume import fingerprint
 from examples.countdown.make_model import make_tokenizer
@@ -119,8 +119,13 @@ def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
         run_file = it.arguments()[3:]
 
         async def put() -> None:
-            async with client(it.address, fingerprint=fingerprint(load(run_file))) as server:
-                samples = RolloutClient(server, lambda: 2)
+            print_ = fingerprint(load(run_file))
+            async with (
+                client(it.address, "learner-0", "learner", fingerprint=print_) as learner,
+                client(it.address, fingerprint=print_) as server,
+            ):
+                await learner.expect(Rewind(version=2), Rewound)
+                samples = RolloutClient(server, lambda: 1)
                 asked = await samples.ask(1)
                 assert asked is not None
                 await samples.put(asked[0], [made, made.model_copy(update={"turn_rewards": []})])
