@@ -18,9 +18,18 @@ from pydantic import Field, FiniteFloat, ValidationError, model_validator
 
 from buffer.ledger.types import SampleStats
 from buffer.wire.message import LIMITS, TEXT, Array, Count, Message, in_words, open_map
-from buffer.wire.values import ANY, MOST_REWARD, SIGNED, UNSIGNED, Bounds, Columns, WrongValue, judge, plausible
-
-Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MOST_REWARD, le=MOST_REWARD)]
+from buffer.wire.values import (
+    ANY,
+    MOST_REWARD,
+    SIGNED,
+    UNSIGNED,
+    Bounds,
+    Columns,
+    WrongValue,
+    judge,
+    judge_rewards,
+    plausible,
+)
 
 
 class SampleImage(Message):
@@ -54,7 +63,7 @@ class Sample(Message):
     """float32: behaviour log-probability of each sampled token under the sampling temperature; 0 elsewhere."""
     versions: Array
     """int32: policy version that sampled each token; -1 elsewhere."""
-    reward: Reward
+    reward: FiniteFloat
     finish: Literal["stop", "length"]
     """`length`: cut at `sampling.max_tokens`."""
     answer: str = ""
@@ -66,7 +75,7 @@ class Sample(Message):
     starts: list[Count] = Field(default_factory=lambda: [0])
     """Where each segment begins among the tokens. A segment is a text by itself: its tokens were sampled with those
     before them in the segment as context, and with no others."""
-    turn_rewards: list[Reward] = Field(default_factory=list)
+    turn_rewards: list[FiniteFloat] = Field(default_factory=list)
     """A reward for each turn, in order, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
     routes: Array | None = None
     """[tokens, layers, k], uint8 or, of more than 256 experts, uint16: the k experts that the server chose for each
@@ -202,7 +211,7 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 def _parse_fast(data: bytes, bounds: Bounds = ANY) -> SampleStats | None:
     """The same for what `Sample.pack` wrote of a sample of one segment, without images or routes; None: look closer."""
-    if not data.endswith(NO_ROUTES):
+    if not data.endswith(NO_ROUTES) or bounds.replayed:
         return None
     number = _num_tokens(data)
     headers, places, end = _layout(number)
@@ -254,6 +263,7 @@ def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
     )
     routes = None if sample.routes is None else sample.routes.numpy()
     columns = Columns(tokens, sampled, logprobs, versions)
+    judge_rewards([sample.reward, *sample.turn_rewards])
     judge(columns, bounds, [image.start for image in sample.images], sample.starts, routes)
     oldest, newest = int(versions[sampled].min()), int(versions.max())
     trainable = int(sampled.sum())  # none of them is a segment's first token, which nothing predicts

@@ -1,7 +1,7 @@
 """What the values of a sample may be, and which of them cannot be: one judge for the buffer and for the learner.
 
 The buffer judges each group as it arrives, and each that it reads from its file for a learner; the learner judges what
-it is about to train (`learner/train/sound.py`), both by `sample.sample_stats`. That calls `judge` for a sample that it
+it is about to train (`learner/sound.py`), both by `sample.sample_stats`. That calls `judge` for a sample that it
 has unpacked, and `plausible` for one in the usual layout: pure functions of arrays.
 """
 
@@ -57,12 +57,14 @@ class Bounds:
     """Layers with experts, and the experts that a token takes in each; None: unknown, or none."""
     placeholder: int | None = None
     """Token that stands for a token of an image; None: unknown, or none."""
+    replayed: bool = False
+    """Every sample needs routes (`rollout.routing_replay`)."""
 
     @classmethod
-    def of_model(cls, path: str) -> "Bounds":
+    def of_model(cls, path: str, replayed: bool = False) -> "Bounds":
         """Bounds of the model in this folder; of a hub name only the learner knows them."""
         facts = model_facts(path)
-        return cls(facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token)
+        return cls(facts.vocabulary or LARGEST, facts.experts, facts.routed, facts.image_token, replayed)
 
 
 ANY = Bounds()
@@ -102,6 +104,16 @@ def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Seque
         _judge_images(given, np.array(images, np.int64), np.array([*starts, columns.tokens.size], np.int64))
     if routes is not None:
         _judge_routes(routes, bounds)
+    elif bounds.replayed:
+        raise WrongValue("routes", "there are none; the server must run this model, with rollout.routing_replay: true")
+
+
+def judge_rewards(rewards: Sequence[float]) -> None:
+    """Raise WrongValue for a reward that is too large: the first one is the sample's, the others are its turns'."""
+    for number, reward in enumerate(rewards):
+        if abs(reward) > MOST_REWARD:
+            name = f"turn_rewards.{number - 1}" if number else "reward"
+            raise WrongValue(name, f"{reward:g}; a reward is {-MOST_REWARD:g} to {MOST_REWARD:g}: scale it down")
 
 
 def _judge_tokens(columns: Columns, bounds: Bounds) -> None:

@@ -141,7 +141,7 @@ def test_segments_and_rewards_of_turns(sampled, later, rewards, off, sensible):
         (([0, 1, 0, 0], [0, 2], [], 0.0), "segment 1 at token 2 has no sampled token"),
         (([0, 1, 0, 1], [0, 2], [1.0], 1.0), "1 turn_rewards for 2 turns"),
         (([0, 1, 0, 1], [0, 2], [1.0, 0.5], 1.0), "turn_rewards sum to 1.5, and reward is 1"),
-        (([0, 1, 0, 1], [0, 2], [1e308, 1e308], 1.0), r"turn_rewards.0: 1e\+308; Input should be less than"),
+        (([0, 1, 0, 1], [0, 2], [1e308, 1e308], 1.0), "turn_rewards sum to inf"),
         (([1, 1], [0], [], 0.0), "segment 0 at token 0 begins with a sampled token"),
     ],
 )
