@@ -1,4 +1,4 @@
-"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export` of a run, and `keys`.
+"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export|quarantine`, and `keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     if command in ("-h", "--help"):
         commands = inspect.COMMANDS | {"keys": "make the run's CURVE keys", "stats": "`python -m actors status RUN`"}
         print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
-        print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
+        print("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
         uvloop.run(run(config))
