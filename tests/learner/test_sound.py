@@ -1,6 +1,7 @@
 """A group that would end the learner at each start is named, goes into quarantine, and the learner goes on without it:
 with the buffer over real sockets, and with the learner's loop in this process."""
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,15 +14,17 @@ import torch
 
 from buffer.ledger.suspicion import MOST_ENDS
 from buffer.wire.client import LearnerClient
+from buffer.wire.message import Array
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds
 from learner import loop
 from learner.drain import Draining
-from learner.sound import SoundSteps, bounds_of, judged, only
+from learner.sound import SoundSteps, bounds_of, judged, mismatched, only
 from learner.weights.sender.publish import Bystander
 from tests.buffer.wire.test_client import threaded
 from tests.harness import world
 from tests.harness.buffer_process import Buffer, sample
+from tests.harness.pictured import form_of, make_pictured, seeing_model
 from tests.harness.world import algorithm_of, cut, make_samples, policy_of, tiny_model
 
 BOUNDS = Bounds(vocabulary=64)
@@ -206,6 +209,35 @@ def test_a_batch_that_kills_the_learner_only_as_a_whole_names_no_group(mesh) -> 
             with pytest.raises(Killed):
                 learn(it, parts)
         assert parts.rehearsed == [2, 3] * 3 and it.call(lambda: quarantined(it)) == []
+
+
+def test_a_picture_that_is_another_one_is_its_group_s_fault_unless_all_are(tmp_path: Path, mesh) -> None:
+    """Its digest, or the number of its placeholders."""
+    model = seeing_model(tmp_path / "model", "qwen3_vl")
+    form, pictured = form_of(model), make_pictured(form_of(model))
+    row = next(row for row, entry in enumerate(pictured.entries) if Sample.unpack(entry.sample).images)
+    one = Sample.unpack(pictured.entries[row].sample)
+    other = one.images[0].model_copy(update={"digest": "0" * 64})
+    tokens = one.tokens.numpy().copy()
+    tokens[one.images[0].start + 1] = 9
+    for changes in ({"images": [other, *one.images[1:]]}, {"tokens": Array.of(tokens)}):
+        entries = list(pictured.entries)
+        entries[row] = entries[row]._replace(sample=one.model_copy(update=changes).pack())
+        part = pictured._replace(entries=entries).part(3, [len(entries)], 0)
+        found, every = mismatched(part, form)
+        assert list(found) == [entries[row].item] and not every
+        assert mismatched(only(part, entries[row].item), form)[1]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_take_the_same_batch_again_whichever_finds_the_group(tmp_path: Path) -> None:
+    with threaded(groups=2, max_staleness=4) as it:
+        it.call(lambda: stored(it, 6, lambda one: changed(one, "tokens")))
+        world.together("sound", 2, tmp_path, address=it.address)
+        first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+        assert first == second == [[0, 0, 1, 1], [2, 2], [4, 4, 5, 5]]
+        ((item, reason),) = it.call(lambda: quarantined(it))
+        assert item == POISON and "tokens: 1000000" in reason
 
 
 def test_a_rehearsal_leaves_policy_and_optimizer_as_they_were(tmp_path: Path, mesh) -> None:
