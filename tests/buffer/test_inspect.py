@@ -158,7 +158,7 @@ def test_show_reads_an_episode_of_two_segments(tmp_path, capsys):
 
 
 def test_quarantine_lists_the_groups_with_what_they_say(tmp_path, capsys):
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    CHATML.save(str(tmp_path / "tokenizer.json"))
     with process(tmp_path, **{"rollout.heartbeat_s": 60, "model.path": str(tmp_path)}) as it:
         run_file = it.arguments()[3:]
 
@@ -185,7 +185,7 @@ def test_quarantine_lists_the_groups_with_what_they_say(tmp_path, capsys):
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "item 2, row 2 of data.train, epoch 0: sample 4 of batch 0: tokens: -5"
         assert lines[1].startswith("    dispatched at version 0 to rollout-0; out of batch 0 at 20")
-        text = make_tokenizer().decode([0, 1, 2, 3, 4, 2], skip_special_tokens=False)
+        text = CHATML.decode([0, 1, 2, 3, 4, 2], skip_special_tokens=False)
         assert lines[2].startswith("    sample 0, ") and lines[2].endswith(f"reward 0, stop, 6 tokens: {text!r}")
         assert lines[3].startswith("    sample 1, ") and len(lines) == 4
         _, errors = it.kill()
