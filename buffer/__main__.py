@@ -1,4 +1,4 @@
-"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export|scrub` of a run, and `keys`.
+"""`python -m buffer CONFIG`: a run's buffer, until told to stop. Also `tail|show|export|quarantine|scrub`, and `keys`.
 
 The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
 once. Exit 2: something is wrong with config, data, keys, port or file, found before anything was started. Exit 1: the
@@ -30,6 +30,7 @@ from buffer.wire.clock import ListeningClock
 from buffer.wire.handlers import Handlers, Limits
 from buffer.wire.requests import PendingRequests
 from buffer.wire.server import BufferServer, ListenError
+from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's CURVE keys"}
         commands |= {"stats": "`python -m actors status RUN`"}
         print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
-        print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
+        print("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
     flags, argv = split_flags(argv, PROG, accept_loss={"action": "store_true"})
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
@@ -169,6 +170,7 @@ def limits_of(config: Config) -> Limits:
         max_bytes=int(config.buffer.max_gib * 2**30),
         max_message=config.buffer.max_message_mib * 2**20,
         keep=config.buffer.keep,
+        bounds=Bounds.of_model(config.model.path, config.rollout.routing_replay),
     )
 
 

@@ -1,4 +1,5 @@
-"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet RUN`.
+"""What a run's buffer holds, for people: `python -m buffer tail [-f] | show ITEM | export OUT.parquet | quarantine`
+of RUN.
 
 RUN is the run's folder or its config. Reads the SQLite file of a live or a dead run without disturbing it. Waits for
 nothing; `tail --follow` goes on until it is interrupted. What a live run waits for is in `python -m actors status`.
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from buffer import transcript
+from buffer.dead_letters import quarantine
 from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
@@ -39,6 +41,7 @@ COMMANDS = {
     "tail": "the groups that came in last",
     "show": "one item: its problem, and its samples as people read them",
     "export": "all samples as a parquet file",
+    "quarantine": "the groups that could not be trained, and why",
 }
 FOLLOW_S = 1.0
 """Between two looks of `tail --follow`."""
@@ -73,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
     command = commands.add_parser("export", help=COMMANDS["export"], allow_abbrev=False)
     command.add_argument("out", type=Path, help="file to write")
+    commands.add_parser("quarantine", help=COMMANDS["quarantine"], allow_abbrev=False)
     for command in commands.choices.values():
         command.add_argument(
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
@@ -86,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
             db, given.item, tokenizer_of(config.model.path), given.sample, given.full, given.tokens
         ),
         "export": lambda db, config: export(db, given.out),
+        "quarantine": lambda db, config: quarantine(db, tokenizer_of(config.model.path)),
     }
     try:
         config, file = found([*given.run, *overrides])

@@ -37,7 +37,15 @@ MAY: dict[str, set[str]] = {
     "buffer.resources": {"configs", "buffer.resources"},
     "buffer.wire": {*WIRE, "buffer.ledger", "buffer.store", "buffer.resources"},
     "buffer.transcript": {*WIRE, "buffer.transcript"},
-    "buffer.inspect": {*WIRE, "buffer.ledger", "buffer.store", "buffer.transcript", "buffer.inspect"},
+    "buffer.dead_letters": {*WIRE, "buffer.ledger", "buffer.dead_letters"},
+    "buffer.inspect": {
+        *WIRE,
+        "buffer.ledger",
+        "buffer.store",
+        "buffer.transcript",
+        "buffer.dead_letters",
+        "buffer.inspect",
+    },
     "learner": {*WIRE, "learner"},
     "learner.weights": {*WIRE, "learner.weights"},  # rollout imports it: it must not bring the learner along
     "learner.algorithms": {"configs", "learner.algorithms"},

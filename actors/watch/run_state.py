@@ -104,7 +104,7 @@ def stored(file: Path) -> State:
         lengths={
             f"{what}: {which}" if which else what: sums
             for (what, which), sums in totals.items()
-            if what in ("generated", "trained", "dropped", "discarded")
+            if what in ("generated", "trained", "dropped", "discarded", "quarantined")
         },
         ages=dict(sorted((int(age), groups) for age, groups in groups_by("age").items())),
         bytes_stored=untrained_bytes,
@@ -277,6 +277,8 @@ def failures(state: State) -> str:
         lines.append(f"{state.retried} of {made} groups retried")
     if state.dropped:
         lines.append(f"{sum(state.dropped.values())} items dropped, most often {_most_frequent(state.dropped)}")
+    if number := state.counts.get("quarantined"):
+        lines.append(f"{number} groups in quarantine (python -m buffer quarantine)")
     return "; ".join(lines)
 
 

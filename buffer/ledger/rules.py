@@ -45,7 +45,8 @@ class Ledger:
 
     Item s is problem `order(seed, epoch)[s % problems]` of epoch `s // problems`, and keeps its number for life; with
     `shares`, the rows and the weight of each source, it is `mixed(shares, seed, epoch)[s % problems]`.
-    `recall` reads an item that was dropped or put into quarantine back from where `drain` was written: the ledger itself forgets it.
+    `recall` reads an item that was dropped or put into quarantine back from where `drain` was written: the ledger
+    itself forgets it.
     """
 
     def __init__(
@@ -141,6 +142,9 @@ class Ledger:
         if (item.server, item.lease) != (server, lease) or not (item.state == "leased" or item.accepted):
             return item.lease_over(lease)
         if item.state == "leased":
+            if wrong := self._wrong_versions(item, samples):
+                self._end(item, wrong, now, "engine")
+                return item.lease_over(lease)
             oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=item.version)
             if oldest < item.version and not self._redate(item, oldest):
                 reason = f"sampled under version {oldest}, it could not be trained within {self.max_staleness} versions"
@@ -311,6 +315,10 @@ class Ledger:
             raise LedgerError(f"item {number} is not in batch {version}: take the batch again")
         self.suspicion.try_alone(number)
 
+    def suspect(self, version: int) -> bool:
+        """Whether MOST_ENDS starts of the learner ended with this batch."""
+        return self.suspicion.ends(version) >= MOST_ENDS
+
     def _batch_items(self, version: int) -> tuple[int, ...]:
         return self.state.batches[version].items if version in self.state.batches else ()
 
@@ -418,8 +426,8 @@ class Ledger:
         return self.state.items[number].state if number in self.state.items else None
 
     def counts(self) -> dict[str, int]:
-        """Items by state: leased, stored, waiting; batched (not yet trained), trained, dropped, quarantined in the whole
-        run."""
+        """Items by state: leased, stored, waiting; batched (not yet trained), trained, dropped and, if there are some,
+        quarantined in the whole run."""
         pool, totals = self.state.pool, self.state.totals
         now = {"leased": pool.num_open - pool.num_stored, "stored": pool.num_stored, "waiting": pool.num_waiting}
         trained = totals.groups("trained")
@@ -427,7 +435,7 @@ class Ledger:
             "batched": self.state.num_formed - trained,
             "trained": trained,
             "dropped": totals.groups("dropped"),
-            "quarantined": self.num_quarantined,
+            **({"quarantined": self.num_quarantined} if self.num_quarantined else {}),
         }
 
     @property
@@ -589,6 +597,18 @@ class Ledger:
         return failures >= max(LEAST_FAILURES, LEAST_BATCHES * self.groups) and (
             failures > self.max_failed_share * attempts
         )
+
+    def _wrong_versions(self, item: ItemState, samples: Sequence[SampleStats]) -> str:
+        """Why no server can have had the policies that sampled these tokens: newer than any there is, or older than its
+        server's at the dispatch, to which only a rewind leads back; "" where one can."""
+        state, d = self.state, item.version
+        newest = max((sample.newest for sample in samples if sample.newest is not None), default=0)
+        oldest = min((sample.oldest for sample in samples if sample.oldest is not None), default=d)
+        if newest > (most := max(state.ceiling, state.reached)):
+            return f"sampled under version {newest}, and no policy above version {most} exists"
+        if oldest < (least := state.restored if state.restored < d <= state.reached else d):
+            return f"sampled under version {oldest}, and its server had version {least} or a later one"
+        return ""
 
     def _redate(self, item: ItemState, version: int) -> bool:
         """Have the open item count as dispatched under the older `version`, if all stay within the bound."""

@@ -1,8 +1,8 @@
-"""Which batch ends the learner, and which of its groups: counts of learner starts that took a batch and never trained it.
+"""Which batch ends the learner, and which of its groups: counts of starts that took a batch and never trained it.
 
 A process that is killed, by the system for its memory or by a fault of its GPU, names no cause. So the ledger counts: a
 batch with which MOST_ENDS starts ended is *suspect*, and the learner tries each of its groups by itself before it
-trains the batch (`learner/train/trials.py`). A group during whose trial MOST_ENDS starts ended is the culprit. Starts
+trains the batch (`learner/sound.py`). A group during whose trial MOST_ENDS starts ended is the culprit. Starts
 are counted at their successor's Rewind. Pure; part of the ledger (`rules.py`), stored with its counters.
 """
 

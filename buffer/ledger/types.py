@@ -36,6 +36,8 @@ class SampleStats:
     """Tokens before the first sampled one; written down in the sample only."""
     row_images: int = field(default=0, compare=False)
     """Images of its row that it shows; written down in the sample only."""
+    newest: int | None = field(default=None, compare=False)
+    """Policy version of its newest sampled token; not written down."""
 
     def row_values(self) -> tuple[int | float, ...]:
         """What the store writes, in the order of the fields."""

@@ -215,10 +215,6 @@ class Store:
                 raise DamagedSample(item, index, path, f"its CRC32C is {now:08x}, and was {crc:08x} when it was stored")
         return found
 
-    def place_of(self, item: int) -> Path:
-        """The file that holds the samples of an item, which has some."""
-        return self._segments.path_of(self._db.execute(sql.GROUP, [item]).fetchone()[0])
-
     def require_same_files(self) -> None:
         """Raise StoreGone if the ledger was deleted, moved or replaced since it was opened."""
         self._files.require()

@@ -29,8 +29,9 @@ from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
 from buffer.wire.message import Message
-from buffer.wire.sample import sample_stats
+from buffer.wire.sample import stats_of
 from buffer.wire.split import BatchCut
+from buffer.wire.values import ANY, Bounds, WrongValue
 from configs.flow.capacity import CACHE_BYTES
 from configs.resume import Change
 
@@ -62,6 +63,8 @@ class Limits:
     max_bytes: int
     max_message: int
     keep: Literal["checkpoints", "all"]
+    bounds: Bounds = ANY
+    """Of the values of samples."""
 
 
 @dataclass
@@ -160,18 +163,22 @@ class Handlers:
         """By identity of a server whose connection broke: when its leases end."""
         self._away: tuple[float, str] | None = None
         """Until when no Ask or Take is answered, because image files could not be read, and what was said of one."""
-        self._warned_at = -math.inf
+        self._warned_at = self._unfit_at = -math.inf
+        self.unfit = 0
+        """Groups refused since the start because they cannot be trained."""
         self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
         """Revision and next lease at which `Ledger.expire` was called last, and what it said."""
         self.turn, self.files = LoopTurn(), OpenFiles()
         self._figures: dict[int, Sequence[SampleStats]] = {}
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
-        self._cut: tuple[tuple[int, int, bool], BatchCut] | None = None
+        self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
+        """Of a batch by version, ranks, whether whole groups, items: a batch may lose a group."""
         self._handed_out = ledger.state.ceiling - 1
         """The last batch of which a rank may have its part, since the learner last restored a version."""
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
+            protocol.Quarantine: self._quarantine, protocol.Trial: self._trial,
             protocol.Evaluate: self._evaluate, protocol.Evaluated: self._evaluated, protocol.Results: self._results,
             protocol.Goodbye: self._goodbye, protocol.Scale: self._scale, protocol.Kept: self._note_kept,
         }  # fmt: skip
@@ -288,7 +295,7 @@ class Handlers:
         changes = self.ledger.drain()
         if (ended := reasons.ended(self.ledger)) != self._ended:
             self._ended = changes.scalars["ended"] = ended
-        self._forget_samples(changes.discarded)
+        self._forget_samples(changes.discarded | changes.quarantined)
         payloads = {item: self._payloads[item] for item in changes.sample_stats}  # of what was not discarded since
         void_before, self._void_before, self._payloads = self._void_before, None, {}
         noted, self._noted = tuple(self._noted), []
@@ -471,12 +478,10 @@ class Handlers:
             log.warning("images cannot be read now, and are tried again: %s", away)
 
     def _put(self, peer: Peer, put: protocol.Put, now: float) -> Message | None:
-        if len(put.samples) != self.limits.samples:
-            raise ValueError(
-                f"Put of item {put.item}: {len(put.samples)} samples, batch.samples is {self.limits.samples}"
-            )
-        stats = put.figures
-        self._check_images(put.item, max(sample.row_images for sample in stats))
+        try:
+            stats = self._judged(put)
+        except WrongValue as error:
+            return self._unfit(peer, put, error, now)
         if self.full:
             return None
         leased = self.ledger.state_of(put.item) == "leased"
@@ -490,11 +495,50 @@ class Handlers:
                 self.bytes_stored += self._bytes[put.item]
         return protocol.Stored(accepted=refusal is None, reason=refusal or "")
 
-    def _check_images(self, item: int, shown: int) -> None:
-        """Raises ValueError if a sample shows more images of its row than it has: the learner could not see them."""
-        known = self.ledger.items.get(item)
+    def _judged(self, put: protocol.Put) -> Sequence[SampleStats]:
+        """What is known of its samples. Raises WrongValue if they cannot be trained."""
+        if len(put.samples) != self.limits.samples:
+            what = f"{len(put.samples)} samples, batch.samples is {self.limits.samples}"
+            raise WrongValue(f"item {put.item}", what)
+        stats = put.figures(self.limits.bounds)
+        shown, known = max(sample.row_images for sample in stats), self.ledger.items.get(put.item)
         if shown and known and shown > (has := len(self._images_of(known.row))):
-            raise ValueError(f"Put of item {item}: a sample shows {shown} images of row {known.row}, which has {has}")
+            what = f"a sample shows {shown} images of row {known.row}, which has {has}"
+            raise WrongValue("images", what).within(f"item {put.item}")
+        return stats
+
+    def _unfit(self, peer: Peer, put: protocol.Put, error: WrongValue, now: float) -> protocol.Stored:
+        """The attempt has failed, if the lease is the server's; the server goes on."""
+        reason = str(error)
+        self.ledger.fail(peer.key, put.item, put.lease, reason, now, kind=error.kind)
+        self.unfit += 1
+        if now >= self._unfit_at + WARN_S:
+            self._unfit_at = now
+            log.warning(
+                "%s delivered a group that cannot be trained, %d so far: %s", peer.hello.name, self.unfit, reason
+            )
+        return protocol.Stored(accepted=False, reason=reason, unfit=True)
+
+    def _quarantine(self, peer: Peer, message: protocol.Quarantine, now: float) -> Message:
+        self._require_learner(peer, message)
+        self.quarantine(message.item, message.reason)
+        return protocol.Ack()
+
+    def quarantine(self, item: int, reason: str) -> None:
+        """Put a group into quarantine, and write so to the log."""
+        row = self.ledger.items[item].row if item in self.ledger.items else None
+        if self.ledger.quarantine(item, " ".join(reason.split())):
+            log.error("item %d (row %s) is in quarantine and is not trained: %s", item, row, reason)
+
+    def _trial(self, peer: Peer, trial: protocol.Trial, now: float) -> Message:
+        self._require_learner(peer, trial)
+        self.ledger.try_alone(trial.version, trial.item)
+        return protocol.Ack()
+
+    def _require_learner(self, peer: Peer, message: Message) -> None:
+        if peer.hello.role != "learner":
+            what = f"{type(message).__name__} of {peer.hello.name}, a {peer.hello.role}"
+            raise ValueError(f"{what}: only the learner judges groups")
 
     def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
         self.ledger.fail(
@@ -597,7 +641,7 @@ class Handlers:
 
     def _sound_part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
         """`_part`, once all groups of the batch are opened. Raises DamagedSample."""
-        key = take.version, take.world, take.share_prompts
+        key = take.version, take.world, take.share_prompts, batch.items
         if (self._cut is None or self._cut[0] != key) and not self._opened(batch):
             return None
         with self.turn.counted():
@@ -617,12 +661,13 @@ class Handlers:
 
     def _part(self, take: protocol.Take, batch: FormedBatch, now: float) -> protocol.Part | None:
         """The part of a rank; None: not in this turn, or not while images are away. A batch is cut once for all."""
-        key = take.version, take.world, take.share_prompts
+        key = take.version, take.world, take.share_prompts, batch.items
         if self.turn.over():
             return None
         if self._cut is None or self._cut[0] != key:
             groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-            self._cut = key, BatchCut(take.version, take.world, groups, self._counts(), take.share_prompts)
+            counts = self._counts() | {"suspect": self.ledger.suspect(take.version)}
+            self._cut = key, BatchCut(take.version, take.world, groups, counts, take.share_prompts)
             if take.version <= self.ledger.last_trained:  # no Trained will follow that would forget them
                 for item in batch.items:
                     self._figures.pop(item, None)
@@ -641,31 +686,25 @@ class Handlers:
     def _counts(self) -> dict[str, int]:
         """What a part says of the run, as of the moment at which its batch was cut."""
         totals = self.ledger.state.totals
-        counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated")}
+        counts = {name: totals.groups(name) for name in ("failed", "dropped", "retried", "generated", "quarantined")}
         serving = [peer for peer in self.peers.values() if peer.key in self.ledger.servers]
         counts |= {"restored": self.ledger.state.restored, "reached": self.ledger.state.reached}
         return counts | {name: int(sum(peer.stats.get(name, 0) for peer in serving)) for name in ("running", "places")}
 
     def _opened(self, batch: FormedBatch) -> bool:
         """Have the figures of all its groups: those from before a restart are read from their samples, as many as the
-        turn allows. False: not all yet."""
+        turn allows. False: not all yet, or one went into quarantine, so that the batch is another one."""
         for item in batch.items:
             if item not in self._figures:
                 if self.turn.over():
                     return False
                 with self.turn.counted():
-                    self._figures[item] = self._figures_of(item)
+                    try:
+                        self._figures[item] = stats_of(item, self.store.group(item), self.limits.bounds)
+                    except WrongValue as error:
+                        self.quarantine(item, str(error))
+                        return False
         return True
-
-    def _figures_of(self, item: int) -> list[SampleStats]:
-        """The figures of a stored group. Raises DamagedSample, also for what has no checksum and is no sample."""
-        found = list[SampleStats]()
-        for index, data in enumerate(self.store.group(item)):
-            try:
-                found.append(sample_stats(data))
-            except ValueError as error:
-                raise DamagedSample(item, index, self.store.place_of(item), str(error)) from None
-        return found
 
     def _fetch(self, item: int, indexes: Sequence[int]) -> list[bytes]:
         """Samples of a group, by their places in it."""

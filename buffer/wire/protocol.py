@@ -6,26 +6,28 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
     rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
               Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
-              Results -> EvaluationResult | Ack
+              Quarantine -> Ack   Trial -> Ack   Results -> EvaluationResult | Ack
     observer: Scale -> Ack   Kept -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
 """
 
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat
+from pydantic import Field, FiniteFloat, PrivateAttr
 
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome, SampleStats
 from buffer.wire.message import Array, Count, Message
-from buffer.wire.sample import sample_stats
+from buffer.wire.sample import stats_of
+from buffer.wire.values import Bounds
 
-PROTOCOL = 9
+PROTOCOL = 10
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
+MOST_REASON = 1000
+"""Characters of a reason for a quarantine."""
 MOST_RANKS = 2**16
 """A batch is not cut for more: the cut takes memory for each."""
 LAUNCHER = "launcher"
@@ -92,10 +94,13 @@ class Put(Message):
     lease: Count
     samples: list[bytes]
 
-    @cached_property
-    def figures(self) -> list[SampleStats]:
-        """Statistics of each sample, parsed once however often the Put is tried. Raises ValueError with one line."""
-        return [sample_stats(data) for data in self.samples]
+    _figures: list[SampleStats] = PrivateAttr(default_factory=list)
+
+    def figures(self, bounds: Bounds) -> list[SampleStats]:
+        """Statistics of each sample, parsed once however often the Put is tried. Raises WrongValue with one line."""
+        if not self._figures:
+            self._figures.extend(stats_of(self.item, self.samples, bounds))
+        return self._figures
 
 
 class Fail(Message):
@@ -183,6 +188,23 @@ class Trained(Message):
     oldest_kept: Count
 
 
+class Quarantine(Message):
+    """The group of `item`, which is in a batch that is not trained, cannot be trained. The batch is to be taken again:
+    it is served without that group."""
+
+    item: Count
+    reason: Annotated[str, Field(max_length=MOST_REASON)]
+    """One line."""
+
+
+class Trial(Message):
+    """The learner tries the group of `item` of batch `version` by itself, because the batch is suspect; null: it has
+    tried all of them. Should it end meanwhile, that group is the culprit."""
+
+    version: Count
+    item: Count | None
+
+
 class Scale(Message):
     """So many rollout servers are wanted, until the next Scale, also over restarts; null: as many as the run file says.
 
@@ -239,6 +261,8 @@ class Stored(Message):
 
     accepted: bool
     reason: str = ""
+    unfit: bool = False
+    """Its values cannot be trained, and `reason` names one: the attempt has failed."""
 
 
 class Later(Message):
@@ -342,6 +366,10 @@ class Part(Message):
     restored: Count = 0
     reached: Count = 0
     """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
+    quarantined: Count = 0
+    """Groups put into quarantine in the run so far."""
+    suspect: bool = False
+    """Starts of the learner ended with this batch, and nobody knows why: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
 
     def size_hint(self) -> int:
@@ -422,8 +450,8 @@ class NotRegistered(Message):
 REQUESTS: dict[str, type[Message]] = {
     m.__name__: m
     for m in (
-        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Results, Goodbye, Scale,
-        Kept, Status,
+        Hello, Where, Ask, Put, Fail, Heartbeat, Evaluate, Evaluated, Rewind, Take, Trained, Quarantine, Trial, Results,
+        Goodbye, Scale, Kept, Status,
     )
 }  # fmt: skip
 ANSWERS: dict[str, type[Message]] = {

@@ -90,7 +90,7 @@ class BatchCut:
     """A batch cut for `world` ranks, from the figures of its samples: the same for all ranks and at every repetition.
     The samples themselves are fetched when a rank asks for its part.
 
-    `groups`: (item, dispatch version, figures of each sample); `counts`: `failed` ... `places`, as in `Part`.
+    `groups`: (item, dispatch version, figures of each sample); `counts`: `failed` ... `suspect`, as in `Part`.
     """
 
     def __init__(

@@ -92,6 +92,16 @@ class Buffer:
 
     address: str
     requests: PendingRequests
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def call(self, act: Callable[[], Any]) -> Any:
+        """Run `act` in the buffer's thread, from another one; returns its result. SQLite's connections are a
+        thread's own."""
+
+        async def acted() -> Any:
+            return act()
+
+        return asyncio.run_coroutine_threadsafe(acted(), self.loop).result(60)
 
 
 @asynccontextmanager

@@ -151,8 +151,9 @@ class FakeBuffer:
         given, self.items = self.items[:room], self.items[room:]
         return given
 
-    async def put(self, item: WorkItem, samples: list[Sample]) -> None:
+    async def put(self, item: WorkItem, samples: list[Sample]) -> Stored:
         self.put_groups[item.item] = samples
+        return Stored(accepted=True)
 
     async def fail(
         self,
