@@ -122,7 +122,7 @@ def test_no_rank_gets_a_part_of_another_batch_than_the_others(tmp_path: Path) ->
         damage(path, item)
     (refused,) = take(clients, 0, 1, 2)
     assert isinstance(refused, Refused) and "start the learner again" in refused.reason and "batch 0" in refused.reason
-    assert clients.requests.handlers.ledger.counts()["quarantined"] == 0
+    assert clients.requests.handlers.ledger.num_quarantined == 0
     damage(path, 1)  # it is whole again
     clients.requests.handlers.store.close()
     clients = Clients(make_requests(path, groups=2, max_staleness=9), 2)
