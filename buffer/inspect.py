@@ -230,7 +230,8 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
     columns = (sample.tokens, sample.sampled, sample.versions, sample.behaviour_logprobs)
     for position, (token, sampled, version, logprob) in enumerate(zip(*(a.numpy() for a in columns), strict=True)):
         figures = f"{version:>8} {logprob:>10.4f}" if sampled else f"{'given':>8} {'':>10}"
-        text = json.dumps(tokenizer.decode([token], skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
+        known = [token] if token >= 0 else []  # a group in quarantine may have others
+        text = json.dumps(tokenizer.decode(known, skip_special_tokens=False), ensure_ascii=False) if tokenizer else ""
         yield f"    {position:>8} {token:>8} {figures}  {visible(text)}".rstrip()
 
 

@@ -278,7 +278,7 @@ def failures(state: State) -> str:
     if state.dropped:
         lines.append(f"{sum(state.dropped.values())} items dropped, most often {_most_frequent(state.dropped)}")
     if number := state.counts.get("quarantined"):
-        lines.append(f"{number} groups in quarantine (python -m buffer quarantine)")
+        lines.append(f"{number} group{'s' * (number > 1)} in quarantine")
     return "; ".join(lines)
 
 

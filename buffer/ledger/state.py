@@ -229,15 +229,14 @@ class LedgerState:
     def take_out(self, item: ItemState) -> None:
         """Batched -> stored: the group leaves its batch. The batch keeps its other groups."""
         left = [(other.version, other.number) for other in self._members(item.batch) if other is not item]
-        self.totals.add("age", item.lengths, str(item.batch - item.version), times=-1)
         self.batches[item.batch] = _batch(item.batch, left)
-        item.state = "stored"
+        self._unbatch(item)
 
     def unform(self, version: int) -> None:
         """Batched -> stored: all groups of batch `version` and of later ones; v' is `version` again."""
         for later in range(version, self.version):
             for item in self._members(later):
-                self.take_out(item)
+                self._unbatch(item)
                 item.batch = -1
                 self._touched.add(item.number)
             del self.batches[later]
@@ -245,6 +244,10 @@ class LedgerState:
         self.version, self.ceiling = version, min(self.ceiling, version)
         self.pool = Pool(self.items.values())
         self.revision += 1
+
+    def _unbatch(self, item: ItemState) -> None:
+        self.totals.add("age", item.lengths, str(item.batch - item.version), times=-1)
+        item.state = "stored"
 
     def _members(self, version: int) -> list[ItemState]:
         return [self.items[number] for number in self.batches[version].items]
