@@ -32,6 +32,7 @@ from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit
+from configs.plain_text import print_visible
 from configs.schema import Config
 
 log = logging.getLogger("buffer")
@@ -48,23 +49,23 @@ def main(argv: Sequence[str]) -> int:
     if command in inspect.COMMANDS:
         return inspect.main(argv)
     if command == "stats":
-        print(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", file=sys.stderr)
+        print_visible(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", sys.stderr)
         return BAD_INPUT
     if command == "keys":
-        print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
+        print_visible(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return DONE
     if command in ("-h", "--help"):
         commands = inspect.COMMANDS | {"keys": "make the run's CURVE keys", "stats": "`python -m actors status RUN`"}
-        print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
-        print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
+        print_visible(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
+        print_visible("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
         uvloop.run(run(config))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
-        print(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {REMEDY}", file=sys.stderr)
+        print_visible(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {REMEDY}", sys.stderr)
         return FAILED
     return DONE
 

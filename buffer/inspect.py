@@ -27,7 +27,7 @@ from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
-from configs.plain_text import visible
+from configs.plain_text import print_visible, visible
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -94,11 +94,11 @@ def main(argv: Sequence[str]) -> int:
                 if isinstance(line, Text):
                     console.print(line)
                 else:
-                    print(visible(line, LONGEST_LINE), flush=True)
+                    print_visible(line, most=LONGEST_LINE)
     except KeyboardInterrupt:
         return 130
     except (LedgerError, sqlite3.Error, OSError) as error:
-        print(f"python -m buffer {given.command}: {error}", file=sys.stderr)
+        print_visible(f"python -m buffer {given.command}: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
 
@@ -130,7 +130,7 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
         cached = None if file.exists() else try_to_load_from_cache(model, file.name)
         return Tokenizer.from_file(str(cached or file))
     except Exception as error:  # the library raises just this, also where there is no file
-        print(f"no text of the tokens: {file}: {error}", file=sys.stderr)
+        print_visible(f"no text of the tokens: {file}: {error}", sys.stderr)
         return None
 
 

@@ -20,6 +20,7 @@ from buffer.wire.connection import Connection, RefusedError
 from buffer.wire.protocol import State, Status
 from configs.entrypoint import BAD_INPUT
 from configs.load import read
+from configs.plain_text import print_visible
 from configs.schema import Config
 
 VERSIONS = "SELECT COALESCE(MAX(version) FILTER (WHERE trained), -1), COALESCE(MAX(version), -1) FROM batches"
@@ -56,7 +57,9 @@ def find_run(argv: Sequence[str], prog: str) -> tuple[Config, Path]:
         config = read(argv, prog)
         return config, config.run.path
     if not (folder / "config.yaml").exists():
-        print(f"{folder}: no config.yaml in it, so it is not a run's folder; name one, or its config", file=sys.stderr)
+        print_visible(
+            f"{folder}: no config.yaml in it, so it is not a run's folder; name one, or its config", sys.stderr
+        )
         sys.exit(BAD_INPUT)
     return read([str(folder / "config.yaml"), *argv[1:]], prog), folder
 

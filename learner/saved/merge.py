@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.entrypoint import BAD_INPUT, DONE
+from configs.plain_text import print_visible
 from learner.model.loading import read_whole
 from learner.model.lora.base import digest
 from learner.saved import adapter_files, export
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         merge(given.checkpoint, given.out)
     except (ValueError, OSError) as error:
-        print(f"{PROG}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print_visible(f"{PROG}: {str(error).splitlines()[0]}", sys.stderr)
         return BAD_INPUT
-    print(f"vllm serve {given.out}")
+    print_visible(f"vllm serve {given.out}")
     return DONE
 
 

@@ -116,7 +116,7 @@ def settle(process: Process, delivery: Delivery, address: str) -> tuple[Process,
             remedy = "share the folder, or let the user of Ray write it"
             raise UnfitNode(f"{delivery.run} cannot be written here: {error.strerror}; {remedy}") from None
     try:
-        config = load([str(delivery.run / "config.yaml")])
+        config = load([str(delivery.run / "config.yaml")], {**os.environ, **process.env})
     except ConfigError as error:
         raise UnfitNode(str(error)) from None
     if (here := fingerprint(config)) != delivery.fingerprint:
@@ -138,14 +138,18 @@ def _read(file: Path) -> str:
 
 
 def _unpack(delivery: Delivery, with_secret: bool) -> None:
-    """Write config and keys where the run's folder is on the launcher's machine; keys with mode 0600."""
+    """Write config and keys where the run's folder is on the launcher's machine, with mode 0600."""
     keys = delivery.run / "keys"
     delivery.run.mkdir(parents=True, exist_ok=True)
-    (delivery.run / "config.yaml").write_text(delivery.config, encoding="utf-8")
+    _write(delivery.run / "config.yaml", delivery.config)
     keys.mkdir(mode=0o700, exist_ok=True)
     for name, text in delivery.keys.items():
         if name != SECRET or with_secret:
-            draft = keys / f".{name}.{os.getpid()}"
-            with open(draft, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(text)
-            draft.replace(keys / name)
+            _write(keys / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+    draft.replace(path)
