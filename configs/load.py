@@ -126,9 +126,7 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = la
     if "-h" in argv or "--help" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
         print_visible(f"{usage}\n\nFiles are merged left to right, then the overrides. Values are YAML.")
-        print_visible(
-            f"${{section.key}} refers to another key, ${{oc.env:NAME}} to an environment variable.\n{text(width)}"
-        )
+        print_visible("${section.key} refers to another key, ${oc.env:NAME} to a variable.\n" + text(width))
         sys.exit(0)
     if not argv:
         print_visible(f"{usage}\n{prog} --help lists every key", sys.stderr)

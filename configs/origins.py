@@ -59,7 +59,7 @@ def _variable(name: str, *default: Any) -> Any:
     raise KeyError(f"Environment variable '{name}' not found")
 
 
-OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
+OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_validation="off")
 
 
 def resolved(tree: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, dict[Place, Origin]]:

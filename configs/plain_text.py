@@ -22,6 +22,7 @@ UNSEEN = re.compile(
     "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
+FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
 USER_OF_URL = re.compile(r"(?<=://)[^\s/@:\"']*:[^\s/@\"']+(?=@)")
 _CONCEALED: dict[str, str] = {}
 _SECRETS: list[re.Pattern[str]] = []
@@ -109,4 +110,4 @@ class PlainFormatter(logging.Formatter):
     lines of a record are indented, so that no text can look like a record of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record).rstrip("\n").replace("\n", "\n  "), MOST_LOGGED)
+        return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

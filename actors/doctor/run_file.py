@@ -34,6 +34,7 @@ from configs.flow.capacity import open_files
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, parse
 from configs.model_facts import SPARE_BYTES, model_facts
+from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
 from configs.schema import BufferConfig, Config, RewardConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_heads
@@ -112,6 +113,7 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
     refused, warned = judge_visible_gpus(os.environ)
     further += refused
     judgement.warnings += warned + variables.warnings(os.environ, config.model.path)
+    judgement.warnings += list(plain_credentials(config))
     if not live:
         further += _port("buffer.address", config.buffer.address)
         for url in config.reward.urls:
@@ -125,6 +127,13 @@ def judge(config: Config, live: bool | None = None) -> Judgement:
         judgement.refused += error.problems
     _try(config, rows, judgement)
     return judgement
+
+
+def plain_credentials(config: Config) -> Iterator[str]:
+    """A line for each credential that the run file holds as plain text."""
+    for place, _ in credentials(config):
+        problem = "the run file holds a credential, and so will the run's config.yaml"
+        yield f"{'.'.join(map(str, place))}: {problem}; export it, and write ${{oc.env:NAME}} here"
 
 
 def rows_to_try(problems: Sequence[dict[str, Any]]) -> Rows:

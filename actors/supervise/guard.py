@@ -25,8 +25,6 @@ from typing import Any
 
 import psutil
 
-from configs.plain_text import print_visible
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 2.0
 """Time that descendants get to end by themselves after the command has ended."""
@@ -89,7 +87,7 @@ class Guard:
         try:
             self.start(argv)
         except OSError as error:
-            print_visible(f"cannot start {argv[0]}: {error.strerror}", sys.stderr)
+            print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
             send(self.owner, {"pid": None})
             send(self.owner, {"code": 127})
             return
