@@ -197,30 +197,33 @@ class ChatTexts:
                 **options,
             )
             return str(text)
-        chat = [*messages[:-1], marked(messages[-1])] if continued else list(messages)
+        chat, last = list(messages), ""
+        if continued:
+            chat[-1], last = marked(messages[-1])
         listed = None if tools is None else list(tools)
         source = self._tokenizer.get_chat_template(self._template, tools=listed)
         names = {"messages": chat, "tools": listed, "documents": None, "add_generation_prompt": header}
         given = {**self._tokenizer.special_tokens_map, **(kwargs or {})}
         text = self._renderer.render("chat", source, given | names)
-        return until_mark(text) if continued else text
+        return until_mark(text, last) if continued else text
 
 
-def marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with CONTINUED at the end of its text."""
+def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The message with CONTINUED at the end of its text, and that text."""
     content = deepcopy(message["content"])
     if isinstance(content, str):
-        return {**message, "content": content + CONTINUED}
+        return {**message, "content": content + CONTINUED}, content
     last = next((part for part in reversed(content) if "text" in part), None)
     if last is None:
         raise ValueError("the last message has no text to continue")
+    text = last["text"]
     last["text"] += CONTINUED
-    return {**message, "content": content}
+    return {**message, "content": content}, text
 
 
-def until_mark(text: str) -> str:
-    """What a template wrote before CONTINUED. Raises ValueError if it did not write that."""
+def until_mark(text: str, last: str) -> str:
+    """What a template wrote before CONTINUED. Raises ValueError if it did not write that, and the text `last`."""
     before, found, behind = text.rpartition(CONTINUED.strip())
-    if not found:
+    if not found or last.strip() not in before:
         raise ValueError(CHANGED)
     return before if behind.startswith(" ") else before.rstrip()
