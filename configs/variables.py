@@ -38,8 +38,8 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SOCKET_BYTES = 107
 """Longest path of a Unix socket in Linux."""
 RAY_BYTES = 23
-"""Longest folder for Ray's sockets. We append `/headrace-12345678/r`, because Ray opens its own folder to everybody, and
-Ray `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
+"""Longest folder for Ray's sockets. We append `/headrace-12345678/r`, because Ray opens its own folder to all users,
+and Ray `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
 VLLM_BYTES = SOCKET_BYTES - 37
 """Longest folder for vLLM's sockets. vLLM appends a slash and a UUID."""
 WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
@@ -47,7 +47,7 @@ WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
 RUN_UMASK, USER_UMASK = "HEADRACE_RUN_UMASK", "HEADRACE_UMASK"
-"""The umask of a run's files, which a user may set; and the user's own, which `make_private` notes for child processes."""
+"""The umask of a run's files, which a user may set; and the user's own, which `make_private` notes for children."""
 MASK = re.compile("0?[0-7]{3}")
 
 

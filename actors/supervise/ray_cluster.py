@@ -278,7 +278,7 @@ def ray_cluster(config: Config) -> Iterator[Cluster]:
                 os.environ.setdefault(key, value)
             parent = socket_folder(RAY_BYTES)  # `configs.variables.problems` refuses a machine without one
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
-            folder = Path(stack.enter_context(temporary), "r")  # Ray opens its own folder to everybody, not the one above
+            folder = Path(stack.enter_context(temporary), "r")  # Ray opens its own folder to all users
         import ray  # reads the environment on import
 
         stack.callback(ray.shutdown if named else stop)

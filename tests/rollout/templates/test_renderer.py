@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,16 +74,18 @@ def test_a_template_that_exceeds_a_limit_is_ended_and_the_next_one_rendered(
     assert renderer.render("chat", "{{ 1 + 1 }}", {}) == "2"
 
 
-def test_a_template_process_that_is_killed_or_stopped_is_replaced(renderer: Renderer) -> None:
-    for number, words in ((signal.SIGKILL, "ended its process by SIGKILL"), (signal.SIGSTOP, "no answer within 0.2 s")):
-        renderer = Renderer(wall_s=0.2)
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "ended its process by SIGKILL"), (signal.SIGSTOP, "gave no answer within")]
+)
+def test_a_template_process_that_is_killed_or_stopped_is_replaced(number: int, words: str) -> None:
+    renderer = Renderer()
+    renderer.check("chat", "{{ 1 }}")
+    assert renderer._process is not None
+    renderer._process._socket.settimeout(0.2)
+    os.kill(renderer._process._process.pid, number)
+    with pytest.raises(RenderError, match=words):
         renderer.check("chat", "{{ 1 }}")
-        assert renderer._process is not None
-        os.kill(renderer._process._process.pid, number)
-        time.sleep(0.05)
-        with pytest.raises(RenderError, match=words):
-            renderer.check("chat", "{{ 1 }}")
-        assert renderer._process is None
+    assert renderer.render("chat", "{{ 1 }}", {}) == "1"
 
 
 def test_the_process_ends_with_its_renderer() -> None:
@@ -136,7 +137,8 @@ def test_chats_are_rendered_as_transformers_renders_them(name: str, number: int)
     tokenizer = chat_tokenizer(name if name in TEMPLATES else "chatml")
     if name in OWN:
         tokenizer.chat_template = OWN[name]
-    for header, continued in ((True, False), (False, False), (False, True)):
+    ways = [(True, False), (False, False), *([(False, True)] if "content" in str(tokenizer.chat_template) else [])]
+    for header, continued in ways:
         theirs, ours = both(tokenizer, CHATS[number], header, continued)
         assert ours == theirs
 
