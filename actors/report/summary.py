@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     (run / "report.html").write_text(page, encoding="utf-8")
     console = Console(highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
-        console.print(Text(visible_line(line)) if isinstance(line, str) else line)
+        console.print(Text(spaced(line)) if isinstance(line, str) else line)
     return DONE
 
 
@@ -82,6 +82,12 @@ def read_report(config: Config, run: Path, records: Records) -> Report:
     ended = ended or f"not finished; last sign of life at {when(last_life(config, run), say_ago=False)}"
     overview = look_over(config, records, held, time.time(), ended)
     return Report(config, records, models, examples, failures(held) if held else "", overview)
+
+
+def spaced(line: str) -> str:
+    """The line made visible. Empty lines before it stay."""
+    words = line.lstrip("\n")
+    return line[: len(line) - len(words)] + visible_line(words)
 
 
 def summary(report: Report) -> Iterator[str | Text]:
