@@ -33,7 +33,7 @@ SHOWN = "${oc.env:RUN_SECRETS_KEY}"
 USED = """
 def load(key):
     def leak(answer):
-        print("printed", key, flush=True)
+        print("printed", key, "\\x1b[2J\\rnext line", flush=True)
         raise ValueError(f"the key {key} is refused by https://me:{key}@host/v1")
     return leak
 """
@@ -96,7 +96,7 @@ async def leak_in_a_worker(run: Path) -> None:
         with pytest.raises(CagedError) as caught:
             await pool.call("answer")
     logging.getLogger("rollout").warning("%s", visible(str(caught.value)))
-    assert f"printed {SHOWN}" in (run / "logs" / "work-0.log").read_text()
+    assert f"printed {SHOWN} \\u001b[2J\nnext line\n" in (run / "logs" / "work-0.log").read_text()
 
 
 def print_in_a_kept_process(run: Path) -> None:
