@@ -110,9 +110,8 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
     Raises LedgerError if the ledger is in no file.
     """
     first = Path(words[0])
-    config = load.read(
-        [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words, "python -m buffer COMMAND"
-    )
+    argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
+    config = load.read(argv, "python -m buffer COMMAND", lenient=True)
     if config.buffer.path is None:
         raise LedgerError(
             "buffer.path is null: this run's ledger is in its process only; see `python -m actors status` while it runs"

@@ -23,9 +23,10 @@ from pydantic import ValidationError
 
 from configs.help import EXAMPLES, FACTORS, RENAMED_KEYS, TYPES, key_of, keys, sections, suggest, text
 from configs.help import show as in_yaml
-from configs.origins import Origin, Place, at, resolved, traced, written
+from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
 from configs.plain_text import print_visible
 from configs.schema import Config
+from configs.variables import open_private
 
 log = logging.getLogger(__name__)
 TIMES = "times"
@@ -81,9 +82,9 @@ class MergedTree:
                 self.places[place + key.removeprefix(old)] = self.places.pop(key)
 
 
-def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Config:
+def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ, lenient: bool = False) -> Config:
     """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", "--learner.lr", "4e-4", ...]`. `${oc.env:KEY}` is a
-    variable of `environment`.
+    variable of `environment`; `lenient`: a credential's may be missing.
 
     Raises ConfigError with every problem found, one line each.
     """
@@ -101,14 +102,14 @@ def load(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Co
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _validate(merged, environment)
+    return _validate(merged, environment, lenient)
 
 
 def parse(text: str) -> Config:
     """The config that another process of this machine gave as `dump`. Raises ConfigError as `load` does."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
-    return _validate(merged, os.environ)
+    return _validate(merged, os.environ, False)
 
 
 def dump(config: Config) -> str:
@@ -116,10 +117,13 @@ def dump(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
-def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None) -> Config:
+def read(
+    argv: Sequence[str], prog: str, checks: Callable[[Config], object] = lambda config: None, lenient: bool = False
+) -> Config:
     """`load` for an entry point such as `python -m buffer` (`prog`): problems go to stderr, then exit code 2.
 
-    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`.
+    `--help` prints every key and exits 0. `checks` may raise ConfigError too, e.g. `configs.checks.check`. `lenient`:
+    for commands that only look at a run, which need no credentials.
     """
     width = min(max(shutil.get_terminal_size().columns, 40), 120)
     usage = f"usage: {prog} RUN.yaml [MORE.yaml ...] [--section.key=value ...]"
@@ -132,7 +136,7 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = la
         print_visible(f"{usage}\n{prog} --help lists every key", sys.stderr)
         sys.exit(2)
     try:
-        config = load(argv)
+        config = load(argv, lenient=lenient)
         checks(config)
     except ConfigError as error:
         print_visible(error, sys.stderr)
@@ -142,10 +146,12 @@ def read(argv: Sequence[str], prog: str, checks: Callable[[Config], object] = la
 
 def write(config: Config, path: Path) -> None:
     """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or
-    nothing. Only the user can read it, for the run file may hold credentials."""
+    nothing. Only the user can read a file that holds credentials; for another one RUN_UMASK holds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    with open(draft, "w", encoding="utf-8", opener=open_private) as file:
+        if any(credentials(config)):
+            os.fchmod(file.fileno(), 0o600)
         file.write(dump(config))
     draft.replace(path)
 
@@ -261,7 +267,9 @@ def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int,
             yield from _lines(value, f"{prefix}{key.value}.")
 
 
-def _resolve(merged: MergedTree, environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Place, Origin]]:
+def _resolve(
+    merged: MergedTree, environment: Mapping[str, str], lenient: bool
+) -> tuple[dict[str, Any], dict[Place, Origin]]:
     """The merged tree over the defaults, with `${...}` replaced: an interpolation may refer to a default. And the
     origins of what came from variables of `environment`."""
     tree = {
@@ -269,15 +277,22 @@ def _resolve(merged: MergedTree, environment: Mapping[str, str]) -> tuple[dict[s
         for name, section in Config.model_fields.items()
     }
     try:
-        found, origins = resolved(_lay(tree, merged.tree), environment)
+        found, origins = resolved(_lay(tree, merged.tree), environment, lenient)
+    except MissingVariable as error:
+        key, name = error.args
+        raise ConfigError([_missing(key, name, merged)]) from None
     except OmegaConfBaseException as error:
-        key, reason = error.full_key or "the run file", str(error).splitlines()[0]
-        variable = re.search(r"Environment variable '(.+)' not found", reason)
+        key, reason = str(error.full_key or "the run file"), str(error).splitlines()[0]
+        if variable := re.search(r"Environment variable '(.+)' not found", reason):
+            raise ConfigError([_missing(key, variable[1], merged)]) from None
         remedy = "${section.key} must name a key that has a value"
-        if variable:
-            reason, remedy = variable[0], f"export {variable[1]} where the run is started"
-        raise ConfigError([f"{key}: {reason}{merged.where(str(key))}; {remedy}"]) from None
+        raise ConfigError([f"{key}: {reason}{merged.where(key)}; {remedy}"]) from None
     return {str(key): _multiplied(value) for key, value in found.items()}, origins
+
+
+def _missing(key: str, variable: str, merged: MergedTree) -> str:
+    remedy = f"export {variable} where the run is started"
+    return f"{key}: Environment variable '{variable}' not found{merged.where(key)}; {remedy}"
 
 
 def _multiplied(section: Any) -> Any:
@@ -292,8 +307,8 @@ def _multiplied(section: Any) -> Any:
     return section
 
 
-def _validate(merged: MergedTree, environment: Mapping[str, str]) -> Config:
-    tree, origins = _resolve(merged, environment)
+def _validate(merged: MergedTree, environment: Mapping[str, str], lenient: bool) -> Config:
+    tree, origins = _resolve(merged, environment, lenient)
     problems = {}
     for place, value in _values(tree):
         key = keys().get(key_of(place))

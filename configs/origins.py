@@ -35,7 +35,7 @@ its name only. A shorter value would hide parts of other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 """Keys beside free maps that may hold a credential."""
-_RESOLVING: ContextVar[tuple[list[str], Mapping[str, str]] | None] = ContextVar("resolving", default=None)
+_RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)
 
 
 class Origin(NamedTuple):
@@ -48,37 +48,61 @@ class Origin(NamedTuple):
     variables: tuple[str, ...]
 
 
+class Resolving:
+    """One value that is being resolved: from which variables, `seen`, and which of them were `missing`. With `lenient`
+    a missing one is MASK."""
+
+    def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
+        self.environment, self.lenient = environment, lenient
+        self.seen: list[str] = []
+        self.missing: list[str] = []
+
+
+class MissingVariable(Exception):
+    """A variable that a key needs is not set. Arguments: the key and the variable."""
+
+
 def _variable(name: str, *default: Any) -> Any:
     """OmegaConf's `oc.env`, which notes that it was asked."""
-    seen, environment = _RESOLVING.get() or ([], os.environ)
-    seen.append(name)
-    if name in environment:
-        return environment[name]
+    now = _RESOLVING.get() or Resolving(os.environ, False)
+    now.seen.append(name)
+    if name in now.environment:
+        return now.environment[name]
     if default:
         return None if default[0] is None else str(default[0])
+    if now.lenient:
+        now.missing.append(name)
+        return MASK
     raise KeyError(f"Environment variable '{name}' not found")
 
 
 OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_validation="off")
 
 
-def resolved(tree: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with its interpolations replaced, and the origins of values from variables of `environment`. Raises
-    what OmegaConf raises."""
+def resolved(
+    tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
+) -> tuple[Any, dict[Place, Origin]]:
+    """The `tree` with its interpolations replaced, and the origins of values from variables of `environment`.
+
+    `lenient`: a credential whose variable is missing is MASK, for commands that only look at a run. Raises
+    MissingVariable for others then, and what OmegaConf raises.
+    """
     whole = OmegaConf.create(deepcopy(dict(tree)))
-    token = _RESOLVING.set(([], environment))
+    token = _RESOLVING.set(Resolving(environment, lenient))
     try:
         found: Any = OmegaConf.to_container(whole, resolve=True)
         origins = dict[Place, Origin]()
         for place, text in leaves(tree):
             if isinstance(text, str) and "${" in text:
-                _RESOLVING.set((seen := [], environment))
+                _RESOLVING.set(now := Resolving(environment, lenient))
                 node: Any = whole
                 for part in place:
                     node = node[part]
                 value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-                if seen:
-                    origins[place] = Origin(text, value, tuple(dict.fromkeys(seen)))
+                if now.missing and not may_hold_credentials(place):
+                    raise MissingVariable(".".join(map(str, place)), now.missing[0])
+                if now.seen:
+                    origins[place] = Origin(text, value, tuple(dict.fromkeys(now.seen)))
         return found, origins
     finally:
         _RESOLVING.reset(token)

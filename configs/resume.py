@@ -102,7 +102,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 def written(run: Path) -> Settings | None:
     """The settings in the `config.yaml` of a run's folder, None without one. Raises ConfigError as `load` does."""
     file = run / "config.yaml"
-    return settings(load([str(file)])) if file.exists() else None
+    return settings(load([str(file)], lenient=True)) if file.exists() else None
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

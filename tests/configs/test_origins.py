@@ -8,7 +8,7 @@ import pytest
 from configs.load import ConfigError, dump, load, parse, write
 from configs.origins import MASK, comparable, disclosed, is_credential, shared, variables
 from configs.plain_text import visible
-from configs.resume import changes, fingerprint, settings
+from configs.resume import changes, fingerprint, settings, written
 from configs.schema import Config
 
 SECRET = 'hunter-"two" \\ 4711 é'
@@ -93,6 +93,31 @@ def test_a_missing_variable_is_named_with_the_remedy(monkeypatch: pytest.MonkeyP
     (line,) = error.value.problems
     assert line.startswith("reward.kwargs.api_key: Environment variable 'EDGE_KEY' not found (")
     assert line.endswith("; export EDGE_KEY where the run is started")
+
+
+def test_who_only_looks_at_a_run_needs_no_credential(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = [f"--reward.kwargs={json.dumps(JUDGE)}", "--batch.groups=${oc.env:EDGE_GROUPS}"]
+    monkeypatch.setenv("EDGE_GROUPS", "4")
+    made = config(*words)
+    write(made, tmp_path / "config.yaml")
+    monkeypatch.delenv("EDGE_KEY")
+    seen = load([str(tmp_path / "config.yaml")], lenient=True)
+    assert seen.reward.kwargs["api_key"] == MASK and disclosed(seen) == disclosed(made)
+    assert fingerprint(seen) == fingerprint(made) and written(tmp_path) == settings(made)
+    monkeypatch.delenv("EDGE_GROUPS")
+    with pytest.raises(ConfigError, match=r"^batch.groups: Environment variable 'EDGE_GROUPS' not found \("):
+        load([str(tmp_path / "config.yaml")], lenient=True)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [("077", 0o600), ("027", 0o640)])
+def test_a_config_file_that_holds_a_credential_is_the_user_s_only(
+    mask: str, mode: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_RUN_UMASK", mask)
+    write(config(f"--reward.kwargs={json.dumps(JUDGE)}"), tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == mode
+    write(config("--reward.kwargs={api_key: plain}"), tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("word", ["batch.groups", "learner.lr", "rollout.servers", "buffer.address", "data.shuffle"])
