@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from actors.supervise.guard import Guarded
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, FORCING, StopSignals, run_and_exit, split_flags
+from configs.plain_text import print_visible
 
 COMMANDS = {
     "launch": ("actors.supervise.launch", "start all processes of a run, keep them, and report at its end"),
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         is_help = bool(argv) and argv[0] in ("-h", "--help")
         commands = [f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items()]
         usage = ["usage: python -m actors COMMAND ...", *commands, "`python -m actors launch --help` lists every key"]
-        print("\n".join(usage), file=sys.stdout if is_help else sys.stderr)
+        print_visible("\n".join(usage), sys.stdout if is_help else sys.stderr)
         return DONE if is_help else BAD_INPUT
     name = argv[0]
     flags, rest = split_flags(argv[1:], "python -m actors", under_guard={"action": "store_true"})

@@ -35,6 +35,7 @@ from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
+from configs.plain_text import print_visible
 from configs.schema import Config
 
 log = logging.getLogger("buffer")
@@ -52,26 +53,26 @@ def main(argv: Sequence[str]) -> int:
     if command == "scrub":
         return scrub.main(argv[1:])
     if command == "stats":
-        print(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", file=sys.stderr)
+        print_visible(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", sys.stderr)
         return BAD_INPUT
     if command == "keys":
-        print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
+        print_visible(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return DONE
     if command in ("-h", "--help"):
         commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's CURVE keys"}
         commands |= {"stats": "`python -m actors status RUN`"}
-        print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
-        print("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
+        print_visible(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
+        print_visible("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
     flags, argv = split_flags(argv, PROG, accept_loss={"action": "store_true"})
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
         uvloop.run(run(config, flags.accept_loss))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
         problem = f"{store_path(config)}: {error}; nothing unsaved was acknowledged"
-        print(f"{PROG}: {problem}{remedy(error)}", file=sys.stderr)
+        print_visible(f"{PROG}: {problem}{remedy(error)}", sys.stderr)
         return FAILED
     return DONE
 

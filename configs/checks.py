@@ -542,11 +542,17 @@ def _model(key: str, path: str) -> Iterator[str]:
 
 
 def _template(path: Path) -> Iterator[str]:
-    import jinja2  # only a run with a template pays for the import
+    """Parses the template and runs nothing of it: even to compile one would compute its constants."""
+    from jinja2 import TemplateSyntaxError, nodes  # only a run with a template pays for the import
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    jinja = ImmutableSandboxedEnvironment()
     try:
-        jinja2.Environment().from_string(path.read_text(encoding="utf-8"))
-    except jinja2.TemplateSyntaxError as error:
+        for node in jinja.parse(path.read_text(encoding="utf-8")).find_all((nodes.Filter, nodes.Test)):
+            kind, known = ("filter", jinja.filters) if isinstance(node, nodes.Filter) else ("test", jinja.tests)
+            if node.name not in known:
+                yield f"data.format_prompt: {path}:{node.lineno}: No {kind} named {node.name!r}."
+    except TemplateSyntaxError as error:
         yield f"data.format_prompt: {path}:{error.lineno}: {error.message}"
     except (OSError, UnicodeDecodeError) as error:
         yield f"data.format_prompt: {path}: cannot be read as text: {error}"

@@ -7,7 +7,7 @@ sections. Models are frozen and refuse unknown keys. This package imports no oth
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -604,6 +604,8 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    _origins: dict[tuple[int | str, ...], Any] = PrivateAttr(default_factory=dict)
+    """What `origins.py` knows of values that came from environment variables, by place."""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ import io
 import ipaddress
 import os
 import pwd
+import re
 import signal
 import socket
 import sys
@@ -36,15 +37,18 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 SOCKET_BYTES = 107
 """Longest path of a Unix socket in Linux."""
-RAY_BYTES = 25
-"""Longest folder for Ray's sockets. Ray appends `/headrace-12345678/session_2026-01-01_00-00-00_123456_1234567/sockets/
-plasma_store`."""
+RAY_BYTES = 23
+"""Longest folder for Ray's sockets. We append `/headrace-12345678/r`, because Ray opens its own folder to all users,
+and Ray `/session_2026-01-01_00-00-00_123456_1234567/sockets/plasma_store`."""
 VLLM_BYTES = SOCKET_BYTES - 37
 """Longest folder for vLLM's sockets. vLLM appends a slash and a UUID."""
 WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
 """Longest folder for the socket of the weights wire."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
+RUN_UMASK, USER_UMASK = "HEADRACE_RUN_UMASK", "HEADRACE_UMASK"
+"""The umask of a run's files, which a user may set; and the user's own, which `make_private` notes for children."""
+MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
@@ -187,13 +191,51 @@ def can_write(folder: str | Path) -> bool:
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
-def apply_umask(folder: Path) -> None:
-    """Set the mode of the files in `folder` by the umask: safetensors always creates files with 0600."""
+def make_private(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let only this user read the files that this process, and those that it starts, make from now on.
+
+    RUN_UMASK is another mask for them, such as 027 for the group. The umask so far stays known, in USER_UMASK: exports
+    follow it (`apply_umask`).
+    """
+    before = os.umask(run_umask(environment))
+    environment.setdefault(USER_UMASK, f"{before:03o}")
+
+
+def run_umask(environment: Mapping[str, str] = os.environ) -> int:
+    """The umask of a run's own files."""
+    value = environment.get(RUN_UMASK, "")
+    return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
+
+
+def user_umask(environment: Mapping[str, str] = os.environ) -> int:
+    """The umask with which the run was started."""
+    if MASK.fullmatch(value := environment.get(USER_UMASK, "")):
+        return int(value, 8)
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
-    umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
-    for path in folder.iterdir():
-        if path.is_file():
-            path.chmod(0o666 & ~umask)
+    return next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
+
+
+def apply_umask(path: Path) -> None:
+    """Set the modes of the file `path`, or of the folder `path` and its files, by the user's umask: they are for others
+    too. safetensors always creates files with 0600."""
+    umask = user_umask()
+    if path.is_dir():
+        path.chmod(0o777 & ~umask)
+    for file in path.iterdir() if path.is_dir() else [path]:
+        if file.is_file():
+            file.chmod(0o666 & ~umask)
+
+
+def let_through(*folders: Path) -> None:
+    """Let whom the user's umask admits reach what is in these folders, without listing them: 0711 at most."""
+    for folder in folders:
+        with suppress(PermissionError):  # another user's folder, whose modes are theirs
+            folder.chmod(0o711 & ~user_umask() | folder.stat().st_mode & 0o777)
+
+
+def open_private(path: str | int, flags: int) -> int:
+    """An `opener` for files of a run in a process that has another umask: a keeper on a cluster's node."""
+    return os.open(path, flags, 0o666 & ~run_umask())
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True) -> list[str]:
@@ -202,6 +244,8 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
     `interfaces`: check network interfaces, which are this machine's unless a cluster is used.
     """
     found = [*_folders(environment), *_threads(environment), *_proxies(environment)]
+    if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
+        found.append(f"{RUN_UMASK}: {mask!r} is not a umask; write 077 for files that only you read, 027 for the group")
     return found + (list(_interfaces(environment)) if interfaces else [])
 
 

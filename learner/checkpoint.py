@@ -30,6 +30,7 @@ from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
+from configs.variables import let_through
 from learner.model.loading import ADAPTER
 from learner.model.lora.base import digest
 from learner.model.policy import Policy
@@ -270,6 +271,7 @@ class Checkpoints:
         if weights is not None:
             write = adapter_files.write if adapter else export.write
             write(weights, self.model, partial / self._export)
+            let_through(partial, self.folder, self.folder.parent)
         seal(partial, reward, adapter)
         rewards = {version: reward_of(folder_of(self.folder, version)) for version in complete(self.folder)}
         for version in rewards.keys() - versions_to_keep(rewards, self.config):

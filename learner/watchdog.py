@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from configs.entrypoint import FAILED
+from configs.plain_text import print_visible
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Watchdog:
         first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
         if first is not False:  # one line, however many ranks wait; one each, where they cannot agree
             line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)
-            print(line, file=sys.stderr, flush=True)
+            print_visible(line, sys.stderr)
             self._ask(lambda: self._store.set("verdict", "1"))
         os._exit(FAILED)
 

@@ -18,6 +18,7 @@ import uvloop
 from configs.entrypoint import DONE, split_flags
 from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
+from configs.plain_text import print_visible
 from configs.schema import Config
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
@@ -151,7 +152,7 @@ class Table:
         self._set = max(len("set"), *(len(each.name) for each in sets)) if [s.name for s in sets] != ["eval"] else 0
         self._more = list(dict.fromkeys(self._estimates(sets)))
         head = [f"{'model':<{self._model}}", *([f"{'set':<{self._set}}"] if self._set else []), "problems"]
-        print("  ".join([*head, "reward", "solved", "failed", *(f"{name:>7}" for name in self._more)]), flush=True)
+        print_visible("  ".join([*head, "reward", "solved", "failed", *(f"{name:>7}" for name in self._more)]))
 
     @staticmethod
     def _estimates(sets: Sequence[ProblemSet]) -> Iterator[str]:
@@ -164,4 +165,4 @@ class Table:
         name = [f"{record['model']:<{self._model}}", *([f"{record['set']:<{self._set}}"] if self._set else [])]
         numbers = f"{record['problems']:>8}  {record['reward']:>6.3f}  {record['solved']:>6.3f}  {record['failed']:>6}"
         more = [f"{record[key]:>7.3f}" if key in record else f"{'':>7}" for key in self._more]
-        print("  ".join([*name, numbers, *more]).rstrip(), flush=True)
+        print_visible("  ".join([*name, numbers, *more]).rstrip())

@@ -21,6 +21,7 @@ from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.flow.capacity import memory_bytes, open_files
 from configs.load import read
 from configs.model_facts import model_facts
+from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import RAY_BYTES, problems, socket_folder, temporary, warnings
 from rollout.engine.vllm_variables import unreadable_variables
@@ -59,9 +60,9 @@ def main(argv: Sequence[str], machine: Machine | None = None) -> int:
     """Exit code: 0 if nothing failed, 2 for a run file that `launch` refuses, 1 if something else failed. `machine`:
     see `doctor`."""
     findings = doctor(read(argv, "python -m actors doctor") if argv else None, machine)
-    print("\n".join(map(str, findings)))
+    print_visible("\n".join(map(str, findings)))
     failed = [finding.what for finding in findings if finding.state == "fail"]
-    print(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")
+    print_visible(f"{len(failed)} of {len(findings)} checks failed" if failed else "this machine is ready")
     return BAD_INPUT if RUN_FILE in failed else FAILED if failed else DONE
 
 

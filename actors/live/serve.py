@@ -29,7 +29,7 @@ from actors.watch.run_state import find_run
 from buffer.store.faults import StoreError
 from configs.entrypoint import BAD_INPUT, DONE, StopSignals, split_flags
 from configs.load import ConfigError
-from configs.plain_text import all_visible
+from configs.plain_text import all_visible, print_visible, visible
 
 REPLACED = b"event: replaced\ndata: {}\n\n"
 """The page is to ask for all its data again."""
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         asyncio.run(until_stopped(show(watcher) if flags.terminal else serve(watcher, flags.host, flags.port)))
     except ConfigError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
 
@@ -79,9 +79,9 @@ async def serve(watcher: Watcher, host: str, port: int) -> None:
     try:
         await listen(runner, host, port)
         bound = runner.addresses[0][1]
-        print(f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)", flush=True)
+        print_visible(f"run {watcher.config.run.name}: http://{host}:{bound}/  (Prometheus: /metrics; Ctrl-C ends)")
         if not is_loopback_host(host):
-            print(f"anybody who reaches {host}:{bound} may read samples and settings", flush=True)
+            print_visible(f"anybody who reaches {host}:{bound} may read samples and settings")
         await watcher.follow()
     finally:
         await runner.cleanup()
@@ -162,7 +162,7 @@ class Pages:
         try:
             return page_data(watcher.config, watcher.run, watcher.records, watcher.overview, live=True)
         except ConfigError as error:  # evaluation.json
-            raise web.HTTPInternalServerError(text=str(error)) from None
+            raise web.HTTPInternalServerError(text=visible(str(error))) from None
 
     async def samples(self, request: web.Request) -> web.Response:
         """Answers of one batch."""
@@ -172,7 +172,7 @@ class Pages:
         try:
             found = await asyncio.to_thread(samples_data, self.watcher.config, file, int(batch))
         except StoreError as error:
-            raise web.HTTPNotFound(text=str(error)) from None
+            raise web.HTTPNotFound(text=visible(str(error))) from None
         return web.json_response(all_visible(found, MOST_SHOWN))
 
     async def metrics(self, request: web.Request) -> web.Response:

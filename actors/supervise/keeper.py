@@ -20,8 +20,8 @@ from actors.process import FINAL, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
-from configs.plain_text import colourless, visible
-from configs.variables import for_children
+from configs.plain_text import colourless, conceal, visible
+from configs.variables import for_children, open_private
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -47,6 +47,7 @@ class Keeper:
         self._writing = threading.Lock()
         self._progress = process.log.absolute().with_suffix(".progress")
         self._notice = self._progress.with_suffix(".notice")
+        conceal(process.concealed)
         process.log.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
@@ -166,7 +167,7 @@ class Keeper:
         """
         log = self.process.log
         with self._writing, suppress(OSError):
-            with open(log, "ab", buffering=0) as file:
+            with open(log, "ab", buffering=0, opener=open_private) as file:
                 file.write(data)
                 full = file.tell() >= LOG_BYTES
             if full:

@@ -35,7 +35,8 @@ from configs.entrypoint import BAD_INPUT, DONE, split_flags
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
-from configs.plain_text import visible
+from configs.origins import variables
+from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.variables import for_children
 
@@ -59,14 +60,14 @@ def main(argv: Sequence[str]) -> int:
         news, finished = accept.judge(config, flags.accept_loss)
         source = accept.source(config, flags.fork_from) if flags.fork_from else None
         if finished:
-            print(visible(finished))
+            print_visible(finished)
             return DONE
         judgement = check_here(config)
         if held is None:
             config.run.path.mkdir(parents=True, exist_ok=True)
             accept.hold(config)
     except (ConfigError, LedgerError) as error:
-        print(error, file=sys.stderr)
+        print_visible(error, sys.stderr)
         return BAD_INPUT
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
@@ -125,7 +126,7 @@ def _process(
     config: Config, name: str, role: Role, flags: Sequence[str] = (), gpus: int = 0, drain_s: float = 30.0
 ) -> Process:
     file, log = str(config.run.path / "config.yaml"), config.run.path / "logs" / f"{name}.log"
-    given = handed_over(os.environ, config.cluster.env) if cluster_of(config) else os.environ
+    given = handed_over(os.environ, [*config.cluster.env, *variables(config)]) if cluster_of(config) else os.environ
     cleaned = for_children(given, own_hosts(config))
     env = {key: value for key, value in cleaned.items() if not key.startswith("RAY_") and key not in ACCELERATORS}
     module = ("rollout", "reward") if role == "reward" else (role,)
@@ -162,7 +163,7 @@ def keep(
                 fleet = Fleet(display.config, supervisor, make, room, display.say, servers)
             return asyncio.run(_supervise(supervisor, display, cluster, fleet))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_visible(error, sys.stderr)
         return BAD_INPUT
 
 

@@ -47,6 +47,7 @@ LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill keepers, the smallest processes of all
     "RAY_enable_metrics_collection": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on loopback only
 }
 CPU_SHARE = 0.01
 """Of a CPU, for what takes no GPU but is to be spread over nodes: Ray counts what is taken."""
@@ -277,11 +278,11 @@ def ray_cluster(config: Config) -> Iterator[Cluster]:
                 os.environ.setdefault(key, value)
             parent = socket_folder(RAY_BYTES)  # `configs.variables.problems` refuses a machine without one
             temporary = tempfile.TemporaryDirectory(prefix="headrace-", dir=parent, ignore_cleanup_errors=True)
-            folder = stack.enter_context(temporary)
+            folder = Path(stack.enter_context(temporary), "r")  # Ray opens its own folder to all users
         import ray  # reads the environment on import
 
         stack.callback(ray.shutdown if named else stop)
-        connect(config, named) if named else start(folder)
+        connect(config, named) if named else start(str(folder))
         cluster = Cluster(config, named)
         cluster.check()
         yield cluster

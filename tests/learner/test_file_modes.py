@@ -1,4 +1,4 @@
-"""The umask sets the mode of all files for users, whichever library wrote them; keys have 0600."""
+"""The umask sets the mode of all exports, whichever library wrote them; a run's other files are the user's own."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,15 @@ import torch
 
 from buffer.curve import make_keys
 from configs.schema import LoraConfig, ModelConfig
-from configs.variables import apply_umask
+from configs.variables import (
+    RUN_UMASK,
+    USER_UMASK,
+    apply_umask,
+    let_through,
+    make_private,
+    open_private,
+    problems,
+)
 from learner.saved import adapter_files, export
 from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
@@ -56,3 +64,41 @@ def test_secrets_are_private(umask: int, tmp_path: Path) -> None:
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     apply_umask(tmp_path / "folder")  # folders keep theirs
     assert (tmp_path / "folder" / "inner").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize(
+    ("mask", "file", "folder"), [(None, 0o600, 0o700), ("027", 0o640, 0o750), ("777", 0o600, 0o700)]
+)
+def test_a_run_s_files_are_private_and_its_exports_are_not(
+    umask: int, mask: str | None, file: int, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In child processes too, which inherit the private umask."""
+    environment = {} if mask is None else {RUN_UMASK: mask}
+    for _ in ("the launcher", "a child"):
+        make_private(environment)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "metrics.jsonl").touch()
+    assert (run / "metrics.jsonl").stat().st_mode & 0o777 == file and run.stat().st_mode & 0o777 == folder
+    monkeypatch.setenv(USER_UMASK, environment[USER_UMASK])
+    (run / "checkpoints" / "export").mkdir()
+    (run / "checkpoints" / "export" / "model.safetensors").touch(0o600)
+    apply_umask(run / "checkpoints" / "export")
+    let_through(run / "checkpoints", run)
+    export = run / "checkpoints" / "export"
+    assert export.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert (export / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert run.stat().st_mode & 0o777 == folder | 0o711 & ~umask, "reached, not listed"
+
+
+def test_a_log_is_private_where_the_process_is_not(umask: int, tmp_path: Path) -> None:
+    """Keepers on a cluster's nodes have Ray's umask."""
+    with open(tmp_path / "log", "ab", opener=open_private):
+        pass
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mask", ["", "77x", "0o77", "99", "-1"])
+def test_a_umask_that_is_none_is_refused(mask: str) -> None:
+    (line,) = [line for line in problems({RUN_UMASK: mask}) if line.startswith(RUN_UMASK)]
+    assert f"{mask!r} is not a umask; write 077 for files that only you read, 027 for the group" in line
