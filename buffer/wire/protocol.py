@@ -14,13 +14,13 @@ Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, ve
 """
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat
 
+from buffer.data.servable import MOST_KEYS
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
 from buffer.ledger.types import Outcome, SampleStats
-from buffer.data.servable import MOST_KEYS
 from buffer.wire.bounds import (
     MOST_RANKS,
     ByLabel,

@@ -170,7 +170,7 @@ class Distributor:
 
     def _long_ago(self) -> float:
         """Time of an Offer whose answer is due now."""
-        return time.monotonic() - self._timeout_s
+        return self.members.clock.now() - self._timeout_s
 
     def _patience_s(self, members: list[Member]) -> float:
         """Seconds to wait for further answers of `members` to an Offer; 0 or less: do not wait."""
@@ -181,7 +181,7 @@ class Distributor:
             return 0.0
         left_s = min(member.asked_at or 0.0 for member in asked) - self._long_ago()
         if ready:
-            return min(left_s, min(prompt) + self._enough_s(max(ready)) - time.monotonic())
+            return min(left_s, min(prompt) + self._enough_s(max(ready)) - self.members.clock.now())
         others = any(not member.late and member not in members for member in self._stale())
         return 0.0 if others and not prompt else left_s
 
@@ -239,9 +239,9 @@ class Distributor:
     async def _loaded(self, received: list[Member], policy: PublishedPolicy) -> list[Member]:
         """Wait for Loaded; returns the members that load `policy` in time. Once there is a newer policy, slow members
         are not waited for: they are offered the newer one."""
-        started, slowest_s, num_loaded = time.monotonic(), 0.0, 0
+        started, slowest_s, num_loaded = self.members.clock.now(), 0.0, 0
         while True:
-            now_s = time.monotonic() - started
+            now_s = self.members.clock.now() - started
             number = sum(isinstance(member.answer, protocol.Loaded) for member in received)
             if number > num_loaded:
                 num_loaded, slowest_s = number, now_s

@@ -6,16 +6,18 @@ waits for their messages.
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
 
 from buffer.curve import ServerKeys
+from buffer.wire.awake import AwakeClock
 from buffer.wire.connection import broken
 from buffer.wire.message import Message
 from learner.weights import protocol
@@ -32,7 +34,8 @@ class Member:
     workers: int
     holds: tuple[str, int]
     """Session and version of the weights it has received."""
-    heard_at: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    heard_at: float = -math.inf
     gone: bool = False
     round: int = -1
     answer: Message | None = None
@@ -50,7 +53,7 @@ class Member:
 
     def on_message(self, message: Message) -> None:
         """Record any message as a sign of life; keep an answer to the current round, and a fatal failure."""
-        self.heard_at = time.monotonic()
+        self.heard_at = self.clock()
         if isinstance(message, protocol.Hold | protocol.Release):
             self.holding = isinstance(message, protocol.Hold)
         if isinstance(
@@ -63,7 +66,7 @@ class Member:
     def offer(self, round: int) -> protocol.Offer:
         """Make the Offer of `round`; the next answer belongs to it."""
         self.round, self.answer = round, None
-        self.asked_at = time.monotonic() if self.asked_at is None else self.asked_at
+        self.asked_at = self.clock() if self.asked_at is None else self.asked_at
         return protocol.Offer(round=round)
 
     def answered_or_gone(self, *kinds: type[Message]) -> bool:
@@ -96,6 +99,7 @@ class Members:
         """Descriptors whose next break is that of a connection before, which is known already."""
         self.changed = asyncio.Event()
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
+        self.clock = AwakeClock()
         self.failed = 0
         """Times that a version did not reach a server."""
 
@@ -109,7 +113,7 @@ class Members:
             self._socket, authenticator, address = protocol.router(context, self._host, self._keys)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(work) for work in (self._read(), self._watch(), self._beat())]
+                    running = [tasks.create_task(work) for work in self._work()]
                     yield address
                     for task in running:
                         task.cancel()
@@ -118,6 +122,10 @@ class Members:
                     self.say(member, protocol.Bye())
                 self._socket.close()
                 authenticator.stop()
+
+    def _work(self) -> tuple[Coroutine[None, None, None], ...]:
+        """What runs while servers are admitted."""
+        return self._read(), self._watch(), self._beat(), self.clock.tick()
 
     def say(self, member: Member, message: Message) -> None:
         """Send without waiting: the queue is unbounded."""
@@ -135,12 +143,9 @@ class Members:
 
     async def until(self, true: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Return as soon as `true()`, evaluated at each change, or after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not true():
-                    await self.next_change()
-        except TimeoutError:
-            return
+        until = math.inf if timeout_s is None else self.clock.now() + timeout_s
+        while not true() and (left_s := until - self.clock.now()) > 0:
+            await self.next_change(None if timeout_s is None else left_s)
 
     async def next_change(self, timeout_s: float | None = None) -> None:
         """Return at the next change, or after `timeout_s`."""
@@ -205,16 +210,20 @@ class Members:
             for other in self:
                 if other.name == join.name:
                     self._remove(other)
-            self._by_route[route] = Member(route, join.name, join.workers, (join.session, join.version))
+            self._by_route[route] = self._member(route, join)
             log.info("weights: %s joined, %d worker(s), version %d", join.name, join.workers, join.version)
         return protocol.Joined()
+
+    def _member(self, route: bytes, join: protocol.Join) -> Member:
+        now = self.clock.now
+        return Member(route, join.name, join.workers, (join.session, join.version), now, now())
 
     async def _beat(self) -> None:
         heartbeat_s = self._welcome.heartbeat_s
         while True:
             await asyncio.sleep(heartbeat_s)
             for member in self:
-                silent_s = time.monotonic() - member.heard_at
+                silent_s = self.clock.now() - member.heard_at
                 if silent_s > protocol.BEATS * heartbeat_s:
                     self.drop(member, f"silent for {silent_s:.1f} s")
                 else:

@@ -54,13 +54,15 @@ def unbounded(annotation: Any, metadata: Any, where: str) -> Iterator[str]:
                 yield from unbounded(each, [], f"{where}.{name}")
     elif isinstance(annotation, type) and issubclass(annotation, Message):
         yield from fields_without_bound(annotation)
-    elif annotation is int and not (bounds & {"ge", "gt"} and bounds & {"le", "lt"}):
-        yield where
-    elif annotation is float and "allow_inf_nan" not in bounds and where.removesuffix(".entry") not in FREE:
-        yield where
-    elif annotation is str and "max_length" not in bounds:
-        yield where
-    elif origin is not Literal and annotation not in (int, float, str, bytes, bool, type(None)):
+    elif annotation in (int, float, str):
+        enough = {
+            int: bool(bounds & {"ge", "gt"} and bounds & {"le", "lt"}),
+            float: "allow_inf_nan" in bounds or where.removesuffix(".entry") in FREE,
+            str: "max_length" in bounds,
+        }
+        if not enough[annotation]:
+            yield where
+    elif origin is not Literal and annotation not in (bytes, bool, type(None)):
         yield f"{where}: {annotation}"
 
 
