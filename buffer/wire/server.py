@@ -46,8 +46,9 @@ TURN_S = 0.005, 0.02
 these bounds."""
 RETRY_S = 1.0, 15.0
 """First and longest wait before a failed commit is tried again."""
-LOOK_S, LOOK_SHARE = 0.02, 20
-"""Shortest time between two looks at the bytes of strangers' connections, and how many times as long as a look."""
+LOOK_S, IDLE_LOOK_S, LOOK_SHARE = 0.02, 0.1, 20
+"""Shortest time between two looks at the bytes of strangers' connections, the same without strangers, and how many
+times as long as a look."""
 
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
@@ -293,7 +294,7 @@ class BufferServer:
             self._strangers.clear()
             await asyncio.sleep(pause_s)
             if not self._limits.unknown:
-                await unless(self._strangers, asyncio.sleep(TICK_S))
+                await unless(self._strangers, asyncio.sleep(IDLE_LOOK_S))
             began, now = time.monotonic(), self.clock.now()
             self._read_new_events(now)
             if self._read_events:
