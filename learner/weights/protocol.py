@@ -44,6 +44,9 @@ BEATS = 5
 """A peer that misses so many heartbeats is taken for dead."""
 MAX_BYTES = 64 << 20
 """Largest message: a ServerWelcome with 10^5 tensors stays below."""
+FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
+"""What one server may have the learner hold: bytes of a message, messages to be read, and messages that it does not
+read, after which it loses further ones. All that servers say is short."""
 
 # from a server
 
@@ -265,6 +268,8 @@ def router(
     """Bind the learner's socket to a free port of `host`; returns the socket, its authenticator and its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
+    for option, value in FROM_SERVERS.items():
+        socket.setsockopt(option, value)
     authenticator = judge_connections(context, socket, keys)
     bracketed = f"[{host}]" if ":" in host else host
     try:

@@ -23,6 +23,9 @@ from buffer.wire.message import Message
 from learner.weights import protocol
 
 log = logging.getLogger(__name__)
+REPEAT_S = 10.0
+"""Shortest time between two lines of the log about refused messages."""
+MOST_MEMBERS = 4096
 
 
 @dataclass(eq=False)
@@ -48,6 +51,8 @@ class Member:
     """Seconds that it took to answer the last Offer."""
     late: bool = False
     """A round continued without it because it had not answered. No round waits for it until it answers."""
+    silent: bool = False
+    """It was ready, and was dropped because it said nothing more."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 
@@ -100,6 +105,7 @@ class Members:
         self.changed = asyncio.Event()
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
         self.clock = AwakeClock()
+        self._refused, self._logged_at = 0, -math.inf
         self.failed = 0
         """Times that a version did not reach a server."""
 
@@ -165,9 +171,16 @@ class Members:
             try:
                 self._on_message(route, protocol.unpack(last.bytes, protocol.TO_LEARNER))
             except ValueError as error:
-                log.error("weights: refused a message: %s", error)
+                self._log_refusal(error)
                 self._send(route, protocol.JoinRefused(reason=str(error)))
             self.changed.set()
+
+    def _log_refusal(self, error: ValueError) -> None:
+        """Log it, unless another one was just logged: a flood must not fill the disk."""
+        self._refused += 1
+        if (now := self.clock.now()) >= self._logged_at + REPEAT_S:
+            self._logged_at = now
+            log.error("weights: refused a message, %d since the start: %s", self._refused, error)
 
     async def _watch(self) -> None:
         """Drop members whose connection breaks: nobody waits for the answer of a server that was killed."""
@@ -204,6 +217,8 @@ class Members:
         if self._backend not in ("", join.backend):
             reason = f"{join.name} receives over {join.backend}, the learner sends over {self._backend}"
             return protocol.JoinRefused(reason=f"{reason}: set learner.device and rollout.device alike")
+        if route not in self._by_route and len(self._by_route) >= MOST_MEMBERS:
+            return protocol.Rejoin(reason=f"{MOST_MEMBERS:,} servers are members already")
         if (join.digest, join.trained) != (self._welcome.digest, self._welcome.trained):
             return self._welcome
         if route not in self._by_route:
