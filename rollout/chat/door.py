@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from configs.http_limits import BODY_S, LimitedSite, add_headers, name_of, only_for, settings
 from rollout.chat.requested import MODEL, Ignored, Requested, chunks, completion, error_body
 from rollout.chat.session import Reply, Session
 from rollout.errors import ChatRefused, EpisodeError
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
 """Largest request."""
+MOST_CONNECTIONS = 16_384
+"""At a time; fewer where the server may have few files open."""
 SHUTDOWN_S = 1.0
 """Longest wait for connections at the end: every door is closed by then."""
 KEY = re.compile(r"[0-9a-f]{32}")
@@ -113,18 +116,20 @@ class ChatServer:
         self._doors: dict[str, Door] = {}
         self._owners: dict[asyncio.Transport, Door] = {}
         """Whose request each connection carried last: a client may use one for several episodes."""
-        app = web.Application(client_max_size=MAX_BODY_MIB * 2**20)
+        known = [name_of(config.public_url)] if config.public_url else []
+        app = web.Application(client_max_size=MAX_BODY_MIB * 2**20, middlewares=[only_for(config.host, known)])
+        app.on_response_prepare.append(add_headers)
         app.router.add_post("/e/{key}/v1/chat/completions", self._complete)
         app.router.add_get("/e/{key}/v1/models", self._models)
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, handle_signals=False
+            app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, handle_signals=False, **settings()
         )
 
     async def __aenter__(self) -> "ChatServer":
         host, port = self.config.host, self.config.port
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await LimitedSite(self._runner, host, port, MOST_CONNECTIONS).start()
         except OSError as error:
             await self._runner.cleanup()
             key, remedy = "port", "name another, or 0 for a free port"
@@ -188,7 +193,11 @@ class ChatServer:
         if isinstance(door, web.Response):
             return door
         try:
-            requested = Requested.of(json.loads(await request.read()))
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+            requested = Requested.of(json.loads(body))
+        except TimeoutError:
+            return refusal(408, error_body(f"the body took longer than {BODY_S:g} s", "invalid_request_error"))
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, error_body(f"more than {MAX_BODY_MIB} MiB", "invalid_request_error"))
         except (ChatRefused, ValueError, RecursionError) as error:
