@@ -303,8 +303,8 @@ async def test_a_connection_that_serves_another_episode_now_stays_open():
     [
         (b"\x00\xffgarbage\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n", b"400"),
-        (b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"404"),
-        (b"DELETE /e/%s/v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
+        (b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n", b"404"),
+        (b"DELETE /e/%s/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
     ],
 )
 async def test_garbage_is_answered_and_harms_nobody(data: bytes, status: bytes):
