@@ -37,9 +37,9 @@ class RequestLimits:
         if reason:
             return await refuse(send, *reason)
         self.running += 1
-        answer = Answer(send)
+        answer = MarkedResponse(send)
         try:
-            await self.app(scope, Body(receive).receive, answer.send)
+            await self.app(scope, LimitedBody(receive).receive, answer.send)
         except BodyRefused as error:
             if not answer.begun:
                 await refuse(send, error.status, str(error))
@@ -69,7 +69,7 @@ class BodyRefused(Exception):
         self.status = status
 
 
-class Body:
+class LimitedBody:
     """The body of a request as it arrives."""
 
     def __init__(self, receive: Receive) -> None:
@@ -92,7 +92,7 @@ class Body:
         return message
 
 
-class Answer:
+class MarkedResponse:
     """A response as it is sent, with headers for browsers. `begun`: its status has been sent."""
 
     def __init__(self, send: Send) -> None:
