@@ -22,6 +22,7 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
+from buffer.store.failures import remedy
 from buffer.store.past import past
 from buffer.store.sqlite import Store
 from buffer.wire.clock import ListeningClock
@@ -38,7 +39,7 @@ log = logging.getLogger("buffer")
 PROG = "python -m buffer"
 MISSED = 5
 """Heartbeats a server may miss before its leases end."""
-REMEDY = "Make room on its disk, or move the run's folder to a sound one, and start the buffer again."
+REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG}: {error}", file=sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
-        print(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {REMEDY}", file=sys.stderr)
+        advice = f"To go on, {cause}, and start the buffer again." if (cause := remedy(error)) else REMEDY
+        print(f"{PROG}: {store_path(config)}: {error}; nothing unsaved was acknowledged. {advice}", file=sys.stderr)
         return FAILED
     return DONE
 
