@@ -42,8 +42,8 @@ BYTES_RECEIVED = 128
 class ConnectionLimits:
     """The connections of one ZeroMQ socket, by their file descriptors. `files`: those of the process."""
 
-    def __init__(self, files: OpenFiles) -> None:
-        self.files = files
+    def __init__(self, files: OpenFiles | None = None) -> None:
+        self.files = files or OpenFiles()
         self.unknown: dict[int, float] = {}
         """Connections without a Hello, the oldest first, and when they were made."""
         self._most: dict[int, int] = {}
@@ -80,7 +80,7 @@ class ConnectionLimits:
             self._read[descriptor] = min(self._read[descriptor], arrived)
             if arrived - self._read[descriptor] > most:
                 self.close(descriptor, "sent too much before a Hello" if most == UNKNOWN_BYTES else "sent too much")
-        self._log(now)
+        self.log(now)
 
     def close_silent(self, now: float) -> None:
         """Close connections without a Hello. Call it only while messages are read."""
@@ -99,7 +99,8 @@ class ConnectionLimits:
         self._closed[why] += 1
         end(descriptor)
 
-    def _log(self, now: float) -> None:
+    def log(self, now: float) -> None:
+        """Say which connections were closed, at most every REPEAT_S."""
         if self._closed and now >= self._logged_at + REPEAT_S:
             self._logged_at = now
             what = ", ".join(f"{number} that {why}" for why, number in self._closed.items())

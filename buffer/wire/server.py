@@ -25,7 +25,7 @@ import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import ServerKeys, is_loopback, judge_connections, split
-from buffer.resources import MemoryWatch, OpenFiles
+from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
 from buffer.wire.clock import TICK_S, ListeningClock
 from buffer.wire.connection import DEAD_NETWORK
@@ -146,7 +146,7 @@ class BufferServer:
         """When the next deadline is reached, by `clock`."""
         self._news = False
         self._unsent = UnsentAnswers()
-        self._limits, self._strangers = ConnectionLimits(OpenFiles()), asyncio.Event()
+        self._limits, self._strangers = ConnectionLimits(), asyncio.Event()
         self._read_events: deque[tuple[int, int]] = deque()
         """Events of connections that were read and not yet passed to `Speakers`."""
         self._speakers = Speakers()

@@ -18,13 +18,16 @@ import zmq.asyncio
 
 from buffer.curve import ServerKeys
 from buffer.wire.awake import AwakeClock
-from buffer.wire.connection import broken
+from buffer.wire.connection import events_of
+from buffer.wire.connections import ConnectionLimits
 from buffer.wire.message import Message
 from learner.weights import protocol
 
 log = logging.getLogger(__name__)
 REPEAT_S = 10.0
 """Shortest time between two lines of the log about refused messages."""
+FILES_S = 0.1
+"""Time between two looks at open files."""
 MOST_MEMBERS = 4096
 
 
@@ -106,6 +109,7 @@ class Members:
         """Set whenever a member joined, answered or left, and by whoever else changes what `until` waits for."""
         self.clock = AwakeClock()
         self._refused, self._logged_at = 0, -math.inf
+        self._limits = ConnectionLimits()
         self.failed = 0
         """Times that a version did not reach a server."""
 
@@ -131,7 +135,14 @@ class Members:
 
     def _work(self) -> tuple[Coroutine[None, None, None], ...]:
         """What runs while servers are admitted."""
-        return self._read(), self._watch(), self._beat(), self.clock.tick()
+        return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
+
+    async def _keep_files(self) -> None:
+        """Close connections without a Join while the learner is nearly out of open files: checkpoints need some."""
+        while True:
+            await asyncio.sleep(FILES_S)
+            self._limits.keep_files()
+            self._limits.log(self.clock.now())
 
     def say(self, member: Member, message: Message) -> None:
         """Send without waiting: the queue is unbounded."""
@@ -169,7 +180,9 @@ class Members:
                 self._drop_route(before)
             self._routes[descriptor] = route
             try:
-                self._on_message(route, protocol.unpack(last.bytes, protocol.TO_LEARNER))
+                message = protocol.unpack(last.bytes, protocol.TO_LEARNER)
+                self._limits.admit(descriptor, large=True)
+                self._on_message(route, message)
             except ValueError as error:
                 self._log_refusal(error)
                 self._send(route, protocol.JoinRefused(reason=str(error)))
@@ -184,7 +197,10 @@ class Members:
 
     async def _watch(self) -> None:
         """Drop members whose connection breaks: nobody waits for the answer of a server that was killed."""
-        async for descriptor in broken(self._socket):
+        async for kind, descriptor in events_of(self._socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED):
+            self._limits.on_event(kind, descriptor, self.clock.now())
+            if kind == zmq.EVENT_ACCEPTED:
+                continue
             while await self._socket.poll(0):  # what it has said before
                 await asyncio.sleep(0)
             if self._passed[descriptor]:

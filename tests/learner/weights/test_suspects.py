@@ -103,3 +103,27 @@ def test_a_large_message_of_a_server_is_not_taken() -> None:
             socket.close(0)
 
     asyncio.run(test())
+
+
+def test_raw_connections_do_not_take_the_learner_s_last_open_files() -> None:
+    """A checkpoint needs some."""
+
+    async def test() -> None:
+        with a_sender() as sender:
+            host, port = sender.address.removeprefix("tcp://").split(":")
+            async with servers(Addresses(sender.address), "rollout-0") as (one,):
+                sender.publish(VersionedPolicy(0), 0)
+                await one.has(0)
+                raw = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+                sender._distributor.members._limits.files.limit = 0.0  # as if these were the last files
+                async with asyncio.timeout(10):
+                    for reader, writer in raw:
+                        with suppress(ConnectionError):
+                            while await reader.read(100):
+                                pass
+                        writer.close()
+                sender.publish(VersionedPolicy(1), 1)
+                await one.has(1)
+        assert sender.stats()["weights/failed"] == 0, "the member keeps its connection"
+
+    asyncio.run(test())
