@@ -22,6 +22,7 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
+from buffer.store.failures import remedy
 from buffer.store.faults import StoreGone
 from buffer.store.opening import is_damage
 from buffer.store.past import accept_loss, losses, past
@@ -42,6 +43,7 @@ log = logging.getLogger("buffer")
 PROG = "python -m buffer"
 MISSED = 5
 """Heartbeats a server may miss before its leases end."""
+REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
         problem = f"{store_path(config)}: {error}; nothing unsaved was acknowledged"
-        print_visible(f"{PROG}: {problem}{remedy(error)}", sys.stderr)
+        print_visible(f"{PROG}: {problem}{advice_for(error)}", sys.stderr)
         return FAILED
     return DONE
 
@@ -120,14 +122,15 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
                 serving.result()
 
 
-def remedy(error: sqlite3.Error | OSError) -> str:
+def advice_for(error: sqlite3.Error | OSError) -> str:
     """What to do about an error of the ledger's file while it was served."""
     if isinstance(error, StoreGone):
         return ""  # its own text says it
     if is_damage(error):
         damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
         return f". {damage}; bring back a copy of it, or begin anew with another run.name."
-    return ". Make room on its disk, or move the run's folder to a sound one, and start the buffer again."
+    cause = remedy(error)
+    return f". To go on, {cause}, and start the buffer again." if cause else f". {REMEDY}"
 
 
 def store_path(config: Config) -> Path | None:

@@ -7,6 +7,7 @@ process is gone.
 """
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -23,6 +24,8 @@ from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
 from configs.plain_text import colourless, conceal, visible
 from configs.variables import for_children, open_private
 
+COUNTER_BITS, INCARNATION_BITS = 40, 80
+"""An event's number is its keeper's incarnation, drawn at random, and a counter. No clock: one may be set back."""
 LINE_BYTES = 1 << 16
 """A longer line is split."""
 LOG_BYTES, LOG_FILES = 64 << 20, 3
@@ -40,7 +43,8 @@ class Keeper:
         self.process = process
         self._changed = threading.Condition()
         self._events: deque[Event] = deque(maxlen=4000)
-        self._number = time.time_ns()  # so that the keeper that replaces this one continues above it
+        self._incarnation = secrets.randbits(INCARNATION_BITS)
+        self._number = self._incarnation << COUNTER_BITS
         self._last_lines: deque[str] = deque(maxlen=12)
         self._guarded: Guarded | None = None
         self._ending = threading.Event()
@@ -55,6 +59,8 @@ class Keeper:
     def events(self, after: int, timeout_s: float) -> list[Event]:
         """Events later than number `after`; waits up to `timeout_s` for one."""
         with self._changed:
+            if after >> COUNTER_BITS != self._incarnation:  # of a keeper that this one replaces: all of these are new
+                after = 0
             self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
 

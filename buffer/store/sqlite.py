@@ -118,13 +118,15 @@ class Store:
         return found
 
     def load(self) -> Saved:
-        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
+        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged. After this, a commit raises
+        at once where another program has locked the file."""
         with explained(self.path):
             scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
+            self._db.execute("PRAGMA busy_timeout = 0")  # SQLite would wait, and with it the buffer's event loop
         return Saved(items, totals, scalars, failed[::-1], evaluations)
 
     def closed(self, item: int) -> ItemState | None:

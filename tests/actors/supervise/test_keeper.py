@@ -227,3 +227,15 @@ def test_nothing_outlives_a_keeper_that_is_killed(tmp_path: Path) -> None:
         assert all(psutil.pid_exists(pid) for pid in pids)
         keeper.kill()
     assert gone(pids)
+
+
+def test_events_of_a_keeper_that_replaces_another_one_are_new_although_the_clock_was_set_back(
+    keep: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = until(keep("print('before')"), lambda event: event.kind in FINAL)[-1].number
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    successor = keep("print('after')")
+    until(successor, lambda event: event.kind in FINAL)
+    assert [event.kind for event in successor.events(before, 1.0)] == ["started", "line", "ended"]
+    seen = successor.events(before, 1.0)
+    assert successor.events(seen[1].number, 1.0) == seen[2:]
