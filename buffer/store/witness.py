@@ -1,8 +1,8 @@
 """The witness: a small file beside the ledger that knows how often the ledger was committed. Used by `sqlite.py`.
 
 SQLite drops what it cannot read of its log without a word: a log that was cut off, or an older copy of the file that
-somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the table
-`commits`, and the number is written here after the commit and before anything is acknowledged. The file is not synced,
+somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the ledger,
+and the number is written here after the commit and before anything is acknowledged. The file is not synced,
 which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless the
 disk lost what it had promised to keep, or `buffer.fsync` is false.
 
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from google_crc32c import value as crc32c
 
+from buffer.store import sql
 from buffer.store.faults import ACCEPT, LostCommits
 from configs.checkpoint_files import crc32c_of
 
@@ -88,9 +89,7 @@ def noted(path: Path) -> Commits | None:
 
 def counted(db: sqlite3.Connection) -> Commits | None:
     """How often the ledger that `db` reads was committed; None for the file of an earlier release."""
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'commits'").fetchone():
-        return None
-    row = db.execute("SELECT ledger, number FROM commits").fetchone()
+    row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 
 
@@ -127,5 +126,5 @@ def _has_log(path: Path) -> bool:
 
 
 def _line(commits: Commits) -> bytes:
-    text = f"{commits.ledger} {commits.number:012d} {commits.file}".encode("ascii")
+    text = b"%b %012d %b" % (commits.ledger.encode("ascii"), commits.number, commits.file.encode("ascii"))
     return b"%b %08x\n" % (text, crc32c(text))

@@ -81,7 +81,7 @@ def as_schema_3(path: Path) -> None:
     """The file as the release before wrote it: without checksums and the count of commits."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("ALTER TABLE samples DROP COLUMN crc32c")
-        db.execute("DROP TABLE commits")
+        db.execute("DELETE FROM meta WHERE name IN ('ledger', 'commits')")
         db.execute("PRAGMA user_version = 3")
     file_of(path).unlink()
 
