@@ -17,6 +17,7 @@ One line: name of the ledger, number of commits, CRC32C of the file or dashes, a
 import os
 import sqlite3
 from contextlib import suppress
+from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,20 +40,28 @@ class Commits(NamedTuple):
 
 
 class Witness:
-    """The file of the ledger `path`, open for writing. It says `commits` from now on."""
+    """The file of the ledger `path`, open for writing. It says `commits` from now on.
+
+    It is written through memory: a system call would change the time of the file, which waits for the disk's journal.
+    """
 
     def __init__(self, path: Path, commits: Commits) -> None:
         self._path, (self.ledger, self.number, _) = path, commits
-        self._descriptor = os.open(file_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = len(_line(commits))
+        self._descriptor = os.open(file_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            os.posix_fallocate(self._descriptor, 0, self._size)
+            os.ftruncate(self._descriptor, self._size)
+            self._memory = mmap(self._descriptor, self._size)
             self._write()
-            os.ftruncate(self._descriptor, len(_line(commits)))
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def _write(self, file: str = NONE) -> None:
-        os.pwrite(self._descriptor, _line(Commits(self.ledger, self.number, file)), 0)
+        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
+            os.ftruncate(self._descriptor, self._size)
+        self._memory[:] = _line(Commits(self.ledger, self.number, file))
 
     def note(self) -> None:
         """A transaction was committed."""
@@ -64,7 +73,8 @@ class Witness:
         """The ledger was closed: what is noted of it is on disk when this returns."""
         with suppress(OSError):  # the ledger is complete without it
             self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
-            os.fsync(self._descriptor)
+            self._memory.flush()
+        self._memory.close()
         os.close(self._descriptor)
 
 
