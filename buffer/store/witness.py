@@ -89,6 +89,8 @@ def noted(path: Path) -> Commits | None:
         text = file_of(path).read_bytes()
     except FileNotFoundError:
         return None
+    if not text.strip(b"\0"):  # its process was killed before it wrote the first line
+        return None
     found = text.split()
     with suppress(ValueError, UnicodeDecodeError):
         words = [word.decode("ascii") for word in found]
