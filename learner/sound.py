@@ -94,10 +94,14 @@ class SoundSteps:
 
 def bounds_of(policy: Policy, form: ImageFormat | None) -> Bounds:
     """What a policy allows; `form`: how it sees images."""
-    sizes, placeholder = policy.mixture.sizes if policy.mixture else None, form.image_token if form else None
-    experts = (sizes.number, (sizes.layers, sizes.top_k)) if sizes else (0, None)
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    return Bounds(vocabulary, *experts, placeholder, policy.replayed is not None)
+    sizes = policy.mixture.sizes if policy.mixture else None
+    return Bounds(
+        vocabulary=policy.model.config.get_text_config().vocab_size,
+        experts=sizes.number if sizes else 0,
+        routed=(sizes.layers, sizes.top_k) if sizes else None,
+        placeholder=form.image_token if form else None,
+        replayed=policy.replayed is not None,
+    )
 
 
 def judged(part: Part, bounds: Bounds) -> Found:

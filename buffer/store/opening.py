@@ -67,7 +67,7 @@ def _configure(db: sqlite3.Connection, fsync: bool) -> None:
 def _make(db: sqlite3.Connection, statements: str) -> None:
     """Run `statements`, which bring the file to this schema, all or none."""
     db.execute("BEGIN IMMEDIATE")
-    for statement in [*statements.split(";"), sql.COMMITS]:
+    for statement in statements.split(";"):
         db.execute(statement)
     db.execute(sql.FIRST_COMMIT, [os.urandom(8).hex()])
     db.execute(f"PRAGMA application_id = {sql.APPLICATION}")

@@ -15,16 +15,16 @@ class SameFiles:
     """`paths`, all of which exist, each with the file that is there now."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._known = {path: identity(path) for path in paths}
+        self._known = {str(path): identity(path) for path in paths}
 
     def require(self) -> None:
         """Raise StoreGone if there is no file, or another one, at one of the paths."""
         for path, known in self._known.items():
             if identity(path) != known:
-                raise StoreGone(path)
+                raise StoreGone(Path(path))
 
 
-def identity(file: Path | int) -> tuple[int, int] | None:
+def identity(file: Path | str | int) -> tuple[int, int] | None:
     """Device and inode of a path or descriptor; None: there is no such file."""
     try:
         found = os.stat(file)

@@ -56,6 +56,8 @@ class Segments:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
         """Number and descriptor of the segment written last."""
+        self._identity: tuple[int, int] | None = None
+        """Which file that is."""
         self._allocated = 0
         """Up to where its space is allocated."""
         self._spare: list[Path] = []
@@ -162,7 +164,7 @@ class Segments:
         """File descriptor of the segment being written, which is created if it does not exist."""
         path = path_of(self.folder, self.number)
         if self._open and self._open[0] == self.number:
-            if identity(path) != identity(self._open[1]):
+            if identity(path) != self._identity:
                 raise StoreGone(path)
             return self._open[1]
         self._close_file()
@@ -170,6 +172,7 @@ class Segments:
             self._spare.pop().rename(path)
         descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._open, self._allocated = (self.number, descriptor), os.fstat(descriptor).st_size
+        self._identity = identity(descriptor)
         if self._fsync:
             _sync_folder(self.folder)
         return descriptor

@@ -21,12 +21,12 @@ Readable with any SQLite tool, also while the buffer runs:
     batches   version, trained, formed_at, trained_at
     problems  row, problem         JSON of each problem that was dispatched
     totals    what, which, groups, samples, tokens, sampled, truncated   running sums, see `buffer/ledger/totals.py`
-    meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key
+    meta      name, value          counters of the ledger, digest of the data, the run's settings as JSON by key;
+                                   `ledger`: a random name of this file, `commits`: how often it was committed
     evaluations  due, state, version, server   version at which it was due; running, lost, done, failed; what was
                                                evaluated, where
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
-    commits   ledger, number      one row: a random name of this ledger, and how often it was committed (`witness.py`)
 """
 
 APPLICATION, SCHEMA = 0x48445243, 4
@@ -62,9 +62,11 @@ MIGRATIONS = {3: "ALTER TABLE samples ADD COLUMN crc32c INTEGER"}
 """By schema: what brings a file to the next one."""
 AS_NOW = "CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples"
 """For readers of a file with schema 3: hides its table behind one with the column that it lacks."""
-COMMITS = "CREATE TABLE IF NOT EXISTS commits (ledger TEXT NOT NULL, number INTEGER NOT NULL)"
-FIRST_COMMIT = "INSERT INTO commits SELECT ?, 0 WHERE NOT EXISTS (SELECT 1 FROM commits)"
-NEXT_COMMIT = "UPDATE commits SET number = number + 1"
+FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
+NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
+"""In a table that nearly every transaction writes to anyway: a table of its own would be one more page to write."""
+COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
+SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
 INSERT INTO items VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15,
     ?16, CASE WHEN ?12 THEN ?16 END, ?16, 0)

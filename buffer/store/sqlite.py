@@ -121,7 +121,7 @@ class Store:
         """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged. After this, a commit raises
         at once where another program has locked the file."""
         with explained(self.path):
-            scalars = dict(self._db.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'"))
+            scalars = dict(self._db.execute(sql.SCALARS))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))

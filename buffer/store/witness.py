@@ -1,8 +1,8 @@
 """The witness: a small file beside the ledger that knows how often the ledger was committed. Used by `sqlite.py`.
 
 SQLite drops what it cannot read of its log without a word: a log that was cut off, or an older copy of the file that
-somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the table
-`commits`, and the number is written here after the commit and before anything is acknowledged. The file is not synced,
+somebody put back, is a sound database that lacks the last commits. So each transaction counts itself in the ledger,
+and the number is written here after the commit and before anything is acknowledged. The file is not synced,
 which would take as long as the commit: after a power cut it may be older than the ledger, never newer, unless the
 disk lost what it had promised to keep, or `buffer.fsync` is false.
 
@@ -17,11 +17,13 @@ One line: name of the ledger, number of commits, CRC32C of the file or dashes, a
 import os
 import sqlite3
 from contextlib import suppress
+from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
 from google_crc32c import value as crc32c
 
+from buffer.store import sql
 from buffer.store.faults import ACCEPT, LostCommits
 from configs.checkpoint_files import crc32c_of
 
@@ -38,20 +40,28 @@ class Commits(NamedTuple):
 
 
 class Witness:
-    """The file of the ledger `path`, open for writing. It says `commits` from now on."""
+    """The file of the ledger `path`, open for writing. It says `commits` from now on.
+
+    It is written through memory: a system call would change the time of the file, which waits for the disk's journal.
+    """
 
     def __init__(self, path: Path, commits: Commits) -> None:
         self._path, (self.ledger, self.number, _) = path, commits
-        self._descriptor = os.open(file_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = len(_line(commits))
+        self._descriptor = os.open(file_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            os.posix_fallocate(self._descriptor, 0, self._size)
+            os.ftruncate(self._descriptor, self._size)
+            self._memory = mmap(self._descriptor, self._size)
             self._write()
-            os.ftruncate(self._descriptor, len(_line(commits)))
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def _write(self, file: str = NONE) -> None:
-        os.pwrite(self._descriptor, _line(Commits(self.ledger, self.number, file)), 0)
+        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
+            os.ftruncate(self._descriptor, self._size)
+        self._memory[:] = _line(Commits(self.ledger, self.number, file))
 
     def note(self) -> None:
         """A transaction was committed."""
@@ -63,7 +73,8 @@ class Witness:
         """The ledger was closed: what is noted of it is on disk when this returns."""
         with suppress(OSError):  # the ledger is complete without it
             self._write(NONE if _has_log(self._path) else f"{crc32c_of(self._path):08x}")
-            os.fsync(self._descriptor)
+            self._memory.flush()
+        self._memory.close()
         os.close(self._descriptor)
 
 
@@ -78,6 +89,8 @@ def noted(path: Path) -> Commits | None:
         text = file_of(path).read_bytes()
     except FileNotFoundError:
         return None
+    if not text.strip(b"\0"):  # its process was killed before it wrote the first line
+        return None
     found = text.split()
     with suppress(ValueError, UnicodeDecodeError):
         words = [word.decode("ascii") for word in found]
@@ -88,9 +101,7 @@ def noted(path: Path) -> Commits | None:
 
 def counted(db: sqlite3.Connection) -> Commits | None:
     """How often the ledger that `db` reads was committed; None for the file of an earlier release."""
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'commits'").fetchone():
-        return None
-    row = db.execute("SELECT ledger, number FROM commits").fetchone()
+    row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 
 
@@ -127,5 +138,5 @@ def _has_log(path: Path) -> bool:
 
 
 def _line(commits: Commits) -> bytes:
-    text = f"{commits.ledger} {commits.number:012d} {commits.file}".encode("ascii")
+    text = b"%b %012d %b" % (commits.ledger.encode("ascii"), commits.number, commits.file.encode("ascii"))
     return b"%b %08x\n" % (text, crc32c(text))

@@ -179,8 +179,6 @@ class Handlers:
         """By item: of the groups whose samples were opened since the start and are not yet trained."""
         self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
         """Of a batch by version, ranks, whether whole groups, items: a batch may lose a group."""
-        self._handed_out = ledger.state.ceiling - 1
-        """The last batch of which a rank may have its part, since the learner last restored a version."""
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
             protocol.Where: self._where, protocol.Ask: self._ask, protocol.Put: self._put, protocol.Fail: self._fail,
             protocol.Rewind: self._rewind, protocol.Take: self._take, protocol.Trained: self._trained,
@@ -646,7 +644,6 @@ class Handlers:
 
     def _rewind(self, peer: Peer, rewind: protocol.Rewind, now: float) -> Message:
         replay = self.ledger.rewind(rewind.version)
-        self._handed_out = min(self._handed_out, rewind.version - 1)
         self._cut = None  # its batch was undone
         if replay:  # trained batches are untrained again
             self._bytes |= self.store.bytes_batched_since(rewind.version)
@@ -681,11 +678,8 @@ class Handlers:
             return self._part(take, batch, now)
 
     def _leave_out(self, damage: DamagedSample, take: protocol.Take) -> None:
-        """Put a damaged group into quarantine: its batch is served without it. Raises ValueError if another rank may
-        have its part of the batch already, for all ranks must train the same groups."""
-        if take.world > 1 and take.version <= self._handed_out:
-            problem = f"batch {take.version}: {damage}, and other ranks have their parts"
-            raise ValueError(f"{problem}; start the learner again, the batch is then served without that group")
+        """Put a damaged group into quarantine: its batch is served without it. Ranks that have a part of the batch with
+        that group take it again before they train (`learner/sound.py`)."""
         if self.ledger.quarantine(damage.item, damage.reason):
             where = f"item {damage.item} is put into quarantine, batch {take.version} is served without it"
             log.error("%s: %s", where, damage)
@@ -713,7 +707,6 @@ class Handlers:
             self._away = now + AWAY_S, str(error)
             return None
         self.turn.room -= part.size_hint()
-        self._handed_out = max(self._handed_out, take.version)
         return part
 
     def _counts(self) -> dict[str, int]:

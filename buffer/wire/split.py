@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 from math import ceil, nan
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ class BatchCut:
         version: int,
         world: int,
         groups: Sequence[tuple[int, int, Sequence[SampleStats]]],
-        counts: Mapping[str, int],
+        counts: Mapping[str, Any],
         share_prompts: bool,
     ) -> None:
         self.version, self.world, self._counts = version, world, counts

@@ -32,7 +32,7 @@ from learner.model.experts.mixture import Experts
 from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
-from learner.sound import SoundSteps
+from learner.sound import SoundSteps, only
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch
@@ -95,12 +95,16 @@ class NotedSteps:
 
 
 def sound(folder: Path, address: str) -> None:
-    """Take three batches from a buffer through `SoundSteps`, saved as `FOLDER/RANK.json`."""
+    """Take three batches from a buffer through `SoundSteps`, saved as `FOLDER/RANK.json`. At first one rank has batch 0
+    as it was before it lost a group: none trains it."""
     rank, steps, version = dist.get_rank(), NotedSteps(), 0
     with LearnerClient(address, f"learner-{rank}", "f" * 16, rank, dist.get_world_size(), timeout_s=60) as client:
         batches = Draining(client)
         batches.rewind(0)
         judge = SoundSteps(steps, batches, Bounds(vocabulary=64))  # type: ignore[arg-type]
+        part = batches.take(0)
+        assert part is not None
+        assert judge.step(None, part if rank else only(part, 0)) is None and not steps.items  # type: ignore[arg-type]
         while version < 3:
             part = batches.take(version)
             assert part is not None

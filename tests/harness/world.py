@@ -166,7 +166,9 @@ def cut(entries: Sequence[Entry], version: int, cuts: Sequence[int], rank: int) 
 def figures(data: bytes) -> SampleStats:
     """Of a sample, also of one whose reward is larger than any may be."""
     sample = Sample.unpack(data)
-    return replace(sample_stats(sample.model_copy(update={"reward": 0.0}).pack()), reward=sample.reward)
+    return replace(
+        sample_stats(sample.model_copy(update={"reward": 0.0, "turn_rewards": []}).pack()), reward=sample.reward
+    )
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:

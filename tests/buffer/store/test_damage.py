@@ -14,7 +14,7 @@ from buffer.ledger.types import Transaction
 from buffer.store import sql
 from buffer.store.faults import DamagedSample, LostCommits, StoreError, StoreGone
 from buffer.store.sqlite import Store, reading
-from buffer.store.witness import file_of
+from buffer.store.witness import file_of, noted
 from tests.buffer.store.test_sqlite import accept, ledger_of, packed
 from tests.harness.buffer_process import samples_of
 
@@ -81,7 +81,7 @@ def as_schema_3(path: Path) -> None:
     """The file as the release before wrote it: without checksums and the count of commits."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("ALTER TABLE samples DROP COLUMN crc32c")
-        db.execute("DROP TABLE commits")
+        db.execute("DELETE FROM meta WHERE name IN ('ledger', 'commits')")
         db.execute("PRAGMA user_version = 3")
     file_of(path).unlink()
 
@@ -239,3 +239,14 @@ def test_a_file_that_goes_while_it_is_written_ends_it(tmp_path: Path, name: str,
         accept(store, ledger, 1)
     assert "\n" not in str(error.value)
     store.close()
+
+
+def test_a_witness_that_somebody_cuts_while_it_is_open_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    with Store(path, fsync=False) as store:
+        ledger = ledger_of(store)
+        accept(store, ledger, 1)
+        os.truncate(file_of(path), 0)
+        accept(store, ledger, 1)
+        known = noted(path)
+        assert known and known.number == 2
