@@ -29,7 +29,6 @@ from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.plain_text import print_visible, visible
 from configs.schema import Config
-from configs.variables import apply_umask
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -236,7 +235,6 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
             some = [row for row in found if row[-1] is not None]  # else removed meanwhile
             number += len(some)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
-    apply_umask(draft)
     draft.replace(out)
     yield f"{out}: {number} samples"
 

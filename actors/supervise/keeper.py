@@ -21,7 +21,7 @@ from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
 from configs.plain_text import colourless, conceal, visible
-from configs.variables import for_children, open_private
+from configs.variables import for_children, open_private, private_folder
 
 LINE_BYTES = 1 << 16
 """A longer line is split."""
@@ -48,7 +48,7 @@ class Keeper:
         self._progress = process.log.absolute().with_suffix(".progress")
         self._notice = self._progress.with_suffix(".notice")
         conceal(process.concealed)
-        process.log.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(process.log.parent)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
 

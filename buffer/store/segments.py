@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.ledger.types import SampleStats
+from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
@@ -48,7 +49,7 @@ class Segments:
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            private_folder(folder)
             if fsync:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None

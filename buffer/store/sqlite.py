@@ -19,6 +19,7 @@ from buffer.store import segments, sql
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.segments import Groups, InMemory, Place, Segments
 from configs.resume import Change, Settings
+from configs.variables import open_private, run_folder
 
 LOG_PAGES = 4096
 """The write-ahead log is copied into the file when it has so many pages, and then written anew from its start."""
@@ -47,6 +48,8 @@ class Store:
         with ExitStack() as ends, _explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
+            if path:
+                os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
             ends.callback(self._db.close)
             self._open(fsync)
@@ -288,7 +291,7 @@ def _explained(path: Path | None) -> Iterator[None]:
 def _locked(path: Path) -> int:
     """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_folder(path.parent)
         return locked(lock_of(path))
     except InUse as error:
         raise StoreError(f"buffer.path {path}: {error}; stop that buffer, or choose another run.name") from None
