@@ -31,7 +31,6 @@ from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.plain_text import print_visible, visible
 from configs.schema import Config
-from configs.variables import apply_umask
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -250,7 +249,6 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
             number += len(some)
             damaged += sum(row[-1] == b"" for row in found)
             writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
-    apply_umask(draft)
     draft.replace(out)
     left_out = f"; {damaged} are damaged and left out, see `python -m buffer scrub`" if damaged else ""
     yield f"{out}: {number} samples{left_out}"

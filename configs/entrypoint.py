@@ -217,7 +217,6 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
     The environment is made safe first (`variables.py`). `is_rank`: keep variables that make this process a rank.
     """
     variables.prepare(is_rank)
-    variables.make_private()
     threading.excepthook = partial(_log_thread, log)
     try:
         code = main(sys.argv[1:])

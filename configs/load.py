@@ -26,7 +26,7 @@ from configs.help import show as in_yaml
 from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
 from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import open_private
+from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 TIMES = "times"
@@ -147,7 +147,7 @@ def read(
 def write(config: Config, path: Path) -> None:
     """Write every key of `config` as YAML that `load` reads back to an equal Config. Atomic: a reader sees all or
     nothing. Only the user can read a file that holds credentials; for another one RUN_UMASK holds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:
         if any(credentials(config)):

@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 from urllib.parse import quote
 
@@ -73,7 +74,10 @@ def visible_line(text: str, most: int = MOST_CHARS) -> str:
 
 def print_visible(text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED) -> None:
     """Print `text`, made visible, on stdout or `stream`, and flush: the only print of Headrace's processes."""
-    print(visible(str(text), most), end=end, file=sys.stdout if stream is None else stream, flush=True)
+    stream = sys.stdout if stream is None else stream
+    print(visible(str(text), most), end=end, file=stream)
+    with suppress(OSError):  # it stays in the buffer, and the end of the process reports it (`entrypoint.py`)
+        stream.flush()
 
 
 def colourless(text: str) -> str:

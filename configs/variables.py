@@ -46,8 +46,8 @@ WEIGHTS_BYTES = SOCKET_BYTES - len("/headrace-12345678/weights")
 """Longest folder for the socket of the weights wire."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 RPC_PATH = "VLLM_RPC_BASE_PATH"
-RUN_UMASK, USER_UMASK = "HEADRACE_RUN_UMASK", "HEADRACE_UMASK"
-"""The umask of a run's files, which a user may set; and the user's own, which `make_private` notes for children."""
+RUN_UMASK = "HEADRACE_RUN_UMASK"
+"""The umask of a run's own files, which a user may set."""
 MASK = re.compile("0?[0-7]{3}")
 
 
@@ -191,51 +191,38 @@ def can_write(folder: str | Path) -> bool:
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
-def make_private(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let only this user read the files that this process, and those that it starts, make from now on.
-
-    RUN_UMASK is another mask for them, such as 027 for the group. The umask so far stays known, in USER_UMASK: exports
-    follow it (`apply_umask`).
-    """
-    before = os.umask(run_umask(environment))
-    environment.setdefault(USER_UMASK, f"{before:03o}")
+def apply_umask(folder: Path) -> None:
+    """Set the mode of the files in `folder` by the umask: safetensors always creates files with 0600."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
+    umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
 
 
 def run_umask(environment: Mapping[str, str] = os.environ) -> int:
-    """The umask of a run's own files."""
+    """The umask of a run's own files: 077, unless RUN_UMASK is set. Downloads and exports have the process's umask."""
     value = environment.get(RUN_UMASK, "")
     return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
 
 
-def user_umask(environment: Mapping[str, str] = os.environ) -> int:
-    """The umask with which the run was started."""
-    if MASK.fullmatch(value := environment.get(USER_UMASK, "")):
-        return int(value, 8)
-    status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
-    return next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
-
-
-def apply_umask(path: Path) -> None:
-    """Set the modes of the file `path`, or of the folder `path` and its files, by the user's umask: they are for others
-    too. safetensors always creates files with 0600."""
-    umask = user_umask()
-    if path.is_dir():
-        path.chmod(0o777 & ~umask)
-    for file in path.iterdir() if path.is_dir() else [path]:
-        if file.is_file():
-            file.chmod(0o666 & ~umask)
-
-
-def let_through(*folders: Path) -> None:
-    """Let whom the user's umask admits reach what is in these folders, without listing them: 0711 at most."""
-    for folder in folders:
-        with suppress(PermissionError):  # another user's folder, whose modes are theirs
-            folder.chmod(0o711 & ~user_umask() | folder.stat().st_mode & 0o777)
-
-
 def open_private(path: str | int, flags: int) -> int:
-    """An `opener` for files of a run in a process that has another umask: a keeper on a cluster's node."""
+    """An `opener` for a run's own files."""
     return os.open(path, flags, 0o666 & ~run_umask())
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder for a run's own files, unless it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(0o777 & ~run_umask())
+
+
+def run_folder(path: Path) -> None:
+    """Make a run's folder, unless it is there. Whom the umask admits may pass through it to exports, not list it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(0o711 | 0o777 & ~run_umask())
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True) -> list[str]:

@@ -30,7 +30,7 @@ from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
-from configs.variables import let_through
+from configs.variables import private_folder
 from learner.model.loading import ADAPTER
 from learner.model.lora.base import digest
 from learner.model.policy import Policy
@@ -250,6 +250,7 @@ class Checkpoints:
         adapter = self._adapter(policy)
         state = self._state(policy, version)
         if self._writes:
+            private_folder(partial / "state")
             response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self._writers)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
             self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward, adapter)
@@ -271,7 +272,6 @@ class Checkpoints:
         if weights is not None:
             write = adapter_files.write if adapter else export.write
             write(weights, self.model, partial / self._export)
-            let_through(partial, self.folder, self.folder.parent)
         seal(partial, reward, adapter)
         rewards = {version: reward_of(folder_of(self.folder, version)) for version in complete(self.folder)}
         for version in rewards.keys() - versions_to_keep(rewards, self.config):

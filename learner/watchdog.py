@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from buffer.wire.awake import TICK_S, AwakeClock
 from configs.entrypoint import FAILED
 from configs.plain_text import print_visible
+from configs.variables import private_folder
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Watchdog:
 
     def _expire(self, entry: dict[str, Any], waited: float, note: Note) -> None:
         path = self.folder / f"flight-{self.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         path.write_text(json.dumps(flight_record(active=False)))
         first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
         if first is not False:  # one line, however many ranks wait; one each, where they cannot agree

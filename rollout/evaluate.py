@@ -20,6 +20,7 @@ from configs.flow.sequences import max_sequences
 from configs.load import ConfigError, read
 from configs.plain_text import print_visible
 from configs.schema import Config
+from configs.variables import open_private
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
 from rollout.episodes.setup import RolloutSetup, check_server
@@ -56,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
             "models": results,
         }
         flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(report, indent=1) + "\n")
+        with open(flags.out, "w", encoding="utf-8", opener=open_private) as file:
+            file.write(json.dumps(report, indent=1) + "\n")
     return DONE
 
 

@@ -28,6 +28,7 @@ from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
 from configs.plain_text import figure, print_visible, visible_line
 from configs.schema import Config
+from configs.variables import open_private
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print_visible(error, sys.stderr)
         return BAD_INPUT
-    (run / "report.html").write_text(page, encoding="utf-8")
+    with open(run / "report.html", "w", encoding="utf-8", opener=open_private) as file:
+        file.write(page)
     console = Console(highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
         console.print(Text(spaced(line)) if isinstance(line, str) else line)

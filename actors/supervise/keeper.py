@@ -22,7 +22,7 @@ from actors.supervise.guard import Guarded
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
 from configs.plain_text import colourless, conceal, visible
-from configs.variables import for_children, open_private
+from configs.variables import for_children, open_private, private_folder
 
 COUNTER_BITS, INCARNATION_BITS = 40, 80
 """An event's number is its keeper's incarnation, drawn at random, and a counter. No clock: one may be set back."""
@@ -52,7 +52,7 @@ class Keeper:
         self._progress = process.log.absolute().with_suffix(".progress")
         self._notice = self._progress.with_suffix(".notice")
         conceal(process.concealed)
-        process.log.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(process.log.parent)
         self._thread = threading.Thread(target=self._keep, name=f"keep-{process.name}", daemon=True)
         self._thread.start()
 

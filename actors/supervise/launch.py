@@ -38,7 +38,7 @@ from configs.load import ConfigError, read, write
 from configs.origins import variables
 from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import for_children
+from configs.variables import for_children, run_folder
 
 PROG = "python -m actors launch"
 REPORT_S = 10.0
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             return DONE
         judgement = check_here(config)
         if held is None:
-            config.run.path.mkdir(parents=True, exist_ok=True)
+            run_folder(config.run.path)
             accept.hold(config)
     except (ConfigError, LedgerError) as error:
         print_visible(error, sys.stderr)

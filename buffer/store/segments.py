@@ -23,6 +23,7 @@ from buffer.ledger.types import SampleStats
 from buffer.store.faults import StoreGone
 from buffer.store.reserve import open_file
 from buffer.store.same_files import identity
+from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
@@ -51,7 +52,7 @@ class Segments:
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            private_folder(folder)
             if fsync:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None

@@ -23,9 +23,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from configs.plain_text import colourless, conceal, visible
+from configs.variables import open_private, private_folder
 from rollout.cage import CagedFunction
 from rollout.cage.frames import encode, unpacker
 from rollout.cage.process_table import anonymous_bytes, below, children_of_all, kill_below, proportional_bytes, stopped
@@ -241,8 +243,8 @@ class Warden:
             return
         text = shown(whole + end)
         with suppress(OSError):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "ab") as log:
+            private_folder(Path(path).parent)
+            with open(path, "ab", opener=open_private) as log:
                 log.write(text.encode())
                 full = log.tell() > LOG_BYTES
             if full:

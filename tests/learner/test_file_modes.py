@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.process import Event, Process
+from actors.supervise.cluster.remote import log_lines
 from buffer.curve import make_keys
+from buffer.store.sqlite import Store
+from configs.load import load, write
 from configs.schema import LoraConfig, ModelConfig
-from configs.variables import (
-    RUN_UMASK,
-    USER_UMASK,
-    apply_umask,
-    let_through,
-    make_private,
-    open_private,
-    problems,
-)
+from configs.variables import RUN_UMASK, apply_umask, open_private, problems
+from learner.record.metrics import Metrics
 from learner.saved import adapter_files, export
 from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
@@ -66,36 +63,32 @@ def test_secrets_are_private(umask: int, tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "inner").stat().st_mode & 0o100
 
 
-@pytest.mark.parametrize(
-    ("mask", "file", "folder"), [(None, 0o600, 0o700), ("027", 0o640, 0o750), ("777", 0o600, 0o700)]
-)
+@pytest.mark.parametrize(("mask", "private"), [(None, 0o077), ("027", 0o027), ("777", 0o077)])
 def test_a_run_s_files_are_private_and_its_exports_are_not(
-    umask: int, mask: str | None, file: int, folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    umask: int, mask: str | None, private: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In child processes too, which inherit the private umask."""
-    environment = {} if mask is None else {RUN_UMASK: mask}
-    for _ in ("the launcher", "a child"):
-        make_private(environment)
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "metrics.jsonl").touch()
-    assert (run / "metrics.jsonl").stat().st_mode & 0o777 == file and run.stat().st_mode & 0o777 == folder
-    monkeypatch.setenv(USER_UMASK, environment[USER_UMASK])
-    (run / "checkpoints" / "export").mkdir()
-    (run / "checkpoints" / "export" / "model.safetensors").touch(0o600)
-    apply_umask(run / "checkpoints" / "export")
-    let_through(run / "checkpoints", run)
-    export = run / "checkpoints" / "export"
-    assert export.stat().st_mode & 0o777 == 0o777 & ~umask
-    assert (export / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
-    assert run.stat().st_mode & 0o777 == folder | 0o711 & ~umask, "reached, not listed"
+    """Files that SQLite and users' code make, too."""
+    if mask:
+        monkeypatch.setenv(RUN_UMASK, mask)
+    run, words = tmp_path / "runs" / "one", ["--model.path=m", "--data.train=d", "--reward.function=countdown"]
+    write(load(words), run / "config.yaml")
+    with Store(run / "buffer.sqlite") as store:
+        store.record_settings({}, [])
+        Metrics(run / "metrics.jsonl", clock=lambda: 0.0).log(1, {"lr": 0.1})
+        log_lines(Process("a", "rollout", ("x",), run / "logs" / "a.log"), [Event(1, "line", "said")])
+        made = {path: path.stat().st_mode & 0o777 for path in run.rglob("*") if path.suffix != ".lock"}
+    names = {path.name for path in made}
+    assert names >= {"config.yaml", "buffer.sqlite", "buffer.sqlite-wal", "buffer.sqlite-samples", "logs", "a.log"}
+    assert {mode for path, mode in made.items() if path.is_file()} == {0o666 & ~private & ~umask}
+    assert {mode for path, mode in made.items() if path.is_dir()} == {0o777 & ~private & ~umask}
+    assert run.stat().st_mode & 0o777 == (0o711 | 0o777 & ~private) & ~umask, "passed through to exports, not listed"
 
 
 def test_a_log_is_private_where_the_process_is_not(umask: int, tmp_path: Path) -> None:
-    """Keepers on a cluster's nodes have Ray's umask."""
+    """Whatever umask a keeper has, on a cluster's node that of Ray."""
     with open(tmp_path / "log", "ab", opener=open_private):
         pass
-    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600 & ~umask
 
 
 @pytest.mark.parametrize("mask", ["", "77x", "0o77", "99", "-1"])

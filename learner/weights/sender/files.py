@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from configs.variables import apply_umask, let_through
+from configs.variables import apply_umask
 from learner.weights.buckets import Buckets, DoubleBuffer, PublishedPolicy
 from learner.weights.channel import ChannelError, in_thread
 from learner.weights.sender.members import Member
@@ -104,7 +104,6 @@ def _write_buckets(weights: Buckets, buckets: Iterable[int], path: Path) -> None
     for bucket in buckets:
         save_file({name: tensor.cpu().clone() for name, tensor in weights.views(bucket)}, partial / _file(bucket))
     apply_umask(partial)  # servers on other machines may run as another user
-    let_through(partial.parent, partial.parent.parent)
     os.rename(partial, path)
 
 
