@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-HEADER_S = 60.0
-"""Time in which a connection has to send the head of its first or next request."""
+HEADER_S = 75.0
+"""Time in which a connection has to send the head of its first or next request: longer than a gateway keeps one idle."""
 BODY_S = 60.0
 """Time in which it has to send the body."""
 MOST_FIELDS = 64
