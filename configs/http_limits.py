@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 HEADER_S = 75.0
-"""Time in which a connection has to send the head of its first or next request: longer than a gateway keeps one idle."""
+"""Time in which a connection has to send the head of a request: longer than a gateway keeps one idle."""
 BODY_S = 60.0
 """Time in which it has to send the body."""
 MOST_FIELDS = 64
