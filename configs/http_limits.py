@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-HEADER_S = 60.0
-"""Time in which a connection has to send the head of its first or next request."""
+HEADER_S = 75.0
+"""Time in which a connection has to send the head of a request: longer than a gateway keeps one idle."""
 BODY_S = 60.0
 """Time in which it has to send the body."""
 MOST_FIELDS = 64
@@ -47,7 +47,7 @@ def most_connections(most: int) -> int:
 class LimitedSite(web.BaseSite):
     """aiohttp's `TCPSite` with at most `most` connections at a time; a further one is closed at once."""
 
-    def __init__(self, runner: "web.BaseRunner[Any]", host: str, port: int, most: int) -> None:
+    def __init__(self, runner: web.BaseRunner, host: str, port: int, most: int) -> None:
         super().__init__(runner)
         self._host, self._port, self._most = host, port, most_connections(most)
 

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-MOST_LINES, WINDOW_S = 100, 60.0
-"""Lines of one format that are written within so many seconds."""
+MOST_LINES, MOST_NEWS, WINDOW_S = 100, 1000, 60.0
+"""Warnings of one format, and lines below a warning, that are written within so many seconds."""
 MOST_FORMATS = 1000
 """Formats that are told apart; a format is a constant of the code."""
 MOST_CHARACTERS = 16_000
@@ -16,7 +16,7 @@ MOST_CHARACTERS = 16_000
 
 
 class FloodFilter(logging.Filter):
-    """Lets MOST_LINES lines of a format pass in each window; the first line of a later window says how many it left
+    """Lets a number of lines of a format pass in each window; the first line of a later window says how many it left
     out."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +29,8 @@ class FloodFilter(logging.Filter):
         """Whether the line is written; adds the number of lines that were left out before it."""
         key, now = (record.name, record.levelno, record.msg if record.args else record.lineno), self._monotonic()
         began, number = self._windows.pop(key, (now, 0))
-        left_out = max(0, number - MOST_LINES)
+        most = MOST_LINES if record.levelno >= logging.WARNING else MOST_NEWS
+        left_out = max(0, number - most)
         if now >= began + WINDOW_S:
             began, number = now, 0
         else:
@@ -37,7 +38,7 @@ class FloodFilter(logging.Filter):
         self._windows[key] = began, number + 1  # the latest ones are last
         while len(self._windows) > MOST_FORMATS:
             del self._windows[next(iter(self._windows))]
-        if number >= MOST_LINES:
+        if number >= most:
             return False
         text = record.getMessage()
         if left_out or len(text) > MOST_CHARACTERS:

@@ -4,7 +4,7 @@ ASGI middleware; `reward_server.py` puts it in front. uvicorn itself bounds the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_of
@@ -16,10 +16,10 @@ HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 6
 ADDED = [
     (name.lower().encode(), value.encode()) for name, value in (HEADERS | {"Content-Security-Policy": POLICY}).items()
 ]
-Message = MutableMapping[str, Any]
+Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class RequestLimits:
@@ -29,7 +29,7 @@ class RequestLimits:
         self.app, self.host = app, host
         self.running = 0
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
@@ -46,7 +46,7 @@ class RequestLimits:
         finally:
             self.running -= 1
 
-    def _refusal(self, scope: MutableMapping[str, Any]) -> tuple[int, str] | None:
+    def _refusal(self, scope: dict[str, Any]) -> tuple[int, str] | None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         name = name_of(f"//{headers.get('host', '')}")
         if is_loopback_host(self.host) and name and not is_loopback_host(name):

@@ -2,7 +2,7 @@
 
 import logging
 
-from configs.log_floods import MOST_CHARACTERS, MOST_LINES, WINDOW_S, FloodFilter
+from configs.log_floods import MOST_CHARACTERS, MOST_LINES, MOST_NEWS, WINDOW_S, FloodFilter
 
 
 def lines(filter_: FloodFilter, number: int, text: str = "refused %s") -> list[str]:
@@ -35,8 +35,8 @@ def test_a_day_of_a_flood_stays_below_5_mib() -> None:
 def test_a_line_is_cut_and_a_line_without_values_is_told_apart_by_its_place() -> None:
     filter_ = FloodFilter(lambda: 0.0)
     assert len(lines(filter_, 1, "%s" + "x" * 10**6)[0]) == MOST_CHARACTERS
-    for number in range(2 * MOST_LINES):
+    for number in range(2 * MOST_NEWS):
         record = logging.LogRecord("buffer", logging.INFO, "file.py", 7, f"line {number}", None, None)
-        assert filter_.filter(record) == (number < MOST_LINES)
+        assert filter_.filter(record) == (number < MOST_NEWS)
     other = logging.LogRecord("buffer", logging.INFO, "file.py", 8, "line", None, None)
     assert filter_.filter(other)

@@ -12,7 +12,7 @@ round waits for the rest a few times as long as the first took (`PATIENCE`); the
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from buffer.curve import ServerKeys
 from buffer.wire.message import Message
@@ -223,9 +223,10 @@ class Distributor:
             self._tell(ready, probe.model_copy(update={"round": self._round}))
 
     def _suspect(self, ready: list[Member], cost_s: float) -> None:
-        """Note the members that said Ready, live, and were dropped because they said nothing more."""
+        """Note the members that spoilt the round: those that said Ready and did not answer, and the first to fail."""
         for member in ready:
-            if member.gone and member.silent:
+            if member.spoilt:
+                member.spoilt = False
                 pause_s = self._suspects.blame(member.name, cost_s)
                 log.warning("weights: no round waits for %s within the next %.0f s", member.name, pause_s)
 
@@ -243,7 +244,7 @@ class Distributor:
         await self.members.until(lambda: all(member.answered_or_gone(*kinds) for member in members), timeout_s)
         for member in members:
             if not member.answered_or_gone(*kinds):
-                member.silent = True
+                member.spoilt = True
                 self.members.drop(member, f"no {kinds[0].__name__} in round {self._round} within {self._timeout_s:g} s")
             elif member.fatal and not member.gone:
                 self.members.drop(member, member.fatal)
@@ -284,8 +285,13 @@ class Distributor:
             if not isinstance(error, ChannelError):
                 raise error
             broken = str(error)
+            for member in owners(ready, error.absent):
+                member.spoilt = True
+                self.members.drop(member, f"its workers did not come to the group of round {self._round}")
         else:
             broken = "a server was lost or failed in the broadcast"
+            for member in ready:
+                member.spoilt = member.spoilt or isinstance(member.answer, protocol.Failed)  # the others go on
             sending.add_done_callback(lambda future: future.exception())  # retrieved, so that asyncio does not log it
         self._transport.give_up()
         self._tell(ready, protocol.Cancel(round=self._round, reason=broken))
@@ -305,6 +311,16 @@ class Distributor:
                 refused = protocol.JoinRefused(reason=f"{ATTEMPTS} rounds failed: {member.answer.reason}")
                 self.members.say(member, refused)
                 self.members.drop(member, "refused")
+
+
+def owners(members: Iterable[Member], ranks: Collection[int]) -> list[Member]:
+    """The members of a group that have some of `ranks`, which are counted from 1 in the order of the members."""
+    found, offset = [], 1
+    for member in members:
+        if any(offset <= rank < offset + member.workers for rank in ranks):
+            found.append(member)
+        offset += member.workers
+    return found
 
 
 def round_stats(

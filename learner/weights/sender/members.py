@@ -54,8 +54,8 @@ class Member:
     """Seconds that it took to answer the last Offer."""
     late: bool = False
     """A round continued without it because it had not answered. No round waits for it until it answers."""
-    silent: bool = False
-    """It was ready, and was dropped because it said nothing more."""
+    spoilt: bool = False
+    """It spoilt a round: it was ready and did not answer, or was the first to fail."""
     failures: int = 0
     """Consecutive rounds that failed for it while no member was missing."""
 

@@ -91,11 +91,18 @@ def test_a_field_without_a_bound_is_found() -> None:
     assert fields_without_bound(Outer) == [*names, "Inner.texts.value.entry"]
 
 
-BEAT = {"kind": "Heartbeat", "version": 0, "holding": []}
-JOIN = {"kind": "Join", "name": "a", "protocol": 5, "workers": 1, "backend": "gloo"}
-HELLO = {"kind": "Hello", "name": "a", "token": "t", "role": "observer", "protocol": 9, "fingerprint": ""}
-KEPT = {"kind": "Kept", "servers": {}, "wanted": 1, "least": 1, "most": 1}
-BEYOND = {
+BEAT: dict[str, Any] = {"kind": "Heartbeat", "version": 0, "holding": []}
+JOIN: dict[str, Any] = {"kind": "Join", "name": "a", "protocol": 5, "workers": 1, "backend": "gloo"}
+HELLO: dict[str, Any] = {
+    "kind": "Hello",
+    "name": "a",
+    "token": "t",
+    "role": "observer",
+    "protocol": 9,
+    "fingerprint": "",
+}
+KEPT: dict[str, Any] = {"kind": "Kept", "servers": {}, "wanted": 1, "least": 1, "most": 1}
+BEYOND: dict[str, dict[str, Any]] = {
     "60,000 statistics in a heartbeat": BEAT | {"stats": {f"s{i}": 0.0 for i in range(60_000)}},
     "a statistic with a name of a megabyte": BEAT | {"stats": {"s" * 2**20: 0.0}},
     "a server that holds 100,000 leases": BEAT | {"holding": [0] * 100_000},

@@ -19,6 +19,8 @@ from buffer.wire import connections, quotas
 from buffer.wire.connections import UNKNOWN_BYTES, UNSENT_BYTES, ConnectionLimits, UnsentAnswers
 from buffer.wire.message import pack
 from buffer.wire.protocol import State, Status, Stored, Take, Where
+from buffer.wire.server import OPTIONS
+from configs.flow.capacity import PARKED_BYTES
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout
 
@@ -300,3 +302,20 @@ async def test_a_group_is_stored_though_strangers_took_all_open_files(tmp_path: 
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             os.close(lowest)
         assert isinstance(stored, Stored) and stored.accepted
+
+
+def test_the_page_of_the_protocol_names_the_limits() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+    pending = ", ".join(f"{most:,} `{kind}`" for kind, most in quotas.MOST_PENDING.items())
+    for words in (
+        f"read | {UNKNOWN_BYTES >> 10} KiB |",
+        f"observer | {connections.SMALL_BYTES >> 20} MiB |",
+        f"Hello | {connections.HELLO_S:g} s |",
+        f"read | {UNSENT_BYTES >> 20} MiB, and {PARKED_BYTES >> 20} MiB",
+        f"read | {OPTIONS[zmq.SNDHWM]:,} |",
+        f"says Hello | {quotas.MOST_HELLOS} |",
+        f"observers | {quotas.MOST_PEERS['rollout']:,}, {quotas.MOST_OBSERVERS} |",
+        f"process | {pending} |",
+        f"fewer than {connections.KEPT_FILES} open files",
+    ):
+        assert words in page, words

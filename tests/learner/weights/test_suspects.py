@@ -2,15 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
+import pytest
 import zmq
 import zmq.asyncio
 
+from buffer.wire.message import Message
 from learner.weights import protocol
 from learner.weights.sender.suspects import MOST_PAUSE_S, Suspects
 from tests.harness.weights_server import HEARTBEAT_S, Addresses, VersionedPolicy, servers
 from tests.learner.weights.test_wire import a_sender
+
+Lies = Callable[[int], list[Message]]
 
 
 def test_the_pause_doubles_and_ends_with_a_version_that_is_loaded() -> None:
@@ -38,8 +43,8 @@ def test_new_names_are_one_suspect() -> None:
     assert suspects.out("yet another name") and not suspects.out("proven")
 
 
-async def say_ready_only(address: str, seen: list[str]) -> None:
-    """Join under new names, say Ready to each Offer, send heartbeats, and receive nothing."""
+async def say_ready_only(address: str, seen: list[str], lies: Lies) -> None:
+    """Join under new names, say Ready to each Offer, send heartbeats, receive nothing, and answer Go with `lies`."""
     with zmq.asyncio.Context() as context:
         socket = protocol.dealer(context, address, None)
         join = protocol.Join(name="rogue-0", protocol=protocol.PROTOCOL, workers=1, backend="gloo")
@@ -54,6 +59,9 @@ async def say_ready_only(address: str, seen: list[str]) -> None:
                         socket.send(protocol.pack(join))
                     elif isinstance(message, protocol.Offer):
                         socket.send(protocol.pack(protocol.Ready(round=message.round)))
+                    elif isinstance(message, protocol.Go):
+                        for lie in lies(message.round):
+                            socket.send(protocol.pack(lie))
                     elif isinstance(message, protocol.Rejoin):
                         join = join.model_copy(update={"name": f"rogue-{len(seen)}"})
                         socket.send(protocol.pack(join))
@@ -63,14 +71,26 @@ async def say_ready_only(address: str, seen: list[str]) -> None:
             socket.close(0)
 
 
-def test_a_member_that_only_says_ready_does_not_slow_every_version() -> None:
+ANSWERS: dict[str, Lies] = {
+    "nothing": lambda round: [],
+    "Received": lambda round: [protocol.Received(round=round, span_s=0.1)],
+    "Loaded": lambda round: [
+        protocol.Received(round=round, span_s=0.1),
+        protocol.Loaded(round=round, load_s=0.1, pause_s=0.0, verify_s=0.0),
+    ],
+    "Failed": lambda round: [protocol.Failed(round=round, reason="no")],
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_member_that_is_ready_and_receives_nothing_does_not_slow_every_version(answer: str) -> None:
     async def test() -> tuple[int, float]:
         seen: list[str] = []
         with a_sender(timeout_s=0.5) as sender:
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 sender.publish(VersionedPolicy(0), 0)
                 await one.has(0)
-                rogue = asyncio.ensure_future(say_ready_only(sender.address, seen))
+                rogue = asyncio.ensure_future(say_ready_only(sender.address, seen, ANSWERS[answer]))
                 async with asyncio.timeout(20):
                     while "Go" not in seen:
                         await asyncio.sleep(0.05)
