@@ -116,14 +116,13 @@ def test_no_call_of_a_keeper_waits_for_another_keepers(made: Callable[..., Proce
     async def story() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         keepers = [PlainKeeper(made(f"rollout-{number}"), GpuPool([])) for number in range(2)]
-        for keeper in keepers:
-            while not any(event.kind == "line" for event in await keeper.events(0)):
-                pass
-        waiting = [asyncio.create_task(keeper.events(sys.maxsize)) for keeper in keepers]
+        last = [0, 0]
+        for at, keeper in enumerate(keepers):
+            while not last[at]:
+                last[at] = next((event.number for event in await keeper.events(0) if event.kind == "line"), 0)
+        waiting = [asyncio.create_task(keeper.events(number)) for keeper, number in zip(keepers, last, strict=True)]
         await asyncio.gather(*(keeper.drain(60.0) for keeper in keepers))
-        for task in waiting:
-            task.cancel()
-        assert all((await keeper.events(0))[-1].kind == "ended" for keeper in keepers)
+        assert [(await task)[-1].kind for task in waiting] == ["ended", "ended"]
 
     asyncio.run(asyncio.wait_for(story(), 20))
 
