@@ -48,7 +48,7 @@ class Store:
         with ExitStack() as ends, _explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
-            if path:
+            if path and not path.exists():
                 os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
             ends.callback(self._db.close)
