@@ -1,8 +1,8 @@
 """`python -m actors launch|watch|status|scale|report|doctor ...`: start a run, watch it, scale it, sum it up, check the
 machine.
 
-The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so neither Ray nor
-any process of the run is left when one of the two dies. Waits for the subcommand.
+The launcher runs under a guard (`supervise/guard.py`) and this process only forwards signals to it: so no process of
+the run is left when one of the two dies. Waits for the subcommand.
 """
 
 import importlib
@@ -24,7 +24,7 @@ COMMANDS = {
     "report": ("actors.report.summary", "rewards, samples and settings of a run, as text and as a page"),
     "doctor": ("actors.doctor.findings", "check this machine's installation"),
 }
-"""Module of each command, imported when it is called: launching needs no page, status no Ray."""
+"""Module of each command, imported when it is called: launching needs no page, status no keepers."""
 PRINTING = ("status", "report", "doctor")
 """These only print. The others write to sockets: they must outlive a peer that leaves."""
 

@@ -62,7 +62,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a process; `number` grows from event to event. `code`: exit code of a process that ended.
+    """What happened to a process; `number` grows from event to event of a keeper. `code`: exit code of the process.
 
     Example: `Event(17, "line", "version 3 ...")`, `Event(18, "failed", "exit code 1 after 3 s; again in 2 s", 1)`.
     """

@@ -22,6 +22,8 @@ from configs.load import ConfigError
 from configs.model_facts import model_facts
 from configs.schema import Config
 
+OWN_RAY = "local"
+"""The `cluster.address`, or RAY_ADDRESS, with which the launcher starts a Ray on this machine, as in Ray itself."""
 TOKEN_BYTES = 13
 """Bytes per token of a stored sample: int32 token, uint8 sampled, float32 log-probability, int32 version."""
 
@@ -112,7 +114,26 @@ def check(
 def _variables(config: Config) -> list[str]:
     """What is wrong with this process's environment. Interfaces are not checked with a cluster: its nodes have their
     own."""
-    return variables.problems(os.environ, interfaces=not (config.cluster.address or os.environ.get("RAY_ADDRESS")))
+    return variables.problems(os.environ, interfaces=not cluster_of(config), own_ray=starts_ray(config))
+
+
+def cluster_of(config: Config) -> str:
+    """The Ray cluster that the run is launched on; empty: this machine."""
+    return "" if starts_ray(config) else _address(config)
+
+
+def starts_ray(config: Config) -> bool:
+    """Whether the launcher starts a Ray of its own on this machine."""
+    return _address(config) == OWN_RAY
+
+
+def named_by(config: Config) -> str:
+    """What names the cluster of `cluster_of`, for people."""
+    return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
+
+
+def _address(config: Config) -> str:
+    return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
 
 
 def own_hosts(config: Config) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from configs import variables
+from configs.log_floods import FloodFilter
 from configs.plain_text import PlainFormatter
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ def configure_logging(tag: str = "") -> None:
     handler = logging.StreamHandler()
     handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
+    handler.addFilter(FloodFilter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

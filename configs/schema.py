@@ -553,7 +553,8 @@ class BufferConfig(Section):
 class ClusterConfig(Section):
     address: str | None = None
     """Ray cluster that `python -m actors launch` places the processes on, such as `10.0.0.1:6379`, or `auto` for the
-    one of this machine. null: that of RAY_ADDRESS, else a Ray of its own on this machine."""
+    one of this machine. null: that of RAY_ADDRESS, else this machine without Ray. `local`: this machine, with a Ray
+    that is started for the run, for accelerators that only Ray counts."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
     does not see it, as without a shared folder; with `never` it must have a folder of the same path."""

@@ -225,12 +225,13 @@ def run_folder(path: Path) -> None:
         path.mkdir(0o711 | 0o777 & ~run_umask())
 
 
-def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True) -> list[str]:
+def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
     """Return a line for each variable with which a process of a run cannot work, with value and remedy.
 
-    `interfaces`: check network interfaces, which are this machine's unless a cluster is used.
+    `interfaces`: check network interfaces, which are this machine's unless a cluster is used. `own_ray`: the launcher
+    starts Ray, whose sockets have longer names than all others.
     """
-    found = [*_folders(environment), *_threads(environment), *_proxies(environment)]
+    found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
         found.append(f"{RUN_UMASK}: {mask!r} is not a umask; write 077 for files that only you read, 027 for the group")
     return found + (list(_interfaces(environment)) if interfaces else [])
@@ -262,14 +263,15 @@ def warnings(environment: Mapping[str, str], model: str) -> list[str]:
     return found
 
 
-def _folders(environment: Mapping[str, str]) -> Iterator[str]:
+def _folders(environment: Mapping[str, str], own_ray: bool) -> Iterator[str]:
     if temporary() is None:
         named = environment.get("TMPDIR", "not set")
         yield f"TMPDIR: {named}: neither this folder nor /tmp is writable; free some space, or name another folder"
         return
-    if socket_folder(RAY_BYTES, environment) is None:
+    whose, most = ("Ray's", RAY_BYTES) if own_ray else ("vLLM's", VLLM_BYTES)
+    if socket_folder(most, environment) is None:
         folder = temporary() or ""
-        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, but Ray's sockets allow {RAY_BYTES}"
+        long = f"TMPDIR: {folder} has {len(os.fsencode(folder))} bytes, but {whose} sockets allow {most}"
         yield f"{long}, and none of {', '.join(SHORT)} can be written; set TMPDIR to a shorter folder"
     if path := environment.get(RPC_PATH):
         size = len(os.fsencode(path))

@@ -69,6 +69,7 @@ from learner.record.metrics import Metrics
 from learner.record.observer import Observer
 from learner.record.trackers import Tracker
 from learner.saved import base_digest, merge
+from learner.sound import SoundSteps, bounds_of
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import PictureMismatch, one_shown
@@ -185,7 +186,8 @@ def train(config: Config, device: torch.device, form: ImageFormat | None = None)
             gpus = world if device.type == "cuda" else 0
             parts.enter_context(Observer(config, buffer_keys, gpus, metrics.log_servers))
         with StopSignals(draining.begin):
-            loop.run(policy, algorithm, draining, weights, checkpoints, metrics, versions)
+            sound = SoundSteps(algorithm, draining, bounds_of(policy, form))
+            loop.run(policy, sound, draining, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
         if not draining.interrupted:

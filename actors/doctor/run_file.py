@@ -26,7 +26,7 @@ from buffer.resources import REMEDY
 from buffer.store.lock import holder, lock_of
 from configs import variables
 from configs.architecture import PROVEN
-from configs.checks import check, existing, unpublishable
+from configs.checks import check, cluster_of, existing, named_by, unpublishable
 from configs.data.sources import Source, needs_truth, parts_of, problems_with, shared_entries, told
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.explain import disk_bytes
@@ -184,16 +184,6 @@ def addresses(config: Config, cluster: str) -> tuple[list[str], list[str]]:
     return [], [f"{line}: if Ray ({named}) places a server on another one, {remedy}" for line in found]
 
 
-def cluster_of(config: Config) -> str:
-    """The Ray cluster that the run is launched on; empty: Ray is started on this machine."""
-    return config.cluster.address or os.environ.get("RAY_ADDRESS", "")
-
-
-def named_by(config: Config) -> str:
-    """What names the cluster of `cluster_of`, for people."""
-    return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
-
-
 def hosts(config: Config) -> dict[str, str]:
     """Where the processes of this machine listen for those of others, by key."""
     found = {"buffer.address": config.buffer.address, "weights.host": config.weights.host}
@@ -266,6 +256,16 @@ def gpus_missing(config: Config, available: int, where: str) -> str | None:
         return None
     parts = ", ".join(f"{name} {gpus}" for name, gpus in needed.items() if gpus)
     return f"the run needs {total} GPUs ({parts}), {where} {available}"
+
+
+def misfits(config: Config, gpus: int) -> Iterator[str]:
+    """What keeps a launch from this machine alone, which has so many GPUs."""
+    cluster = "name a Ray cluster in cluster.address or RAY_ADDRESS"
+    if config.learner.nodes > 1:
+        yield f"learner.nodes: {config.learner.nodes} take a machine each; {cluster}, or set learner.nodes 1"
+    if missing := gpus_missing(config, gpus, "here are"):
+        keys = "learner.ranks, rollout.servers, rollout.tensor_parallel or reward.servers"
+        yield f"{missing}: lower {keys}, set their device to cpu, or {cluster}"
 
 
 def without_place(config: Config, nodes: Sequence[int]) -> str | None:

@@ -21,7 +21,7 @@ from actors.report.examples import (
 )
 from actors.watch.metrics_log import MOST_VERSIONS, Record, Records, sets_of, shares, short_look
 from actors.watch.overview import SERVER_COLUMNS, WAIT_COLUMNS, Overview
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
 from configs.origins import disclosed
 from configs.schema import Config
 

@@ -22,7 +22,7 @@ from actors.watch.figures import without_effect
 from actors.watch.metrics_log import Records, evaluation_lines
 from actors.watch.overview import Overview, look_over
 from actors.watch.run_state import ending, failures, find_run, last_life, stored, when
-from buffer.store.sqlite import StoreError
+from buffer.store.faults import StoreError
 from buffer.transcript import lines
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError

@@ -78,7 +78,7 @@ async def ask(config: Config, timeout_s: float = 3.0) -> State | None:
 def stored(file: Path) -> State:
     """The State that the SQLite file of a buffer holds. Its servers are those with leases; nobody waits.
 
-    Raises buffer.store.sqlite.StoreError for a file that is not a buffer's.
+    Raises buffer.store.faults.StoreError for a file that is not a buffer's.
     """
     with closing(reading(file)) as db:
         trained, formed = db.execute(VERSIONS).fetchone()
@@ -107,7 +107,7 @@ def stored(file: Path) -> State:
         lengths={
             f"{what}: {which}" if which else what: sums
             for (what, which), sums in totals.items()
-            if what in ("generated", "trained", "dropped", "discarded")
+            if what in ("generated", "trained", "dropped", "discarded", "quarantined")
         },
         ages=dict(sorted((int(age), groups) for age, groups in groups_by("age").items())),
         bytes_stored=untrained_bytes,
@@ -280,6 +280,8 @@ def failures(state: State) -> str:
         lines.append(f"{state.retried} of {made} groups retried")
     if state.dropped:
         lines.append(f"{sum(state.dropped.values())} items dropped, most often {_most_frequent(state.dropped)}")
+    if number := state.counts.get("quarantined"):
+        lines.append(f"{number} group{'s' * (number > 1)} in quarantine")
     return "; ".join(lines)
 
 

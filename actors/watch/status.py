@@ -30,9 +30,10 @@ from actors.watch.run_state import (
     waits,
     when,
 )
+from buffer.store.faults import StoreError
 from buffer.store.lock import holder
 from buffer.store.past import history
-from buffer.store.sqlite import StoreError, reading
+from buffer.store.sqlite import reading
 from buffer.wire.protocol import State
 from configs.entrypoint import DONE, FAILED
 from configs.plain_text import visible_line

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.checkpoint_files import fault
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.plain_text import print_visible
 from learner.model.loading import read_whole
 from learner.model.lora.base import digest
 from learner.saved import adapter_files, export
-from learner.saved.manifest import adapter_of, fault
+from learner.saved.manifest import adapter_of
 from learner.weights.plan import LORA_A, LORA_B
 
 PROG = "python -m learner merge"

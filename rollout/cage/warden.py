@@ -46,6 +46,8 @@ MAX_PROCESSES = 256
 """Processes of one episode apart. A limit of the kernel (RLIMIT_NPROC) would count all processes of the user."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
 """What the guard of an episode apart is told when that exceeds a limit."""
+STOPPED_S = 1.0
+"""A wait that ends so much late means that this process was stopped."""
 KILL_S = 5.0
 """Longest wait for killed processes to end; one that is stuck in the kernel is left to init."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
@@ -102,7 +104,7 @@ class Warden:
         end = None
         while end is None:
             until = min(self._measure_at, self.state[DEADLINE] or self._measure_at)
-            ready = {fd for fd, _ in self._poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            ready = self._wait(until)
             if self.capture in ready:
                 self._drain()
             end = self._answer() if self.status.fileno() in ready else None
@@ -113,6 +115,17 @@ class Warden:
         origin, how = end
         started, current = int(self.state[STARTED]), int(self.state[CURRENT])
         self._tell([origin, how, started, current, self._output()])
+
+    def _wait(self, until: float) -> set[int]:
+        """Return the descriptors that are ready by `until`. A stop of this process, as of a whole container, puts the
+        deadline off: the worker was stopped too."""
+        began = time.monotonic()
+        wait_s = max(0.0, until - began)
+        ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
+        stopped_s = time.monotonic() - began - wait_s
+        if stopped_s > STOPPED_S and self.state[DEADLINE]:
+            self.state[DEADLINE] += stopped_s
+        return ready
 
     def _answer(self) -> tuple[str, str] | None:
         """The server asked for the last output, or wants the worker to end, or is gone."""
