@@ -57,7 +57,7 @@ class Store:
                 ends.callback(os.close, _locked(path))
                 ends.callback(self._close_witness)
             known = _witnessed(path) if path else None
-            if path:
+            if path and not path.exists():
                 os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
             self._db = opened(path, fsync)
             ends.callback(self._db.close)
