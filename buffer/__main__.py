@@ -22,6 +22,7 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
+from buffer.store.failures import remedy
 from buffer.store.faults import StoreGone
 from buffer.store.opening import is_damage
 from buffer.store.past import accept_loss, losses, past
@@ -35,12 +36,14 @@ from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
+from configs.plain_text import print_visible
 from configs.schema import Config
 
 log = logging.getLogger("buffer")
 PROG = "python -m buffer"
 MISSED = 5
 """Heartbeats a server may miss before its leases end."""
+REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,26 +55,26 @@ def main(argv: Sequence[str]) -> int:
     if command == "scrub":
         return scrub.main(argv[1:])
     if command == "stats":
-        print(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", file=sys.stderr)
+        print_visible(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", sys.stderr)
         return BAD_INPUT
     if command == "keys":
-        print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
+        print_visible(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
         return DONE
     if command in ("-h", "--help"):
         commands = inspect.COMMANDS | {"scrub": scrub.WHAT, "keys": "make the run's CURVE keys"}
         commands |= {"stats": "`python -m actors status RUN`"}
-        print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
-        print("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
+        print_visible(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
+        print_visible("\n".join(f"  {name:<10} {what}" for name, what in commands.items()), end="\n\n")
     flags, argv = split_flags(argv, PROG, accept_loss={"action": "store_true"})
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
     try:
         uvloop.run(run(config, flags.accept_loss))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     except (sqlite3.Error, OSError) as error:
         problem = f"{store_path(config)}: {error}; nothing unsaved was acknowledged"
-        print(f"{PROG}: {problem}{remedy(error)}", file=sys.stderr)
+        print_visible(f"{PROG}: {problem}{advice_for(error)}", sys.stderr)
         return FAILED
     return DONE
 
@@ -119,14 +122,15 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
                 serving.result()
 
 
-def remedy(error: sqlite3.Error | OSError) -> str:
+def advice_for(error: sqlite3.Error | OSError) -> str:
     """What to do about an error of the ledger's file while it was served."""
     if isinstance(error, StoreGone):
         return ""  # its own text says it
     if is_damage(error):
         damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
         return f". {damage}; bring back a copy of it, or begin anew with another run.name."
-    return ". Make room on its disk, or move the run's folder to a sound one, and start the buffer again."
+    cause = remedy(error)
+    return f". To go on, {cause}, and start the buffer again." if cause else f". {REMEDY}"
 
 
 def store_path(config: Config) -> Path | None:

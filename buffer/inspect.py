@@ -29,7 +29,7 @@ from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
 from configs.entrypoint import BAD_INPUT, DONE
-from configs.plain_text import visible
+from configs.plain_text import print_visible, visible
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ def main(argv: Sequence[str]) -> int:
                 if isinstance(line, Text):
                     console.print(line)
                 else:
-                    print(visible(line, LONGEST_LINE), flush=True)
+                    print_visible(line, most=LONGEST_LINE)
     except KeyboardInterrupt:
         return 130
     except (LedgerError, sqlite3.Error, OSError) as error:
-        print(f"python -m buffer {given.command}: {error}", file=sys.stderr)
+        print_visible(f"python -m buffer {given.command}: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
 
@@ -114,9 +114,8 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
     Raises LedgerError if the ledger is in no file.
     """
     first = Path(words[0])
-    config = load.read(
-        [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words, "python -m buffer COMMAND"
-    )
+    argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
+    config = load.read(argv, "python -m buffer COMMAND", lenient=True)
     if config.buffer.path is None:
         raise LedgerError(
             "buffer.path is null: this run's ledger is in its process only; see `python -m actors status` while it runs"
@@ -135,7 +134,7 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
         cached = None if file.exists() else try_to_load_from_cache(model, file.name)
         return Tokenizer.from_file(str(cached or file))
     except Exception as error:  # the library raises just this, also where there is no file
-        print(f"no text of the tokens: {file}: {error}", file=sys.stderr)
+        print_visible(f"no text of the tokens: {file}: {error}", sys.stderr)
         return None
 
 

@@ -23,7 +23,7 @@ from buffer.store.segments import Place
 from buffer.store.sqlite import reading
 from configs.checkpoint_files import DAMAGED, damage, fault, listed
 from configs.entrypoint import BAD_INPUT, DONE, FAILED
-from configs.plain_text import visible
+from configs.plain_text import print_visible
 
 PROG = "python -m buffer scrub"
 WHAT = "read all of a run, and print what is damaged"
@@ -110,10 +110,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         config, ledger = found([*given.run, *overrides])
         for line in scrub.all(first if first.is_dir() else config.run.path, ledger):
-            print(visible(line), flush=True)
+            print_visible(line)
     except (LedgerError, OSError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
+        print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT
     if scrub.damaged:
-        print(f"{PROG}: {scrub.damaged} damaged", file=sys.stderr)
+        print_visible(f"{PROG}: {scrub.damaged} damaged", sys.stderr)
     return FAILED if scrub.damaged else DONE

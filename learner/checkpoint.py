@@ -30,6 +30,7 @@ from configs.help import show
 from configs.load import ConfigError
 from configs.model_facts import SPARE_BYTES, checkpoint_bytes
 from configs.schema import LearnerConfig, ModelConfig
+from configs.variables import private_folder
 from learner.model.loading import ADAPTER
 from learner.model.lora.base import digest
 from learner.model.policy import Policy
@@ -249,6 +250,7 @@ class Checkpoints:
         adapter = self._adapter(policy)
         state = self._state(policy, version)
         if self._writes:
+            private_folder(partial / "state")
             response = async_save(state, storage_writer=Writer(partial / "state"), process_group=self._writers)
             shards = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
             self._writing = self._thread.submit(self._complete, shards, partial, weights, self._reward, adapter)

@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 from buffer.ledger.types import SampleStats
 from buffer.store.faults import StoreGone
+from buffer.store.reserve import open_file
 from buffer.store.same_files import identity
+from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
 """Size at which the next segment is begun, and the space allocated at a time."""
@@ -50,7 +52,7 @@ class Segments:
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
         if not folder.is_dir():
-            folder.mkdir(parents=True)
+            private_folder(folder)
             if fsync:
                 _sync_folder(folder.parent)
         self._open: tuple[int, int] | None = None
@@ -169,7 +171,7 @@ class Segments:
         self._close_file()
         if self._spare and not path.exists():
             self._spare.pop().rename(path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._open, self._allocated = (self.number, descriptor), os.fstat(descriptor).st_size
         self._identity = identity(descriptor)
         if self._fsync:
@@ -230,7 +232,7 @@ def path_of(folder: Path, number: int) -> Path:
 def read(folder: Path, place: Place, size: int) -> bytes:
     """`size` bytes from `place` on. Raises OSError if the file does not have them, FileNotFoundError once removed."""
     path = path_of(folder, place.segment)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = os.pread(descriptor, size, place.position)
     finally:
@@ -257,7 +259,7 @@ def _written(descriptor: int, buffers: Sequence[bytes], position: int) -> int:
 
 def _sync_folder(folder: Path) -> None:
     """A new file survives a power cut only once its folder is synced."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = open_file(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

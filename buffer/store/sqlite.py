@@ -28,6 +28,7 @@ from buffer.store.opening import explained, opened, read_only
 from buffer.store.same_files import SameFiles
 from buffer.store.segments import Groups, InMemory, Place, Segments
 from configs.resume import Change, Settings
+from configs.variables import open_private, run_folder
 
 log = logging.getLogger(__name__)
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
@@ -56,6 +57,8 @@ class Store:
                 ends.callback(os.close, _locked(path))
                 ends.callback(self._close_witness)
             known = _witnessed(path) if path else None
+            if path:
+                os.close(open_private(path, os.O_CREAT | os.O_RDWR))  # SQLite gives its other files the same mode
             self._db = opened(path, fsync)
             ends.callback(self._db.close)
             self._require_same_problems(digest)
@@ -118,13 +121,15 @@ class Store:
         return found
 
     def load(self) -> Saved:
-        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged."""
+        """Everything that `Ledger.restore` needs. Raises StoreError if the file is damaged. After this, a commit raises
+        at once where another program has locked the file."""
         with explained(self.path):
             scalars = dict(self._db.execute(sql.SCALARS))
             items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
+            self._db.execute("PRAGMA busy_timeout = 0")  # SQLite would wait, and with it the buffer's event loop
         return Saved(items, totals, scalars, failed[::-1], evaluations)
 
     def closed(self, item: int) -> ItemState | None:
@@ -304,7 +309,7 @@ def _witnessed(path: Path) -> witness.Commits | None:
 def _locked(path: Path) -> int:
     """Lock out other buffers until this process ends, in a file beside it: closing this one ends SQLite's own locks."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        run_folder(path.parent)
         return locked(lock_of(path))
     except InUse as error:
         raise StoreError(f"buffer.path {path}: {error}; stop that buffer, or choose another run.name") from None

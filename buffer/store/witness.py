@@ -26,6 +26,7 @@ from google_crc32c import value as crc32c
 from buffer.store import sql
 from buffer.store.faults import ACCEPT, LostCommits
 from configs.checkpoint_files import crc32c_of
+from configs.variables import open_private
 
 NONE = "-" * 8
 
@@ -48,7 +49,7 @@ class Witness:
     def __init__(self, path: Path, commits: Commits) -> None:
         self._path, (self.ledger, self.number, _) = path, commits
         self._size = len(_line(commits))
-        self._descriptor = os.open(file_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_private(file_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             os.posix_fallocate(self._descriptor, 0, self._size)
             os.ftruncate(self._descriptor, self._size)

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,9 @@ from buffer.store.faults import DamagedSample
 from buffer.store.segments import GroupCache
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
+from buffer.wire.bounds import MOST_RANKS
 from buffer.wire.message import Message
+from buffer.wire.quotas import MOST_OBSERVERS, Remembered, crowded, longest_silent, renamed
 from buffer.wire.sample import stats_of
 from buffer.wire.split import BatchCut
 from buffer.wire.values import ANY, Bounds, WrongValue
@@ -80,6 +82,8 @@ class Peer:
     """When its connection broke; None: it was heard of since."""
     world: int | None = None
     """A learner rank's, of its latest Take."""
+    hellos: int = 0
+    """Other names under which its connection has said Hello."""
 
     @cached_property
     def key(self) -> str:
@@ -137,6 +141,8 @@ class Handlers:
         """Identities that are no longer among them: whatever they wait for may be forgotten."""
         self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
         """Identities by name and role."""
+        self._roles: Counter[str] = Counter()
+        """Number of processes by role."""
         self.learner_waiting = False
         """A Take is pending: Puts above `buffer.max_gib` are accepted until it is answered."""
         self.weights: str | None = None
@@ -146,7 +152,7 @@ class Handlers:
         self._noted: list[Change] = []
         """Of run-file keys, to be written with the next commit."""
         self._revision = 0
-        self._replaced: set[str] = set()
+        self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         """Tokens of processes whose name another one has taken over."""
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
         """Learner ranks in the order in which they first said Hello, by token: those that said it later are newer."""
@@ -225,22 +231,42 @@ class Handlers:
         welcome, twins = protocol.Welcome(max_message=limits.max_message), self._twins(identity, hello)
         if identity.startswith(MADE) and any(not twin.startswith(MADE) for twin in twins):
             return welcome  # a late word of a connection that this process has replaced
-        if identity not in self.peers and (refusal := self.files.refusal(hello.name)):
+        if refusal := self._crowded(identity, hello):
             raise ValueError(refusal)
         for twin in twins:
             self._drop(twin)  # a process has one connection, and the end of an earlier one ends nothing
         self._replace(hello, now)
         if hello.role == "learner" and hello.token not in self._starts:  # a new start: all ranks end and start together
             self._starts[hello.token]
+            while len(self._starts) > MOST_RANKS:
+                del self._starts[next(iter(self._starts))]
             self._forget_ranks(lambda rank: rank.broke is not None)
-        if known := self.peers.get(identity):  # it may have another name now
-            self._named[known.hello.name, known.hello.role].discard(identity)
-        self.peers[identity] = Peer(hello, now, *((known.beat, known.stats, None, known.world) if known else ()))
-        self._named[hello.name, hello.role].add(identity)
+        self._revision += self._enter(identity, hello, now) or bool(twins)
         if hello.serves:
             self.weights = hello.serves
-        self._revision += 1
         return welcome
+
+    def _enter(self, identity: bytes, hello: protocol.Hello, now: float) -> bool:
+        """Note a process under the name that it has now; False: that was known."""
+        if known := self.peers.get(identity):
+            self._unname(identity, known)
+        further = known.hellos + (known.hello != hello) if known else 0
+        kept = (known.beat, known.stats, None, known.world, further) if known else ()
+        self.peers[identity] = Peer(hello, now, *kept)
+        self._named[hello.name, hello.role].add(identity)
+        self._roles[hello.role] += 1
+        return known is None or known.hello != hello
+
+    def _crowded(self, identity: bytes, hello: protocol.Hello) -> str:
+        """Why there is no room for this process; "" where there is. Observers make room."""
+        if known := self.peers.get(identity):
+            return renamed(hello.name, known.hellos) if known.hello != hello else ""
+        number = self._roles[hello.role]
+        if hello.role == "observer" and number >= MOST_OBSERVERS:
+            heard = [(one.heard, who) for who, one in self.peers.items() if one.hello.role == "observer"]
+            for who in longest_silent(heard, number + 1 - MOST_OBSERVERS):
+                self._drop(who)
+        return crowded(hello.role, number) or self.files.refusal(hello.name)
 
     def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
         """The answer to a request of `peer`, or None: not yet."""
@@ -375,7 +401,7 @@ class Handlers:
         )
 
     def _launcher_gone_s(self, now: float) -> float | None:
-        broke = [self.peers[identity].broke for identity in self._named[protocol.LAUNCHER, "observer"]]
+        broke = [self.peers[identity].broke for identity in self._named.get((protocol.LAUNCHER, "observer"), ())]
         ended = [now - moment for moment in broke if moment is not None]
         return min(ended) if ended and len(ended) == len(broke) else None
 
@@ -392,7 +418,7 @@ class Handlers:
 
     def _twins(self, identity: bytes, hello: protocol.Hello) -> list[bytes]:
         """Other identities of the same process."""
-        same = self._named[hello.name, hello.role] - {identity}
+        same = self._named.get((hello.name, hello.role), set()) - {identity}
         return [who for who in same if self.peers[who].hello.token == hello.token]
 
     def _replace(self, hello: protocol.Hello, now: float) -> None:
@@ -404,7 +430,7 @@ class Handlers:
                 if one.hello.role == "observer" and one.hello.name != protocol.LAUNCHER and now - one.heard > OBSERVER_S
             ]
         else:
-            same = self._named[hello.name, hello.role]
+            same = self._named.get((hello.name, hello.role), set())
             gone = [who for who in same if self.peers[who].hello.token != hello.token]
         for identity in gone:
             peer = self._drop(identity)
@@ -421,10 +447,17 @@ class Handlers:
     def _drop(self, identity: bytes) -> Peer:
         """Forget a process."""
         peer = self.peers.pop(identity)
-        self._named[peer.hello.name, peer.hello.role].discard(identity)
+        self._unname(identity, peer)
         self._broken.pop(identity, None)
         self.left.append(identity)
         return peer
+
+    def _unname(self, identity: bytes, peer: Peer) -> None:
+        name = peer.hello.name, peer.hello.role
+        self._named[name].discard(identity)
+        self._roles[peer.hello.role] -= 1
+        if not self._named[name]:
+            del self._named[name]
 
     def _where(self, peer: Peer, where: protocol.Where, now: float) -> Message | None:
         if self.weights is None or self.weights == where.known:

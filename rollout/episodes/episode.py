@@ -15,6 +15,7 @@ import numpy as np
 from buffer.wire.client import RefusedError, RolloutClient
 from buffer.wire.protocol import FailureKind, WorkItem
 from buffer.wire.sample import Sample
+from configs.plain_text import without_credentials
 from rollout.episodes.failure_log import FailureLog
 from rollout.episodes.first_shown import FirstShown
 from rollout.episodes.prompts import Prompts, without_images
@@ -114,7 +115,7 @@ class Episodes:
         except* EpisodeError as errors:
             found = [error for error in all_errors(errors) if isinstance(error, EpisodeError)]
             error = min(found, key=lambda error: error.returned)  # the sample that ended a worker, not one beside it
-            reason = " ".join(str(error).split())[:REASON_CHARS]
+            reason = " ".join(without_credentials(str(error)).split())[:REASON_CHARS]
             self.failures.record(error, reason)
             failure = Failure(reason, error.kind, error.permanent, error.returned)
         return failure
