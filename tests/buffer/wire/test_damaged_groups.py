@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer import inspect
-from buffer.__main__ import remedy
+from buffer.__main__ import advice_for
 from buffer.store.faults import StoreGone
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, Rewind, Take
@@ -154,9 +154,9 @@ def test_what_to_do_is_said_by_error(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.DatabaseError) as found:
         db.execute("SELECT COUNT(x) FROM t WHERE x > 'a'").fetchall()
     db.close()
-    assert "python -m buffer scrub RUN" in remedy(found.value) and "room" not in remedy(found.value)
-    assert remedy(StoreGone(file)) == ""
-    assert "Make room on its disk" in remedy(OSError(errno.ENOSPC, "No space left on device"))
+    assert "python -m buffer scrub RUN" in advice_for(found.value) and "room" not in advice_for(found.value)
+    assert advice_for(StoreGone(file)) == ""
+    assert "make room on its disk" in advice_for(OSError(errno.ENOSPC, "No space left on device"))
 
 
 def test_people_see_that_a_sample_is_damaged(tmp_path: Path) -> None:
