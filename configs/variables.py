@@ -206,7 +206,7 @@ def run_umask(environment: Mapping[str, str] = os.environ) -> int:
     return int(value, 8) & 0o077 if MASK.fullmatch(value) else 0o077
 
 
-def open_private(path: str | int, flags: int) -> int:
+def open_private(path: str | Path, flags: int) -> int:
     """An `opener` for a run's own files."""
     return os.open(path, flags, 0o666 & ~run_umask())
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jinja2
 import msgpack
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -34,7 +34,7 @@ class GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own form
 
-    def parse(self, parser: Parser) -> CallBlock:
+    def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
