@@ -17,7 +17,8 @@ from pathlib import Path
 import uvloop
 
 from buffer import inspect
-from buffer.curve import KeysError, make_keys, server_keys_for
+from buffer.curve import buffer_keys
+from buffer.keys import KeysError, make_keys
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
@@ -51,10 +52,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROG} stats: there is no such command; `python -m actors status RUN` answers it", file=sys.stderr)
         return BAD_INPUT
     if command == "keys":
-        print(make_keys(load.read(argv[1:], f"{PROG} keys").run.path / "keys"))
-        return DONE
+        return print_keys(load.read(argv[1:], f"{PROG} keys"))
     if command in ("-h", "--help"):
-        commands = inspect.COMMANDS | {"keys": "make the run's CURVE keys", "stats": "`python -m actors status RUN`"}
+        commands = inspect.COMMANDS | {"keys": "make the run's keys", "stats": "`python -m actors status RUN`"}
         print(f"usage: {PROG} CONFIG, or {PROG} COMMAND ... RUN; COMMAND --help says more")
         print("\n".join(f"  {name:<8} {what}" for name, what in commands.items()), end="\n\n")
     config = load.read(argv, PROG, partial(check, files=("data.train", "data.image_dir", "run.folder")))
@@ -69,11 +69,21 @@ def main(argv: Sequence[str]) -> int:
     return DONE
 
 
+def print_keys(config: Config) -> int:
+    """Make the keys of a run unless they are there, and print their folder; returns the exit code."""
+    try:
+        print(make_keys(config.run.path / "keys"))
+    except KeysError as error:
+        print(f"{PROG} keys: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
 async def run(config: Config) -> None:
     """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
-    keys = server_keys_for(config.buffer.address, config.run.path)
+    keys = buffer_keys(config.buffer.address, config.run.path)
     limits, clock = limits_of(config), ListeningClock()
     async with BufferServer(config.buffer.address, limits.max_message, keys, clock) as server:
         room, truth, path = existing(config.run.path), needs_truth(config), store_path(config)

@@ -26,7 +26,7 @@ from actors.supervise.ray_cluster import Cluster, ray_cluster
 from actors.supervise.supervisor import Supervisor
 from actors.watch.display import Display
 from actors.watch.state_poll import StatePoll
-from buffer.curve import is_loopback, make_keys
+from buffer.keys import KeysError, make_keys
 from buffer.ledger.types import LedgerError
 from buffer.wire.protocol import LAUNCHER
 from configs.checks import own_hosts
@@ -85,8 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 def prepare(config: Config, source: accept.Source | None = None) -> Path:
     """Make the keys, the checkpoint to begin from and the config file that every process reads. Returns that file."""
-    if not is_loopback(config.buffer.address):
-        make_keys(config.run.path / "keys")
+    make_keys(config.run.path / "keys")
     if source:
         accept.copy(source, config.run.path)
     file = config.run.path / "config.yaml"
@@ -156,7 +155,7 @@ def keep(
                 room = partial(cluster.room, each)
                 fleet = Fleet(display.config, supervisor, make, room, display.say, servers)
             return asyncio.run(_supervise(supervisor, display, cluster, fleet))
-    except ConfigError as error:
+    except (ConfigError, KeysError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
 

@@ -7,7 +7,7 @@ same `id`, as often as it likes. A request that cannot be answered yet is parked
               Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
     learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
               Results -> EvaluationResult | Ack
-    observer: Scale -> Ack   Kept -> Ack
+    launcher: Scale -> Ack   Kept -> Ack
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 
 Facts travel, opinions stay at the ends: tokens, behaviour log-probabilities, versions and rewards, never advantages.
@@ -23,13 +23,14 @@ from buffer.ledger.types import Outcome, SampleStats
 from buffer.wire.message import Array, Count, Message
 from buffer.wire.sample import sample_stats
 
-PROTOCOL = 9
+PROTOCOL = 10
 OVERHEAD_PER_ROW = 256
 """More bytes than a row of a `Part` takes; if not, the packer makes room."""
 MOST_RANKS = 2**16
 """A batch is not cut for more: the cut takes memory for each."""
-LAUNCHER = "launcher"
-"""Name of the observer that keeps the rollout servers."""
+LAUNCHER: Literal["launcher"] = "launcher"
+OBSERVER: Literal["observer"] = "observer"
+"""LAUNCHER is also the name of the process that keeps the rollout servers; `actors scale` has its role alone."""
 ServerLife = Literal["placing", "started", "failed", "draining", "gave_up", "refused", "ended"]
 """`failed`: it is started again after a pause; the last three: it is not."""
 
@@ -62,10 +63,11 @@ class Hello(Message):
 
     name: str
     token: str
-    role: Literal["rollout", "learner", "observer"]
+    role: Literal["rollout", "learner", "launcher", "observer"]
+    """That of its key, or `observer`."""
     protocol: int
     fingerprint: str
-    """Of the shared config (`configs.load.fingerprint`); observers send an empty one."""
+    """Of the shared config (`configs.load.fingerprint`); launchers and observers send an empty one."""
     serves: str | None = None
     """The learner's weights wire."""
 

@@ -24,6 +24,7 @@ from learner.record.metrics import read
 from learner.saved.manifest import complete
 from tests.harness.canned import Canned
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
+from tests.harness.keys import give_keys
 from tests.harness.pictured import seeing_model
 from tests.harness.world import ROOT, tiny_model
 
@@ -40,6 +41,7 @@ def command(tmp_path: Path, address: str, **learner) -> list[str]:
         "buffer": {"address": address},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    give_keys(tmp_path / "run")
     return [sys.executable, "-m", "learner", str(tmp_path / "run.yaml")]
 
 

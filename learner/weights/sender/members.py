@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from buffer.curve import ServerKeys
+from buffer.keys import ServerKeys
 from buffer.wire.connection import broken
 from buffer.wire.message import Message
 from learner.weights import protocol
@@ -84,7 +84,7 @@ class Members:
         welcome: protocol.ServerWelcome,
         backend: str,
         host: str,
-        keys: ServerKeys | None,
+        keys: ServerKeys,
         on_drop: Callable[[Member], None],
     ) -> None:
         """`backend`: the one that servers must receive with; empty if any will do."""
