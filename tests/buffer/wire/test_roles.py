@@ -33,7 +33,8 @@ EXAMPLES: dict[str, Message] = {
         protocol.Fail(item=0, lease=0, reason="no"), protocol.Heartbeat(version=0, holding=[]), protocol.Status(),
         protocol.Evaluate(version=0), protocol.Evaluated(due=0, version=0, sets={}), protocol.Results(known=[]),
         protocol.Take(version=0, rank=0, world=1), protocol.Trained(version=0, oldest_kept=0),
-        protocol.Quarantine(item=0, reason="no"), protocol.Trial(version=0, item=None), protocol.Scale(servers=2), protocol.Kept(servers={}, wanted=1, least=1, most=2),
+        protocol.Quarantine(item=0, reason="no"), protocol.Trial(version=0, item=None),
+        protocol.Scale(servers=2), protocol.Kept(servers={}, wanted=1, least=1, most=2),
     )
 }  # fmt: skip
 SPOKEN = ("rollout", "learner", "launcher", "observer")
