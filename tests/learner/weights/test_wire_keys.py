@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from buffer.keys import ADMITTED, ROLES
+from buffer.keys import ADMITTED, ROLES, ClientKeys
 from learner.weights import protocol
 from learner.weights.protocol import TO_LEARNER, TO_SERVER, Bye, Join, JoinRefused, Rejoin, dealer, pack, unpack
 from learner.weights.sender.publish import Sender
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 JOIN = Join(name="rogue", protocol=protocol.PROTOCOL, workers=1, backend="gloo")
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 REFUSED = FAILED | zmq.EVENT_DISCONNECTED
-STRANGERS = {
+STRANGERS: dict[str, ClientKeys | None] = {
     "no key": None,
     "a foreign key": foreign_keys(server="learner"),
     **{role: client_keys(role, "learner") for role in ROLES if role not in ADMITTED["learner"]},
