@@ -35,10 +35,15 @@ class ChatTemplate:
         self.ends = frozenset(prompts.ends)
         """Tokens by which the model itself ends an answer."""
         self._plain, self._system, self._place = prompts.plain, prompts.system, prompts.template_place
-        self._texts = ChatTexts(self.tokenizer, Renderer(), prompts.chat_template)
+        self._renderer = Renderer()
+        self._texts = ChatTexts(self.tokenizer, self._renderer, prompts.chat_template)
         self._kwargs, self._thread = dict(kwargs or {}), ThreadPoolExecutor(1, "chat")
         added = self.tokenizer.added_tokens_decoder.values()
         self._special = [token.content for token in added if token.special]
+
+    def close(self) -> None:
+        """End the process that renders."""
+        self._renderer.close()
 
     async def aside(self, function: Callable[..., R], *args: Any) -> R:
         """`function(*args)` in the thread of this template."""

@@ -64,6 +64,10 @@ class Prompts:
         if problems:
             raise ConfigError(problems)
 
+    def close(self) -> None:
+        """End the process that renders templates."""
+        self._renderer.close()
+
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
         """The row, its image files read, and the pictures that a model sees of them: tens of milliseconds for a photo.
         Raises PromptError."""

@@ -61,6 +61,7 @@ class RolloutSetup:
 
     async def __aenter__(self) -> "RolloutSetup":
         async with AsyncExitStack() as entered:
+            entered.callback(self.prompts.close)
             if self.rewards:
                 await entered.enter_async_context(self.rewards)
             if isinstance(self.task, UserTask):

@@ -80,6 +80,13 @@ class Renderer:
         """The text of a template; `kind` is one of `template_process.ENVIRONMENTS`. Raises RenderError."""
         return self._ask(kind, source, names)
 
+    def close(self) -> None:
+        """End the process, if there is one. A later template starts another one."""
+        with self._lock:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
+
     def _ask(self, kind: str, source: str, names: Mapping[str, Any] | None) -> str:
         try:
             request = msgpack.packb([kind, source, names, self._most], default=plain, unicode_errors="surrogatepass")
@@ -136,7 +143,8 @@ class TemplateProcess:
             )
         ours.settimeout(wall_s)
         self._socket, self._process, self._replies = ours, process, unpacker("surrogatepass")
-        self._close = weakref.finalize(self, _end, process, ours)
+        self.close = weakref.finalize(self, _end, process, ours)
+        """Ends the process, once."""
 
     def ask(self, request: bytes) -> list[Any]:
         """The answer; `["ended", SIGNAL]` if the process has ended, `["ended", None]` if it had to be killed."""
@@ -151,7 +159,7 @@ class TemplateProcess:
             number = None
         except (OSError, *BAD_BYTES):  # it ended while it was being written to
             number = -self._process.wait()
-        self._close()
+        self.close()
         return ["ended", number]
 
 
