@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from configs.checkpoint_files import complete, folder_of
+from configs.checkpoint_files import OWN_SUM, complete, folder_of, sum_of
 from configs.load import ConfigError
 from configs.schema import LoraConfig, ModelConfig
 from learner.__main__ import main
@@ -126,6 +126,8 @@ def test_a_manifest_of_another_release_is_refused_by_all_nodes(tmp_path: Path, m
     _, checkpoint, _ = saved(tmp_path, mesh)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["adapter"]["model"]["tomorrow"] = 1
+    del manifest[OWN_SUM]
+    manifest[OWN_SUM] = sum_of(manifest)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     world.together("other_base", 2, tmp_path, lora=LORA.model_dump())
     said = {(tmp_path / f"refused-{number}.txt").read_text() for number in range(2)}
