@@ -1,0 +1,260 @@
+"""The kinds of faults: what each does to a run, for how long, and which processes it may end.
+
+`KINDS` has them all. A fault strikes and heals within its function; what the run makes of it is judged by `nemesis.py`.
+"""
+
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import psutil
+
+from tests.harness.toy import ROOT
+from tests.system.chaos_faults import JUMP_S, jump
+from tests.system.nemesis import bits
+from tests.system.nemesis.run import SERVERS
+from tests.system.nemesis.session import Session
+
+SHORT_S = (3.0, 9.0)
+"""How long a pause, a partition, a full disk and a limit last: longer than a lease of 2 s, and than a round's timeout
+of 6 s in some."""
+DELAYS_S = (0.02, 0.3)
+PEER_S = 4.0
+SPARE_MIB = 4
+
+
+class RunLost(Exception):
+    """The damage was found, and the run cannot go on: the text is what it said."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault. `strike` gets the run and a source of chance, and returns what was said of it, if anything.
+    `ends`: roles whose processes may fail by it."""
+
+    name: str
+    strike: Callable[[Session, random.Random], str | None]
+    ends: Sequence[str] = ()
+    bounded: bool = False
+    """Memory of the processes and size of the logs are bounded meanwhile."""
+
+    @property
+    def family(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def some(draw: random.Random, name: str) -> str:
+    """`server` stands for any of them."""
+    return draw.choice(SERVERS) if name == "server" else name
+
+
+def kill(name: str, session: Session, draw: random.Random) -> None:
+    session.process(some(draw, name)).kill()
+
+
+def kill_guard(name: str, session: Session, draw: random.Random) -> None:
+    """The guard of a process, with which it ends."""
+    session.process(f"guard {name}").kill()
+
+
+def kill_launcher(session: Session, draw: random.Random) -> None:
+    """The launcher under its guard; a person launches again."""
+    session.process("launcher").kill()
+    assert session.launcher is not None
+    session.launcher.wait(60.0)
+    session.gone()
+    session.launch()
+
+
+def pause(name: str, session: Session, draw: random.Random) -> None:
+    process = session.process(some(draw, name))
+    process.suspend()
+    time.sleep(draw.uniform(*SHORT_S))
+    with suppress(psutil.NoSuchProcess):
+        process.resume()
+
+
+def way(ends: str, draw: random.Random) -> str:
+    """The proxy between two processes."""
+    one, other = ends.split()
+    return f"{some(draw, one)} {other}"
+
+
+def partition(ends: str, session: Session, draw: random.Random) -> None:
+    proxy = way(ends, draw)
+    session.network.part(proxy)
+    time.sleep(draw.uniform(*SHORT_S))
+    session.network.heal(proxy)
+
+
+def delay(ends: str, session: Session, draw: random.Random) -> None:
+    proxy = way(ends, draw)
+    session.network.delay(proxy, draw.uniform(*DELAYS_S))
+    time.sleep(draw.uniform(*SHORT_S))
+    session.network.heal(proxy)
+
+
+def fill_disk(session: Session, draw: random.Random) -> None:
+    """What is deleted meanwhile makes no room."""
+    end = time.monotonic() + draw.uniform(*SHORT_S)
+    while time.monotonic() < end:
+        session.disk.fill()
+        time.sleep(0.2)
+    session.disk.free()
+
+
+def turn_clock(name: str, session: Session, draw: random.Random) -> None:
+    jump(session.run.clock(some(draw, name)), draw.choice((-JUMP_S, JUMP_S)))
+
+
+def limit_files(name: str, session: Session, draw: random.Random) -> None:
+    """As many open files as there are, and one more."""
+    process = session.process(some(draw, name))
+    limited(process, resource.RLIMIT_NOFILE, process.num_fds() + 1, draw)
+
+
+def limit_memory(name: str, session: Session, draw: random.Random) -> None:
+    """As much address space as there is, and a little more."""
+    process = session.process(some(draw, name))
+    limited(process, resource.RLIMIT_AS, process.memory_info().vms + (SPARE_MIB << 20), draw)
+
+
+def limited(process: psutil.Process, which: int, most: int, draw: random.Random) -> None:
+    """While it lasts; a process that is started again has no limit."""
+    before = process.rlimit(which)
+    process.rlimit(which, (most, before[1]))
+    time.sleep(draw.uniform(*SHORT_S))
+    with suppress(psutil.NoSuchProcess):
+        process.rlimit(which, before)
+
+
+def meet(who: str, wire: str, session: Session, draw: random.Random) -> None:
+    """A peer that does not belong to the run, at the buffer or at the weights wire."""
+    weights = session.run.weights_wire.read_text() if wire == "weights" else ""
+    address = weights or session.run.config().buffer.address
+    words = [who, address, str(PEER_S), str(session.run.outer)]
+    command = [sys.executable, "-m", "tests.system.nemesis.peers", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PEER_S + 60)
+    assert done.returncode == 0, done.stderr
+
+
+def flip_stopped(file: str, session: Session, draw: random.Random) -> str:
+    """While everything is killed; then a person launches again."""
+    until_there_is(session, file)
+    session.kill()
+    flip = bits.Flip.of(bits.FILES[file](session.run), draw)
+    session.launch()
+    return watch(session, flip)
+
+
+def flip_running(file: str, session: Session, draw: random.Random) -> str:
+    """While it runs; then the processes that read the file are killed."""
+    until_there_is(session, file)
+    flip = bits.Flip.of(bits.FILES[file](session.run), draw)
+    time.sleep(1.0)
+    for name in READERS[file]:
+        with suppress(psutil.NoSuchProcess):
+            session.process(name).kill()
+    return watch(session, flip)
+
+
+READERS = {
+    "ledger": ("buffer",),
+    "wal": ("buffer",),
+    "segment": ("buffer", "learner"),
+    "checkpoint": ("learner",),
+    "manifest": ("learner",),
+    "config": ("buffer", "learner"),
+}
+"""Processes that read a file of a run when they start."""
+WATCH_S, MANY = 45.0, 3
+
+
+def until_there_is(session: Session, file: str) -> None:
+    """Wait for a checkpoint where one is to be damaged."""
+    if file in ("checkpoint", "manifest"):
+        found = session.until(lambda: any(path.suffix == "" for path in session.run.checkpoints.glob("v*")), 60.0)
+        assert found, "no checkpoint"
+
+
+def watch(session: Session, flip: bits.Flip) -> str:
+    """Until some versions were trained; or until the run was refused, whereupon a person gives the bit back and
+    launches again. Returns what was said. Raises RunLost if the run is refused still."""
+    began = time.monotonic()
+    session.until(lambda: len(session.trained(began)) > MANY, WATCH_S)
+    if session.ended is None:
+        flip.undo()
+        return str(flip)
+    said = session.last_lines()
+    assert flip.path.name.removesuffix("-wal") in said, f"{flip} ended the run, which does not name the file:\n{said}"
+    flip.undo()
+    session.gone()
+    session.launch()
+    began = time.monotonic()
+    if not session.until(lambda: session.trained(began), 2 * WATCH_S):
+        raise RunLost(f"{flip}: {said}")
+    return f"{flip}: {said}"
+
+
+ROLE = {"buffer": "buffer", "learner": "learner", "server": "rollout"}
+
+
+def for_each(make: Callable[..., Any], family: str, names: Sequence[str], **more: Any) -> list[Kind]:
+    """A kind for each of the victims."""
+    return [Kind(f"{family}-{name.replace(' ', '-')}", partial(make, name), **more) for name in names]
+
+
+def ending(make: Callable[..., Any], family: str) -> list[Kind]:
+    """The same for faults by which their victim may end."""
+    return [Kind(f"{family}-{name}", partial(make, name), (role,)) for name, role in ROLE.items()]
+
+
+WAYS = ("server buffer", "learner buffer", "server weights")
+PEERS = {
+    "buffer": ("foreign", "half", "flood", "observer", "learner"),
+    "weights": ("foreign", "half", "flood", "member"),
+}
+EVERY = [
+    *ending(kill, "kill"),
+    Kind("kill-launcher", kill_launcher, tuple(ROLE.values())),
+    Kind("kill-guard", partial(kill_guard, "buffer"), ("buffer",)),
+    *for_each(pause, "pause", [*ROLE, "launcher"]),
+    *for_each(partition, "partition", WAYS),
+    *for_each(delay, "delay", WAYS),
+    Kind("disk", fill_disk),
+    *for_each(turn_clock, "clock", [*ROLE, "launcher"]),
+    *ending(limit_files, "files"),
+    *ending(limit_memory, "memory"),
+    *(
+        Kind(f"peer-{who}-{wire}", partial(meet, who, wire), bounded=True)
+        for wire, peers in PEERS.items()
+        for who in peers
+    ),
+    *(
+        Kind(f"flip-{file}-{when}", partial(strike, file), tuple(ROLE.values()))
+        for when, strike in (("stopped", flip_stopped), ("running", flip_running))
+        for file in bits.FILES
+    ),
+]
+KINDS = {kind.name: kind for kind in EVERY}
+PENDING: frozenset[str] = frozenset()
+"""Kinds against which there is no protection yet: left out unless they are named."""
+
+
+def chosen(names: str) -> list[Kind]:
+    """Kinds of a comma-separated list of names or families. Raises ValueError for a name of neither."""
+    found = list[Kind]()
+    for name in names.split(","):
+        kinds = [kind for kind in EVERY if name in (kind.name, kind.family)]
+        if not kinds:
+            families = ",".join(dict.fromkeys(kind.family for kind in EVERY))
+            raise ValueError(f"{name!r} is no kind of fault; choose from {families}, or from {','.join(KINDS)}")
+        found += [kind for kind in kinds if kind not in found]
+    return found
