@@ -7,6 +7,7 @@ finding is of one fault.
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -47,14 +48,14 @@ class Before:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.failures = len(self.session.failures())
+        self.failures = Counter(self.session.failures())
         self.logs, self.memory = self.session.log_bytes(), peaks(self.session)
 
     def findings(self, kind: Kind) -> Iterator[str]:
         """What is wrong since."""
         session = self.session
         yield from map(str, session.violations())
-        for role, text in session.failures()[self.failures :]:
+        for role, text in Counter(session.failures()) - self.failures:
             if role not in kind.ends:
                 yield f"{text}: {kind.name} may not end it"
         if kind.bounded:
@@ -175,7 +176,7 @@ def why(session: Session, since: float) -> str:
     missing = [name for name in ("buffer", "learner", "rollout-0", "rollout-1") if not session.find(name)]
     state = session.state()
     waits = [f"{waiter.who} waits: {waiter.why}" for waiter in state.waiters][:4] if state else ["no answer"]
-    texts = [text for _, text in session.failures()[-3:]]
+    texts = [text for _, text in session.failures()][-3:]
     trained = len(session.trained(since))
     return f"{trained} versions trained; not there: {missing or 'nobody'}; buffer: {waits}; failures: {texts}"
 

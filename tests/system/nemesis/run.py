@@ -116,7 +116,7 @@ def sections(outer: Path, seed: int) -> dict[str, Any]:
         "batch": {"groups": GROUPS, "samples": SAMPLES, "max_staleness": STALENESS},
         "learner": {"checkpoint_every": 3, "device": "cpu"},
         "rollout": {
-            "task": "single_turn",
+            "task": f"{Path(__file__).with_name('server.py')}:task",
             "servers": len(SERVERS),
             "sequences": 8 * SAMPLES,
             "attempts": 6,

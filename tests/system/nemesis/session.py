@@ -185,10 +185,10 @@ class Session:
         return asyncio.run(ask(self.run.config()))
 
     def failures(self) -> list[tuple[str, str]]:
-        """Role and text of each end of a process that its keeper has reported."""
+        """Role and text of each end of a process that its keeper has reported, in order for each process."""
         logs = sorted((self.run.path / "logs").glob("*.log"))
-        texts = [path.read_text(errors="replace") for path in logs]
-        return [(role, f"{role} {how}: {why}") for text in texts for role, how, why in FAILURE.findall(text)]
+        texts = [(path.stem, path.read_text(errors="replace")) for path in logs]
+        return [(role, f"{name} {how}: {why}") for name, text in texts for role, how, why in FAILURE.findall(text)]
 
     def log_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.run.path / "logs").glob("*.log*"))
