@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tests.system.nemesis.session import Session
 SHORT_S = (3.0, 9.0)
 """How long a pause, a partition, a full disk and a limit last: longer than a lease of 2 s, and than a round's timeout
 of 6 s in some."""
+LONG_S = (45.0, 60.0)
+"""The kernel finds dead connections within this time."""
 DELAYS_S = (0.02, 0.3)
 PEER_S = 4.0
 SPARE_MIB = 4
@@ -47,7 +50,8 @@ class Kind:
 
     @property
     def family(self) -> str:
-        return self.name.partition("-")[0]
+        """All kinds of `kill`, say."""
+        return "long-pause" if self.name.startswith("long-pause") else self.name.partition("-")[0]
 
 
 def some(draw: random.Random, name: str) -> str:
@@ -73,10 +77,10 @@ def kill_launcher(session: Session, draw: random.Random) -> None:
     session.launch()
 
 
-def pause(name: str, session: Session, draw: random.Random) -> None:
+def pause(name: str, session: Session, draw: random.Random, seconds: tuple[float, float] = SHORT_S) -> None:
     process = session.process(some(draw, name))
     process.suspend()
-    time.sleep(draw.uniform(*SHORT_S))
+    time.sleep(draw.uniform(*seconds))
     with suppress(psutil.NoSuchProcess):
         process.resume()
 
@@ -114,9 +118,14 @@ def turn_clock(name: str, session: Session, draw: random.Random) -> None:
     jump(session.run.clock(some(draw, name)), draw.choice((-JUMP_S, JUMP_S)))
 
 
+PARTNER = {"buffer": "server", "learner": "server", "server": "learner"}
+"""A process whose new start makes the other one open sockets."""
+
+
 def limit_files(name: str, session: Session, draw: random.Random) -> None:
-    """As many open files as there are, and one more."""
+    """As many open files as there are, and one more, while a process comes back that connects."""
     process = session.process(some(draw, name))
+    session.process(some(draw, PARTNER[name])).kill()
     limited(process, resource.RLIMIT_NOFILE, process.num_fds() + 1, draw)
 
 
@@ -135,14 +144,15 @@ def limited(process: psutil.Process, which: int, most: int, draw: random.Random)
         process.rlimit(which, before)
 
 
-def meet(who: str, wire: str, session: Session, draw: random.Random) -> None:
-    """A peer that does not belong to the run, at the buffer or at the weights wire."""
+def meet(who: str, wire: str, session: Session, draw: random.Random) -> str:
+    """A peer that does not belong to the run, at the buffer or at the weights wire. Returns what it was answered."""
     weights = session.run.weights_wire.read_text() if wire == "weights" else ""
     address = weights or session.run.config().buffer.address
     words = [who, address, str(PEER_S), str(session.run.outer)]
     command = [sys.executable, "-m", "tests.system.nemesis.peers", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PEER_S + 60)
     assert done.returncode == 0, done.stderr
+    return ", ".join(f"{times} {answer}" for answer, times in Counter(done.stdout.splitlines()).items())
 
 
 def flip_stopped(file: str, session: Session, draw: random.Random) -> str:
@@ -222,15 +232,17 @@ PEERS = {
     "weights": ("foreign", "half", "flood", "member"),
 }
 EVERY = [
+    Kind("nothing", lambda session, draw: time.sleep(draw.uniform(*SHORT_S))),
     *ending(kill, "kill"),
     Kind("kill-launcher", kill_launcher, tuple(ROLE.values())),
     Kind("kill-guard", partial(kill_guard, "buffer"), ("buffer",)),
     *for_each(pause, "pause", [*ROLE, "launcher"]),
+    *for_each(partial(pause, seconds=LONG_S), "long-pause", ROLE),
     *for_each(partition, "partition", WAYS),
     *for_each(delay, "delay", WAYS),
     Kind("disk", fill_disk),
     *for_each(turn_clock, "clock", [*ROLE, "launcher"]),
-    *ending(limit_files, "files"),
+    *(Kind(f"files-{name}", partial(limit_files, name), (ROLE[name], ROLE[PARTNER[name]])) for name in ROLE),
     *ending(limit_memory, "memory"),
     *(
         Kind(f"peer-{who}-{wire}", partial(meet, who, wire), bounded=True)

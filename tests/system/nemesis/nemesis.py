@@ -140,7 +140,7 @@ class Nemesis:
         self.outcomes.append(outcome)
         cost_s = "-" if outcome.cost_s is None else f"{outcome.cost_s:.1f} s"
         said = "; ".join(outcome.findings[:5]) or "clean"
-        note = f" ({outcome.note.splitlines()[-1]})" if outcome.note else ""
+        note = f" ({outcome.note.splitlines()[-1][:200]})" if outcome.note else ""
         self.say(f"{len(self.outcomes):>4} run {self.runs:<3} {outcome.kind:<26} {cost_s:>8}  {said}{note}")
 
     def strike(self, session: Session, kind: Kind) -> Outcome:

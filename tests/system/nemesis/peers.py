@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +99,44 @@ def connected(address: str) -> socket.socket:
 
 
 async def observer(address: str, run: NemesisRun) -> None:
-    """Says Hello as an observer, and does what servers and learners do: with work, rewards and batches."""
+    """Says Hello as an observer, and does what servers and learners do, as fast as it gets answers."""
     async with Connection(address, "rude", "observer") as connection:
+        await asyncio.gather(make_groups(connection, run.config().batch.samples), train(connection))
 
-        async def ask(message: Message) -> Message | None:
-            with suppress(TimeoutError, RefusedError):
-                async with asyncio.timeout(1.0):
-                    return await connection.request(message)
-            return None
 
+async def answer_to(connection: Connection, message: Message) -> Message | None:
+    """The answer within a second; None if it is refused."""
+    try:
+        async with asyncio.timeout(1.0):
+            answer = await connection.request(message)
+    except RefusedError as refused:
+        return print(f"{type(message).__name__}: {refused}")
+    except TimeoutError:
+        return None
+    print(f"{type(message).__name__}: {type(answer).__name__}")
+    return answer
+
+
+async def make_groups(connection: Connection, samples: int) -> None:
+    """Ask for work, and put groups with a huge reward."""
+    for request in count(1):
         state = await connection.expect(protocol.Status(), protocol.State)
-        work = await ask(protocol.Ask(request=1, version=state.version, room=2))
+        work = await answer_to(connection, protocol.Ask(request=request, version=state.version, room=8))
         for item in work.items if isinstance(work, protocol.Work) else []:
-            samples = [rude_sample(state.version).pack()] * run.config().batch.samples
-            await ask(protocol.Put(item=item.item, lease=item.lease, samples=samples))
-        await ask(protocol.Take(version=state.version, rank=0, world=1))
-        await ask(protocol.Trained(version=state.version, oldest_kept=state.version + 1))
-        await ask(protocol.Rewind(version=0))
-        await ask(protocol.Goodbye())
+            group = [rude_sample(state.version).pack()] * samples
+            await answer_to(connection, protocol.Put(item=item.item, lease=item.lease, samples=group))
+        await asyncio.sleep(0.1)
+
+
+async def train(connection: Connection) -> None:
+    """Take the newest batch, say that it is trained, have it pruned, and rewind."""
+    while True:
+        state = await connection.expect(protocol.Status(), protocol.State)
+        version = max(state.version - 1, 0)
+        await answer_to(connection, protocol.Take(version=version, rank=0, world=1))
+        await answer_to(connection, protocol.Trained(version=version, oldest_kept=state.version))
+        await answer_to(connection, protocol.Rewind(version=version))
+        await asyncio.sleep(0.1)
 
 
 def rude_sample(version: int) -> Sample:
