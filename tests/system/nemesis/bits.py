@@ -60,12 +60,11 @@ def log_of_ledger(run: NemesisRun) -> Span:
 
 
 def segment(run: NemesisRun) -> Span:
-    """A sample that the learner has yet to train, or the latest one."""
+    """A sample of the newest batch, which a learner that starts again is served once more; else the latest sample."""
     wanted = "SELECT segment, position, samples.bytes FROM samples JOIN items USING (item) WHERE segment IS NOT NULL"
     with closing(reading(run.ledger)) as db:
-        number, position, size = db.execute(
-            f"{wanted} ORDER BY state IN ('stored', 'batched') DESC, item DESC LIMIT 1"
-        ).fetchone()
+        newest_first = f"{wanted} ORDER BY state IN ('batched', 'trained') DESC, batch DESC, item DESC LIMIT 1"
+        number, position, size = db.execute(newest_first).fetchone()
     (path,) = [path for path in folder_of(run.ledger).glob("*.samples") if int(path.stem) == number]
     return path, position, size
 

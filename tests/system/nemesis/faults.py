@@ -197,20 +197,21 @@ def until_there_is(session: Session, file: str) -> None:
 def watch(session: Session, flip: bits.Flip) -> str:
     """Until some versions were trained; or until the run was refused, whereupon a person gives the bit back and
     launches again. Returns what was said. Raises RunLost if the run is refused still."""
-    began = time.monotonic()
+    began, before = time.monotonic(), len(session.said())
     session.until(lambda: len(session.trained(began)) > MANY, WATCH_S)
     if session.ended is None:
         flip.undo()
         return str(flip)
-    said = session.last_lines()
-    assert flip.path.name.removesuffix("-wal") in said, f"{flip} ended the run, which does not name the file:\n{said}"
+    name = flip.path.name.removesuffix("-wal")
+    naming = [line for line in session.said(before).splitlines() if name in line]
+    assert naming, f"{flip} ended the run, which does not name the file: {session.last_lines()}"
     flip.undo()
     session.gone()
     session.launch()
     began = time.monotonic()
     if not session.until(lambda: session.trained(began), 2 * WATCH_S):
-        raise RunLost(f"{flip}: {said}")
-    return f"{flip}: {said}"
+        raise RunLost(f"{flip}: {naming[0]}; the bit was given back: {session.last_lines(3)}")
+    return f"{flip}: {naming[0]}"
 
 
 ROLE = {"buffer": "buffer", "learner": "learner", "server": "rollout"}
@@ -256,7 +257,10 @@ EVERY = [
     ),
 ]
 KINDS = {kind.name: kind for kind in EVERY}
-PENDING: frozenset[str] = frozenset()
+PENDING = {kind.name for kind in EVERY if kind.family == "flip" and "manifest" not in kind.name} | {
+    "peer-observer-buffer",
+    "peer-learner-buffer",
+}
 """Kinds against which there is no protection yet: left out unless they are named."""
 
 

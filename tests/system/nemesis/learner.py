@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from buffer.curve import client_keys_for, server_keys_for
-from buffer.wire.client import LearnerClient
+from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
-from configs.entrypoint import configure_logging
+from configs.entrypoint import BAD_INPUT, configure_logging
+from configs.load import ConfigError
 from configs.resume import fingerprint
 from learner.saved.manifest import complete, discard, folder_of, newest, seal
 from learner.weights.sender.publish import Sender
@@ -122,4 +123,8 @@ def main(run: NemesisRun) -> None:
 
 if __name__ == "__main__":
     configure_logging()
-    main(NemesisRun(Path(sys.argv[1])))
+    try:
+        main(NemesisRun(Path(sys.argv[1])))
+    except (ConfigError, RefusedError) as refused:
+        print(f"python -m learner: {refused}", file=sys.stderr)
+        sys.exit(BAD_INPUT)

@@ -26,7 +26,7 @@ LOG_BYTES, MEMORY_BYTES = 5 << 20, 256 << 20
 """Most that a peer may add to all logs, and to the memory of a process."""
 END = "end of a run"
 """Where a finding stands that the comparison with the ledger made."""
-SIGTERM_CODE = 143
+SIGTERM_CODE, FEW = 143, 3
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Nemesis:
         self.runs += 1
         with Session(self.folder / f"run-{self.runs}", self.seed, self.with_disk) as session:
             if not session.until(lambda: session.well(0.0), START_S):
-                raise AssertionError(f"no version was trained:\n{session.last_lines()}")
+                raise AssertionError(f"no version was trained: {session.last_lines()}")
             for number, kind in enumerate(kinds, 1):
                 outcome = self.strike(session, kind)
                 self._note(outcome)
@@ -139,8 +139,9 @@ class Nemesis:
     def _note(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         cost_s = "-" if outcome.cost_s is None else f"{outcome.cost_s:.1f} s"
-        said = "; ".join(outcome.findings[:5]) or "clean"
-        note = f" ({outcome.note.splitlines()[-1][:200]})" if outcome.note else ""
+        more = f"; and {len(outcome.findings) - FEW} more" if len(outcome.findings) > FEW else ""
+        said = "; ".join(outcome.findings[:FEW]) + more or ("clean" if outcome.cost_s is not None else "run lost")
+        note = f" ({' '.join(outcome.note.split())[:400]})" if outcome.note else ""
         self.say(f"{len(self.outcomes):>4} run {self.runs:<3} {outcome.kind:<26} {cost_s:>8}  {said}{note}")
 
     def strike(self, session: Session, kind: Kind) -> Outcome:
@@ -157,7 +158,7 @@ class Nemesis:
         back = session.until(lambda: session.well(healed), BACK_S)
         findings += before.findings(kind)
         if session.ended is not None:
-            findings.append(f"the run ended with exit code {session.ended}:\n{session.last_lines()}")
+            findings.append(f"the run ended with exit code {session.ended}: {session.last_lines()}")
         elif not back:
             findings.append(f"not all was well {BACK_S:g} s later: {why(session, healed)}")
         cost_s = cost(session.events(), before.began, time.monotonic(), usual_s) if back else None
@@ -166,7 +167,7 @@ class Nemesis:
     def _end(self, session: Session) -> list[str]:
         """End the run in good order, and compare."""
         code = session.stop()
-        findings = [] if code == SIGTERM_CODE else [f"exit code {code} after SIGTERM:\n{session.last_lines()}"]
+        findings = [] if code == SIGTERM_CODE else [f"exit code {code} after SIGTERM: {session.last_lines()}"]
         session.note_end()
         return findings + [str(violation) for violation in session.violations()]
 

@@ -17,11 +17,12 @@ import torch
 import uvloop
 
 from buffer.curve import client_keys_for, split
-from buffer.wire.client import Connection, RolloutClient, heartbeats
+from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from buffer.wire.protocol import Stored, WorkItem
 from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens
-from configs.entrypoint import StopSignals, configure_logging
+from configs.entrypoint import BAD_INPUT, DONE, StopSignals, configure_logging
+from configs.load import ConfigError
 from configs.resume import fingerprint
 from configs.schema import Config
 from learner.weights.channel import backend_of
@@ -118,21 +119,22 @@ async def task(problem: Problem, generate: Generate) -> Trajectory:
     return made
 
 
-async def main(run: NemesisRun, name: str) -> None:
-    """Build the parts, and run the loops until the server is drained."""
+async def main(run: NemesisRun, name: str) -> int:
+    """Build the parts, and run the loops until the server is drained. Returns the exit code."""
     torch.set_num_threads(1)
     config, history = run.config(), run.history(name)
     address = f"tcp://127.0.0.1:{run.port_of(name, 'buffer')}"
     keys = client_keys_for(config.buffer.address, run.path)
     client = Connection(address, name, "rollout", fingerprint(config), keys=keys)
     drain = Drain(config.rollout.drain_s)
-    with StopSignals(drain.begin, drain.force):
+    with StopSignals(drain.begin, drain.force) as signals:
         try:
             async with client:
                 await work(run, config, Engine(run, history), client, drain)
-        except asyncio.CancelledError:  # it was stopped before it had anything to drain
-            if drain.episodes is not None:
+        except asyncio.CancelledError:
+            if not signals.count:
                 raise
+    return DONE
 
 
 async def work(run: NemesisRun, config: Config, engine: Engine, client: Connection, drain: Drain) -> None:
@@ -162,4 +164,8 @@ async def work(run: NemesisRun, config: Config, engine: Engine, client: Connecti
 
 if __name__ == "__main__":
     configure_logging()
-    uvloop.run(main(NemesisRun(Path(sys.argv[1])), sys.argv[2]))
+    try:
+        sys.exit(uvloop.run(main(NemesisRun(Path(sys.argv[1])), sys.argv[2])))
+    except (ConfigError, RefusedError) as refused:
+        print(f"python -m rollout: {refused}", file=sys.stderr)
+        sys.exit(BAD_INPUT)

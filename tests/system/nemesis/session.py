@@ -193,9 +193,14 @@ class Session:
     def log_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.run.path / "logs").glob("*.log*"))
 
-    def last_lines(self, number: int = 12) -> str:
-        """The end of what the launcher said."""
-        return "\n".join(self.run.terminal.read_text(errors="replace").splitlines()[-number:])
+    def said(self, since: int = 0) -> str:
+        """What the launcher has said since its output had so many characters."""
+        return self.run.terminal.read_text(errors="replace")[since:]
+
+    def last_lines(self, number: int = 8) -> str:
+        """The end of that, in one line, without what only processes of the run have said."""
+        lines = [line for line in self.said().splitlines() if not line.startswith("[rollout")]
+        return " / ".join(lines[-number:])
 
     def note_end(self) -> None:
         """Write into the history what the ledger holds. The run is stopped."""
