@@ -69,6 +69,11 @@ def segment(run: NemesisRun) -> Span:
     return path, position, size
 
 
+def rows(run: NemesisRun) -> Span:
+    """Where the rows of the data begin."""
+    return whole(max(run.ledger.with_name(f"{run.ledger.name}-rows").iterdir(), key=lambda path: path.stat().st_size))
+
+
 def newest_checkpoint(run: NemesisRun) -> Path:
     return max(path for path in run.checkpoints.glob("v*") if path.suffix == "")
 
@@ -93,6 +98,7 @@ FILES: dict[str, Callable[[NemesisRun], Span]] = {
     "ledger": ledger,
     "wal": log_of_ledger,
     "segment": segment,
+    "rows": rows,
     "checkpoint": checkpoint,
     "manifest": manifest,
     "config": config,

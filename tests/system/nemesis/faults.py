@@ -179,6 +179,7 @@ READERS = {
     "ledger": ("buffer",),
     "wal": ("buffer",),
     "segment": ("buffer", "learner"),
+    "rows": ("buffer",),
     "checkpoint": ("learner",),
     "manifest": ("learner",),
     "config": ("buffer", "learner"),

@@ -20,7 +20,7 @@ from tests.system.nemesis.session import START_S, Session
 
 PER_RUN = 25
 """Faults until a run is ended and its ledger compared with its history."""
-BACK_S = 90.0
+BACK_S = 150.0
 """Time until all is well after a fault, a restart of everything included."""
 LOG_BYTES, MEMORY_BYTES = 5 << 20, 256 << 20
 """Most that a peer may add to all logs, and to the memory of a process."""

@@ -18,6 +18,7 @@ import psutil
 from actors.watch.run_state import ask
 from buffer.store.sqlite import reading
 from buffer.wire.protocol import State
+from configs.load import load
 from tests.harness.toy import ROOT
 from tests.system.chaos_faults import Disk, clocked
 from tests.system.nemesis.checker import Violation, check
@@ -44,17 +45,11 @@ class Session:
         self._mounted: AbstractContextManager[None] = self.disk.mounted() if with_disk else nullcontext()
         self.launcher: subprocess.Popen[bytes] | None = None
         self.mark = uuid.uuid4().hex
-        address = self.run_address()
+        address = int(load([str(self.run.first_file)]).buffer.address.rpartition(":")[2])
         for name in CLIENTS:
             self.network.add(f"{name} buffer", self.run.port_of(name, "buffer"), at(address))
         for name in SERVERS:
             self.network.add(f"{name} weights", self.run.port_of(name, "weights"), named_by_address)
-
-    def run_address(self) -> int:
-        """The buffer's port."""
-        from configs.load import load
-
-        return int(load([str(self.run.first_file)]).buffer.address.rpartition(":")[2])
 
     def __enter__(self) -> "Session":
         self._mounted.__enter__()

@@ -56,7 +56,10 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--kinds", "kill,flood"])
     assert refused.value.code == 2
-    assert "--kinds: 'flood' is no kind of fault; choose from nothing,kill,pause,long-pause,partition" in capsys.readouterr().err
+    assert (
+        "--kinds: 'flood' is no kind of fault; choose from nothing,kill,pause,long-pause,partition"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_table_counts_what_was_clean() -> None:
@@ -146,7 +149,7 @@ STRIKES = {
     "a broken promise": (lose_a_group, ["once: item 9 was acknowledged, and is lost"]),
     "the end of another process": (end_a_learner, ["learner failed: exit code 134: kill-buffer may not end it"]),
     "the end of the run": (end_the_run, ["the run ended with exit code 1: its last lines"]),
-    "no recovery": (stay_away, ["not all was well 90 s later: 0 versions trained; not there: nobody"]),
+    "no recovery": (stay_away, ["not all was well 150 s later: 0 versions trained; not there: nobody"]),
     "a log that grows": (fill_a_log, ["the logs grew by 9.0 MiB"]),
     "a fault that finds something itself": (break_off, ["the file is not named"]),
 }
