@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = Nemesis(folder, kinds, wanted.faults, wanted.seed, lambda line: print(line, flush=True)).go()
     show(outcomes, time.monotonic() - began)
     if wanted.out:
-        wanted.out.write_text(json.dumps(results(outcomes, wanted.seed), indent=1) + "\n")
+        wanted.out.write_text(json.dumps(results(outcomes, wanted.faults, wanted.seed), indent=1) + "\n")
     if any(outcome.findings for outcome in outcomes):
         print(f"Everything is in {folder}")
         return 1
@@ -72,7 +72,7 @@ def number(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.1f}"
 
 
-def results(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
+def results(outcomes: Sequence[Outcome], faults: int, seed: int) -> dict[str, Any]:
     """The table as a file of results."""
     rows = list[dict[str, Any]]()
     for kind, count, clean, middle, most in table(outcomes):
@@ -84,7 +84,7 @@ def results(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "hardware": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()},
-        "command": f"python -m tests.system.nemesis --faults {len(outcomes)} --seed {seed}",
+        "command": f"python -m tests.system.nemesis --faults {faults} --seed {seed}",
         "rows": rows,
     }
 

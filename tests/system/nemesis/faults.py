@@ -47,6 +47,8 @@ class Kind:
     ends: Sequence[str] = ()
     bounded: bool = False
     """Memory of the processes and size of the logs are bounded meanwhile."""
+    last: bool = False
+    """The run is ended after it and its ledger compared: damage may lie in what nobody reads any more."""
 
     @property
     def family(self) -> str:
@@ -252,7 +254,7 @@ EVERY = [
         for who in peers
     ),
     *(
-        Kind(f"flip-{file}-{when}", partial(strike, file), tuple(ROLE.values()))
+        Kind(f"flip-{file}-{when}", partial(strike, file), tuple(ROLE.values()), last=True)
         for when, strike in (("stopped", flip_stopped), ("running", flip_running))
         for file in bits.FILES
     ),

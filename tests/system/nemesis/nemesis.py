@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -129,8 +129,11 @@ class Nemesis:
                 raise AssertionError(f"no version was trained: {session.last_lines()}")
             for number, kind in enumerate(kinds, 1):
                 outcome = self.strike(session, kind)
+                given_up = outcome.findings or outcome.cost_s is None
+                if kind.last and not given_up:
+                    outcome = replace(outcome, findings=self._end(session))
                 self._note(outcome)
-                if outcome.findings or outcome.cost_s is None:
+                if kind.last or given_up:
                     return list(kinds[number:])
             if findings := self._end(session):
                 self._note(Outcome(END, findings=findings))
