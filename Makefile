@@ -46,9 +46,9 @@ check: $(STAMP)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy .
 
-# Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two workers take little more than half
-# as long as one on two cores. If a worker dies, the run ends and names the test. WORKERS=0 runs the tests one after the other.
-WORKERS ?= 2
+# Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two workers use one core, so that three
+# are right for two cores. If a worker dies, the run ends and names the test. WORKERS=0 runs the tests one after the other.
+WORKERS ?= 3
 SPREAD = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 test: $(STAMP)
 	$(RUN) -m pytest $(SPREAD) --lane fast $(TESTS)

@@ -15,20 +15,28 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from benchmarks.learner.cases import COMMON
+from benchmarks.learner.cases import COMMON, part_of, sample_of
 from benchmarks.runs.trained import FAST, figures_of, trained_run, versions_of
 from benchmarks.weights.shapes import EXPERTS, MIXTURE
 from benchmarks.weights.table import ResultRow, progress, write
+
+if TYPE_CHECKING:
+    from buffer.wire.sample import Sample
+    from configs.schema import Config
+    from learner.model.policy import Policy
+    from learner.train.step import Algorithm
 
 ROOT = Path(__file__).parents[1]
 BEFORE = {
@@ -157,23 +165,10 @@ def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
     return found
 
 
-def one_step(index: int) -> dict[str, Any]:
-    """Train two steps of FITS[index] on one rank, set up as in `learner/__main__.py`."""
-    import tempfile
-
-    import torch.distributed as dist
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from benchmarks.learner.cases import part_of
+def run_file_of(fit: Fit, folder: Path) -> "Config":
+    """The settings of a run that trains the shape; its config.json is written into `folder`."""
     from configs.schema import Config
-    from learner.__main__ import decide_gather, decide_speed, keeps_reference
-    from learner.model.memory import GIB, gpu_memory, memory_budget
-    from learner.model.policy import Policy
-    from learner.train.optimizer import Optimizer
-    from learner.train.step import Algorithm
 
-    fit, folder = FITS[index], Path(tempfile.mkdtemp())
     sizes = MODELS[fit.model] | {"max_position_embeddings": 65536, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(sizes))
     given: dict[str, dict[str, Any]] = {
@@ -181,23 +176,48 @@ def one_step(index: int) -> dict[str, Any]:
         "reward": {"function": "none"}, "sampling": {"max_tokens": fit.tokens}, "run": {"versions": 1000},
         "batch": {"groups": 64, "samples": 16},
     }  # fmt: skip
-    config = Config.model_validate(given | {key: given.get(key, {}) | keys for key, keys in fit.sections.items()})
+    return Config.model_validate(given | {key: given.get(key, {}) | keys for key, keys in fit.sections.items()})
+
+
+def one_step(index: int) -> dict[str, Any]:
+    """Train three steps of FITS[index] on one rank, set up as in `learner/__main__.py`."""
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from learner.__main__ import decide_gather, decide_speed, keeps_reference
+    from learner.model.memory import GIB, gpu_memory, memory_budget
+    from learner.model.policy import Policy
+    from learner.train.optimizer import Optimizer
+    from learner.train.step import Algorithm
+
+    fit = FITS[index]
+    config = run_file_of(fit, Path(tempfile.mkdtemp()))
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda", (1,))
     config = decide_gather(decide_speed(config, gpu_memory(device), mesh, 0), device, mesh, 0)
-    expected, budget = memory_budget(config, device, 1, keeps_reference(config), True)
+    with_reference = keeps_reference(config)
+    expected, budget = memory_budget(config, device, 1, with_reference, True)
     # rank 0's copies for servers are not made here, so their size is subtracted from the memory
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     held = torch.empty(copies, dtype=torch.uint8, device=device)
     policy = Policy(config.model, config.learner, mesh, random=True)
-    reference = (
-        Policy(config.model, config.learner, mesh, frozen=True, random=True) if keeps_reference(config) else None
-    )
+    reference = Policy(config.model, config.learner, mesh, frozen=True, random=True) if with_reference else None
     algorithm = Algorithm(config.algorithm, Optimizer(policy, config.learner, 1000), budget, fit.tokens, reference)
-    length = 512 + fit.tokens
-    samples = filled(budget, length, sizes["vocab_size"])
+    samples = filled(budget, 512 + fit.tokens, MODELS[fit.model]["vocab_size"])
+    seconds = timed_steps(algorithm, policy, samples)
+    return {
+        "budget": budget, "estimate": expected.total(budget) / GIB, "peak": torch.cuda.max_memory_allocated() / GIB,
+        "reserved": torch.cuda.max_memory_reserved() / GIB, "held": held.numel() / GIB,
+        "tokens/s": 2 * budget / seconds[-1],
+        "settings": {key: getattr(config.learner, key) for key in SETTINGS},
+    }  # fmt: skip
+
+
+def timed_steps(algorithm: "Algorithm", policy: "Policy", samples: list["Sample"]) -> list[float]:
+    """Seconds of each of three steps on the same samples. The GPU's peak memory afterwards is that of the last one."""
     seconds = []
     for version in range(3):
         torch.cuda.reset_peak_memory_stats()
@@ -205,38 +225,15 @@ def one_step(index: int) -> dict[str, Any]:
         algorithm.step(policy, part_of(samples, version, 0, 1))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    tokens = sum(len(sample.tokens.numpy()) for sample in samples)
-    return {
-        "budget": budget, "estimate": expected.total(budget) / GIB, "peak": torch.cuda.max_memory_allocated() / GIB,
-        "reserved": torch.cuda.max_memory_reserved() / GIB, "held": held.numel() / GIB,
-        "tokens/s": tokens / seconds[-1],
-        "settings": {key: getattr(config.learner, key) for key in SETTINGS},
-    }  # fmt: skip
+    return seconds
 
 
-def filled(budget: int, length: int, vocabulary: int) -> list[Any]:
-    """Make samples that fill two microbatches of `budget` tokens with documents of at most `length`."""
-    import numpy as np
-
-    from buffer.wire.message import Array
-    from buffer.wire.sample import Sample
-
-    draw, made, left = np.random.default_rng(0), [], 2 * budget
-    while left >= 256:
-        size = int(min(length, left, budget))
-        left -= size
-        sampled = np.arange(size) >= 128
-        made.append(
-            Sample(
-                tokens=Array.of(draw.integers(0, vocabulary, size).astype(np.int32)),
-                sampled=Array.of(sampled.astype(np.uint8)),
-                behaviour_logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
-                versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
-                reward=float(draw.integers(2)),
-                finish="stop",
-            )
-        )
-    return made[: len(made) // 8 * 8] or made
+def filled(budget: int, length: int, vocabulary: int) -> list["Sample"]:
+    """Make samples that fill two microbatches of `budget` tokens each with documents of at most `length`."""
+    full, rest = divmod(budget, length)
+    draw = np.random.default_rng(0)
+    sizes = 2 * [*(full * [length]), *([rest] if rest else [])]
+    return [sample_of(draw, size, size // 4 if size < 512 else 128, vocabulary) for size in sizes]
 
 
 def fits(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ Pure functions of config.json as transformers 4 or 5 writes it. `learner/model/e
 model shows. Used by `checks.py`, `model_facts.py`, `actors/doctor` and the learner.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,13 @@ ROPES = ("default", "linear", "llama3", "mrope", "yarn")
 """Rotary embeddings whose frequencies depend only on the config."""
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
 """Rotary embeddings for which `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
+GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""Ends of the names of classes with a head that predicts the next token."""
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step"),
+)
+"""Keys whose values are whole numbers or null."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 """Keys of the rotary embedding in transformers 5 and 4."""
 
@@ -43,6 +51,10 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     Example: `next(unsupported({"layer_types": ["conv"]}))` begins with `it has layers of type conv, but only full`.
     """
     text = text_config(config)
+    if wrong := list(malformed(text)):
+        yield from wrong
+        return
+    yield from _not_generative(config, text)
     found = (part.get(key) for part in (config, text) for key in QUANTISED)
     if quantised := next(filter(None, found), None):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
@@ -55,6 +67,36 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies are unknown or depend on the longest document of a packed row"
         yield f"its rotary embedding is of type {kind}, {rule}; take a model with one of {', '.join(ROPES)}"
+
+
+def malformed(text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each size of a text config that is no number.
+
+    Example: `next(malformed({"hidden_size": "64"}))` begins with `hidden_size in its config.json is "64", not a`.
+    """
+    remedy = "correct it or download the model again"
+    for key in SIZES:
+        if text.get(key) is not None and type(text[key]) is not int:
+            yield f"{key} in its config.json is {json.dumps(text[key])}, not a whole number; {remedy}"
+    for rope in ropes(text):
+        factor = rope.get("factor")
+        if factor is not None and type(factor) not in (int, float):
+            yield f"the factor of its rotary embedding is {json.dumps(factor)}, not a number; {remedy}"
+
+
+def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the model does not predict the next token from the tokens before it, as a learner and vLLM both compute
+    it."""
+    named = config.get("architectures") or ()
+    named = [named] if isinstance(named, str) else named
+    if named and not any(str(name).endswith(GENERATIVE) for name in named):
+        rule = "which has no head that predicts the next token"
+        yield f"its architecture is {', '.join(map(str, named))}, {rule}; take a causal language model"
+    if config.get("is_encoder_decoder"):
+        yield "it is an encoder with a decoder, but the learner packs one sequence a sample; take a decoder"
+    if text.get("dual_chunk_attention_config"):
+        rule = "which vLLM computes and the learner does not"
+        yield f"it has dual chunk attention, {rule}; remove dual_chunk_attention_config from its config.json"
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

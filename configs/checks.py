@@ -164,7 +164,7 @@ def _architecture(config: Config) -> Iterator[str]:
     """Yield why config.json shows that training would be wrong. `learner.model.exactness` tries the built model."""
     path = config.model.path
     facts = model_facts(path)
-    yield from (f"model.path: {path} ({facts.kind}): {reason}" for reason in facts.unsupported)
+    yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in facts.unsupported)
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -521,7 +521,8 @@ def _reward_model(config: Config) -> Iterator[str]:
     file = Path(path) / "config.json"
     if problems or not file.is_file() or "convert" in config.reward.engine:
         return
-    found = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["none"]
+    config_json = json.loads(file.read_text(encoding="utf-8"))
+    found = (config_json.get("architectures") if isinstance(config_json, dict) else None) or ["none"]
     if not any("SequenceClassification" in name or "Reward" in name for name in found):
         remedy = "name a sequence classification model, or set reward.engine.convert: classify if it is one"
         yield f"reward.model: {path} is no reward model, its architecture is {', '.join(found)}; {remedy}"

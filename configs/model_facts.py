@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from configs.architecture import text_config, unsupported, usable_positions
+from configs.architecture import malformed, text_config, unsupported, usable_positions
 from configs.schema import ModelConfig
 
 TOWER = ".visual."
@@ -91,27 +91,31 @@ def model_facts(path: str) -> ModelFacts:
         shapes = [one for file in sorted(folder.glob("*.safetensors")) for one in _shapes(file)]
     except (OSError, ValueError):
         return ModelFacts()
+    if not isinstance(config, dict):
+        return ModelFacts(unsupported=("its config.json holds no JSON object; download the model again",))
+    kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
+    if any(malformed(text)):
+        return ModelFacts(kind=kind, unsupported=refused)
     tower = sum(prod(shape) for name, shape in shapes if TOWER in f".{name}")
     linear: Counter[str] = Counter()
     for name, shape in shapes:
         if len(shape) == 2 and (found := LINEAR.search(f".{name}")) and TOWER not in f".{name}":
             linear[found[1]] += sum(shape)
-    kind, refused, config = config.get("model_type"), tuple(unsupported(config)), text_config(config)
     parameters = sum(prod(shape) for _, shape in shapes)
-    experts = num_experts(config)
-    routes = len(expert_layers(config)) * (config.get("num_experts_per_tok") or 0) if experts else 0
+    experts = num_experts(text)
+    routes = len(expert_layers(text)) * (text.get("num_experts_per_tok") or 0) if experts else 0
     return ModelFacts(
         parameters or None,
-        config.get("num_attention_heads"),
-        usable_positions(config),
+        text.get("num_attention_heads"),
+        usable_positions(text),
         tower or None,
         linear,
-        config.get("model_type") or kind,
+        text.get("model_type") or kind,
         experts,
         routes * (1 if experts <= 256 else 2),
-        *_kept_of_a_token(config),
+        *_kept_of_a_token(text),
         refused,
-        _head_size(config),
+        _head_size(text),
     )
 
 

@@ -13,7 +13,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from benchmarks.buffer.peers import (
     TOKENS,
     bare_zmq,
     free_port,
+    on_this_disk,
     packed,
     ray_queue,
     redis_read,
@@ -53,7 +53,7 @@ ROUNDS = 3
 @contextmanager
 def buffer(max_staleness: int = 4, groups: int = GROUPS) -> Iterator[tuple[str, str]]:
     """`python -m buffer` on a file of its own, with fsync; gives (address, fingerprint)."""
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with on_this_disk() as folder:
         rows = "".join(json.dumps({"problem": f"problem {row}", "answer": str(row)}) + "\n" for row in range(4096))
         Path(folder, "train.jsonl").write_text(rows)
         address = f"tcp://127.0.0.1:{free_port()}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,12 @@ def packed(version: int = 0) -> list[bytes]:
 
 
 BYTES = sum(map(len, packed()))
+
+
+def on_this_disk() -> "tempfile.TemporaryDirectory[str]":
+    """A temporary folder below `runs/`, which git ignores: the system's temporary folder may be in memory."""
+    Path("runs").mkdir(exist_ok=True)
+    return tempfile.TemporaryDirectory(dir="runs")
 
 
 def free_port() -> int:
@@ -132,7 +139,7 @@ def _redis(take: Callable[[Any], int], seconds: float) -> float | str:
     except ImportError:
         return "absent: no redis-py"
     port = free_port()
-    with tempfile.TemporaryDirectory(dir=".") as folder, ExitStack() as ends:
+    with on_this_disk() as folder, ExitStack() as ends:
         durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", folder]
         running = subprocess.Popen([server, "--port", str(port), *durable], stdout=subprocess.DEVNULL)
         ends.callback(_end, running)

@@ -15,7 +15,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -28,7 +27,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from benchmarks.buffer.peers import free_port
+from benchmarks.buffer.peers import free_port, on_this_disk
 from benchmarks.capacity.crowd import Crowd
 from buffer.wire.message import Message
 from buffer.wire.protocol import State, Status
@@ -351,7 +350,7 @@ def main(argv: Sequence[str]) -> int:
     given: dict[str, Any] = dict(SMALL if options.small else FULL)
     given |= {"share_prompts": options.share_prompts, "heartbeat_s": 2.0, "start": str(time.time())}
     share = 0.05 if options.small else 1.0
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with on_this_disk() as folder:
         try:
             rows = uvloop.run(asyncio.wait_for(measure(given, Path(folder).absolute(), share), WHOLE_S))
         except NotMeasured as error:

@@ -56,23 +56,25 @@ CASES = {
 }
 
 
+def sample_of(draw: np.random.Generator, length: int, prompt: int, vocabulary: int) -> Sample:
+    """A sample of `length` random tokens, the first `prompt` of them its prompt. Its log-probabilities are those of
+    a uniform policy."""
+    sampled = np.arange(length) >= prompt
+    return Sample(
+        tokens=Array.of(draw.integers(0, vocabulary, length).astype(np.int32)),
+        sampled=Array.of(sampled.astype(np.uint8)),
+        behaviour_logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
+        versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
+        reward=float(draw.integers(2)),
+        finish="stop",
+    )
+
+
 def documents(samples: int, seed: int, vocabulary: int) -> list[Sample]:
     """Samples like those of rollout servers: random tokens, log-normal lengths."""
     draw = np.random.default_rng(seed)
     lengths = np.exp(draw.normal(np.log(MEDIAN), SIGMA, samples)).clip(16, LONGEST).astype(int)
-    made = []
-    for length in lengths:
-        sampled = np.arange(length) >= min(PROMPT, length // 2)
-        sample = Sample(
-            tokens=Array.of(draw.integers(0, vocabulary, length).astype(np.int32)),
-            sampled=Array.of(sampled.astype(np.uint8)),
-            behaviour_logprobs=Array.of(np.where(sampled, -np.log(vocabulary), 0).astype(np.float32)),
-            versions=Array.of(np.where(sampled, 0, -1).astype(np.int32)),
-            reward=float(draw.integers(2)),
-            finish="stop",
-        )
-        made.append(sample)
-    return made
+    return [sample_of(draw, length, min(PROMPT, length // 2), vocabulary) for length in lengths]
 
 
 def part_of(made: list[Sample], version: int, rank: int, world: int) -> Part:

@@ -453,6 +453,13 @@ ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {
         "its rotary embedding is of type dynamic",
     ),
     "unknown rope": ({"rope_scaling": {"type": "su"}}, "its rotary embedding is of type su"),
+    "classifier": ({"architectures": ["Qwen2ForSequenceClassification"]}, "its architecture is Qwen2ForSequence"),
+    "no head": ({"architectures": ["Qwen2Model"]}, "its architecture is Qwen2Model, which has no head"),
+    "encoder and decoder": ({"is_encoder_decoder": True}, "it is an encoder with a decoder"),
+    "dual chunk attention": ({"dual_chunk_attention_config": {"chunk_size": 8}}, "it has dual chunk attention"),
+    "a size that is text": ({"num_hidden_layers": "24"}, 'num_hidden_layers in its config.json is "24", not a whole'),
+    "a size that is true": ({"text_config": {"hidden_size": True}}, "hidden_size in its config.json is true, not a"),
+    "a factor that is text": ({"rope_scaling": {"factor": "4"}}, 'the factor of its rotary embedding is "4", not a'),
 }
 
 
@@ -461,7 +468,16 @@ def test_models_that_would_be_trained_wrongly_are_refused_by_their_config(name: 
     given, words = ARCHITECTURES[name]
     (model / "config.json").write_text(json.dumps({"model_type": "invented", **given}))
     (line,) = all_of(model)
-    assert line.startswith(f"model.path: {model} (invented): {words}") and re.search("; (take|dequantise)", line)
+    assert line.startswith(f"model.path: {model} (invented): {words}") and re.search(
+        "; (take|dequantise|remove|correct)", line
+    )
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"a"', "null"])
+def test_a_config_that_is_no_object_is_refused(text: str, model: Path) -> None:
+    (model / "config.json").write_text(text)
+    (line,) = all_of(model)
+    assert line.startswith(f"model.path: {model} (unknown type): its config.json holds no JSON object; ")
 
 
 def test_full_and_sliding_attention_are_accepted(model: Path) -> None:
