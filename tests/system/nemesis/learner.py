@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from buffer.curve import client_keys_for, server_keys_for
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
@@ -24,6 +23,7 @@ from learner.saved.manifest import complete, discard, folder_of, newest, seal
 from learner.weights.sender.publish import Sender
 from tests.system.chaos_learner import Metrics, placed, real_loop
 from tests.system.nemesis.history import INITIAL, History, Restored, Trained, digest, following
+from tests.system.nemesis.keys import buffer_keys, learner_keys
 from tests.system.nemesis.run import NemesisRun
 from tests.system.nemesis.weights import SPECS, NamedPolicy, weights_of
 
@@ -110,13 +110,13 @@ def main(run: NemesisRun) -> None:
     """Train until it is stopped."""
     torch.set_num_threads(1)
     config, history = run.config(), run.history("learner")
-    keys = server_keys_for(f"tcp://{config.weights.host}:0", run.path)
-    sender = Sender(SPECS, config.weights, config.run.seed, torch.device("cpu"), keys=keys, heartbeat_s=0.5)
+    options = {"keys": learner_keys(config), "heartbeat_s": 0.5}
+    sender = Sender(SPECS, config.weights, config.run.seed, torch.device("cpu"), **options)  # type: ignore[arg-type]
     run.weights_wire.write_text(sender.address)
     address = f"tcp://127.0.0.1:{run.port_of('learner', 'buffer')}"
-    client_keys = client_keys_for(config.buffer.address, run.path)
+    keys = buffer_keys(config)
     checkpoints = Checkpoints(run.checkpoints, config.learner.checkpoint_every, history)
-    with LearnerClient(address, "learner-0", fingerprint(config), 0, 1, sender.address, keys=client_keys) as batches:
+    with LearnerClient(address, "learner-0", fingerprint(config), 0, 1, sender.address, keys=keys) as batches:
         policy, algorithm = NamedPolicy(INITIAL), Algorithm(history)
         real_loop()(policy, algorithm, batches, sender, checkpoints, Metrics(), config.run.versions)
 

@@ -27,6 +27,7 @@ from buffer.wire.client import Connection, RefusedError
 from buffer.wire.message import Array, Message
 from buffer.wire.sample import Sample
 from configs.resume import fingerprint
+from tests.system.nemesis.keys import buffer_keys, weights_keys
 from tests.system.nemesis.run import SERVERS, NemesisRun
 
 FOREIGN = (
@@ -100,8 +101,9 @@ def connected(address: str) -> socket.socket:
 
 async def observer(address: str, run: NemesisRun) -> None:
     """Says Hello as an observer, and does what servers and learners do, as fast as it gets answers."""
-    async with Connection(address, "rude", "observer") as connection:
-        await asyncio.gather(make_groups(connection, run.config().batch.samples), train(connection))
+    config = run.config()
+    async with Connection(address, "rude", "observer", keys=buffer_keys(config)) as connection:
+        await asyncio.gather(make_groups(connection, config.batch.samples), train(connection))
 
 
 async def answer_to(connection: Connection, message: Message) -> Message | None:
@@ -157,7 +159,8 @@ async def learner(address: str, run: NemesisRun) -> None:
     config = run.config()
     sender = Sender(SPECS, config.weights, 0, torch.device("cpu"), heartbeat_s=0.5)
     sender.publish(NamedPolicy("ab" * 32), RUDE_VERSION)
-    async with Connection(address, "learner-0", "learner", fingerprint(config), sender.address):
+    hello = "learner-0", "learner", fingerprint(config), sender.address
+    async with Connection(address, *hello, keys=buffer_keys(config)):  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
 
@@ -165,8 +168,9 @@ async def member(address: str, run: NemesisRun) -> None:
     """Joins the weights wire under a server's name, says Ready to each round, and nothing more."""
     from learner.weights import protocol as weights
 
+    keys = weights_keys(run.config())
     join = weights.Join(name=SERVERS[0], protocol=weights.PROTOCOL, workers=1, backend="gloo")
-    with zmq.asyncio.Context() as context, weights.dealer(context, address, None) as wire:
+    with zmq.asyncio.Context() as context, weights.dealer(context, address, keys) as wire:
         await wire.send(weights.pack(join))
         while True:
             message = weights.unpack(await wire.recv(), weights.TO_SERVER)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import uvloop
 
-from buffer.curve import client_keys_for, split
+from buffer.curve import split
 from buffer.wire.client import Connection, RefusedError, RolloutClient, heartbeats
 from buffer.wire.protocol import Stored, WorkItem
 from buffer.wire.sample import Sample
@@ -38,6 +38,7 @@ from rollout.tasks import Generate, Problem, Trajectory
 from rollout.tasks.trajectory import single_turn
 from tests.system import chaos_rollout
 from tests.system.nemesis.history import Acknowledged, Generated, History, Loaded, digest
+from tests.system.nemesis.keys import buffer_keys, weights_keys
 from tests.system.nemesis.run import NemesisRun
 from tests.system.nemesis.weights import logprobs, policy_of
 
@@ -124,8 +125,7 @@ async def main(run: NemesisRun, name: str) -> int:
     torch.set_num_threads(1)
     config, history = run.config(), run.history(name)
     address = f"tcp://127.0.0.1:{run.port_of(name, 'buffer')}"
-    keys = client_keys_for(config.buffer.address, run.path)
-    client = Connection(address, name, "rollout", fingerprint(config), keys=keys)
+    client = Connection(address, name, "rollout", fingerprint(config), keys=buffer_keys(config))
     drain = Drain(config.rollout.drain_s)
     with StopSignals(drain.begin, drain.force) as signals:
         try:
@@ -144,7 +144,7 @@ async def work(run: NemesisRun, config: Config, engine: Engine, client: Connecti
     sampler = Sampler(engine, prompts, 1.0, config.sampling.max_tokens, max_sample_tokens(config))  # type: ignore[arg-type]
     episodes = Episodes(prompts, task, sampler, None, config.batch.samples)  # type: ignore[arg-type]
     where = through_proxy(buffer.where, run.port_of(client.name, "weights"))
-    receiver = Receiver(where, engine, client.name, config.weights, client.keys, heartbeat_s=0.5)
+    receiver = Receiver(where, engine, client.name, config.weights, weights_keys(config), heartbeat_s=0.5)
     updates = PolicyUpdates(receiver, config.run.versions)
     evaluator = Evaluator(config, None, engine, buffer, receiver, None, [])  # type: ignore[arg-type]
     revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
