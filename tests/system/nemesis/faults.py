@@ -5,6 +5,7 @@
 
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +77,13 @@ def kill_launcher(session: Session, draw: random.Random) -> None:
     assert session.launcher is not None
     session.launcher.wait(60.0)
     session.gone()
+    session.launch()
+
+
+def drain_launcher(session: Session, draw: random.Random) -> None:
+    """SIGTERM to the launcher; a person launches again."""
+    code = session.stop()
+    assert code == 128 + signal.SIGTERM, f"exit code {code} after SIGTERM: {session.last_lines()}"
     session.launch()
 
 
@@ -239,6 +247,7 @@ EVERY = [
     Kind("nothing", lambda session, draw: time.sleep(draw.uniform(*SHORT_S))),
     *ending(kill, "kill"),
     Kind("kill-launcher", kill_launcher, tuple(ROLE.values())),
+    Kind("drain-launcher", drain_launcher),
     Kind("kill-guard", partial(kill_guard, "buffer"), ("buffer",)),
     *for_each(pause, "pause", [*ROLE, "launcher"]),
     *for_each(partial(pause, seconds=LONG_S), "long-pause", ROLE),

@@ -30,7 +30,7 @@ MARK = "HEADRACE_NEMESIS"
 """Environment variable of every process of a launch; their children inherit it."""
 DISK_MIB = 192
 """More than ledger, logs and checkpoints of a run take."""
-START_S, GONE_S, STOP_S = 120.0, 60.0, 60.0
+START_S, GONE_S, STOP_S = 240.0, 120.0, 120.0
 """Until the first version is trained; until all processes are gone after a kill; for a drain."""
 FAILURE = re.compile(r"^--- ([a-z]+)(?:-\d+)? (failed|refused|gave_up): (.*)", re.MULTILINE)
 
