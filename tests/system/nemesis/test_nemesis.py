@@ -57,7 +57,7 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--kinds", "kill,flood"])
     assert refused.value.code == 2
     assert (
-        "--kinds: 'flood' is no kind of fault; choose from nothing,kill,drain,pause,partition"
+        "--kinds: 'flood' is no kind of fault; choose from nothing,kill,drain,pause"
         in capsys.readouterr().err
     )
 
