@@ -56,10 +56,7 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--kinds", "kill,flood"])
     assert refused.value.code == 2
-    assert (
-        "--kinds: 'flood' is no kind of fault; choose from nothing,kill,drain,pause"
-        in capsys.readouterr().err
-    )
+    assert "--kinds: 'flood' is no kind of fault; choose from nothing,kill,drain,pause" in capsys.readouterr().err
 
 
 def test_the_table_counts_what_was_clean() -> None:
